@@ -420,6 +420,16 @@ def test_a_page_or_a_position_for_each_sequence_as_a_column():
         ({"causal": "yes"}, errors.BadParam, "causal is 'yes'"),
         ({"max_seqlen_kv": 2}, errors.BadParam, "max_seqlen_kv is 2 but k_new has 3 tokens"),
         ({"q": np.zeros((3, 3, 3, 32), np.float16)}, errors.BadTensorShape, "q has 3 heads"),
+        (
+            {"append": (np.zeros((3, 3, 2, 32), np.float32),) * 2},
+            errors.BadTensorDtype,
+            "^k_new has dtype fp32; expected fp16, as the cache has dtype fp16$",
+        ),
+        (
+            {"q": np.zeros((3, 3, 4, 32), np.float32)},
+            errors.BadTensorDtype,
+            "^q has dtype fp32; expected fp16, as the cache has dtype fp16$",
+        ),
         ({"out": np.zeros((3, 3, 4, 8), np.float16)}, errors.BadTensorShape, "out has shape"),
         (
             {"out": np.lib.stride_tricks.as_strided(np.zeros((3, 3, 4, 32), np.float16), writeable=False)},
@@ -435,13 +445,14 @@ def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):
     given = {"q": numbers(rng, 3, 3, 4, 32), "append": (numbers(rng, 3, 3, 2, 32),) * 2} | changes
     if changes.get("rotary") == "tables":
         given["rotary"] = flashgen.Rotary(*tables(rng))
+    q = given.pop("q")
     with pytest.raises(error, match=message):
-        flashgen.attention(given.pop("q"), cache, **given)
+        flashgen.attention(q, cache, **given)
     np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
     np.testing.assert_array_equal(cache.v.view(np.uint16), before.v.view(np.uint16))
-    if "max_seqlen_kv" in changes:
+    if "max_seqlen_kv" in changes or error is errors.BadTensorDtype:
         with pytest.raises(error, match=message):
-            flashgen.plan(numbers(rng, 3, 3, 4, 32), cache, **given)
+            flashgen.plan(q, cache, **given)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,20 @@ def strided(shape, strides, dtype="fp16"):
         (PLAIN | {"lengths": None}, NullPointer, "lengths is None"),
         (PLAIN | {"k_new": (NEW, "float64")}, BadTensorDtype, "k_new has dtype float64; supported"),
         (PLAIN | {"v_cache": ((*CACHE[:3], 24), "bf16")}, BadTensorDtype, "v_cache has dtype bf16; .* fp16"),
+        (
+            PLAIN | {"v_cache": ((*CACHE[:3], 24), "bf16")},
+            BadTensorDtype,
+            "v_cache has dtype bf16; expected fp16, as k_cache has dtype fp16$",
+        ),
+        (
+            PLAIN | {"k_new": (NEW, "bf16"), "v_new": ((*NEW[:3], 24), "bf16")},
+            BadTensorDtype,
+            "^k_new has dtype bf16; expected fp16, as the cache has dtype fp16$",
+        ),
+        (PLAIN | {"v_new": ((*NEW[:3], 24), "bf16")}, BadTensorDtype, "^v_new has dtype bf16; expected fp16"),
+        (PLAIN | {"k_new": (NEW, "int8")}, BadTensorDtype, "k_new has dtype int8; .*; the cache has fp16$"),
+        (PLAIN | {"k_cache": (CACHE, "int8")}, BadTensorDtype, "k_cache has dtype int8; supported are fp16"),
+        (ROTARY | {"q": (QUERIES, "bf16")}, BadTensorDtype, "q has dtype bf16; .*, as the cache has"),
         (PLAIN | {"lengths": ((3,), "int64")}, BadTensorDtype, "lengths has dtype int64; expected int32$"),
         (PAGED | {"pages": ((3, 6), "int64")}, BadTensorDtype, "pages has dtype int64; expected int32"),
         (

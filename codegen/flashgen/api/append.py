@@ -11,6 +11,7 @@ from flashgen.api.calls import MAX_PLANS, are_all, call_of, make_plan, ready
 from flashgen.api.kvcache import FIELDS, KVCache, Rotary
 from flashgen.errors import (
     BadParam,
+    BadTensorDtype,
     BadTensorShape,
     BadTensorStrides,
     FlashgenError,
@@ -326,7 +327,11 @@ def append_and_attend(
     """
     append, first = ready(*of_append, stream, backend, None)
     asked = attention_over(*_appended(first, q, cache))
-    attention, second = ready(*asked, stream, backend, algorithm)
+    try:
+        attention, second = ready(*asked, stream, backend, algorithm)
+    except BadTensorDtype:
+        _check_dtype(asked[1])
+        raise
     _queue(append, first, attention, second, (*asked[1], None))
     return _handed(attention, second, q, stream)
 
@@ -343,8 +348,21 @@ def held(
     """``plan(append=)``; arguments as in `append_and_attend`."""
     append = make_plan(*of_append, backend, None)
     first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
-    attention = make_plan(*attention_over(*_appended(first, q, cache)), backend, algorithm)
+    asked = attention_over(*_appended(first, q, cache))
+    try:
+        attention = make_plan(*asked, backend, algorithm)
+    except BadTensorDtype:
+        _check_dtype(asked[1])
+        raise
     return AppendPlan(append, attention, _interleaved(rotary))
+
+
+def _check_dtype(given: tuple[Any, ...]) -> None:
+    """That q has the dtype of the cache; for the attention alone that of q is the norm."""
+    q, k = (arrays.view(x, name) for x, name in zip(given, ("q", "k"), strict=False))
+    if q.dtype != k.dtype:
+        why = f"q has dtype {q.dtype}; expected {k.dtype}, as the cache has dtype {k.dtype}"
+        raise BadTensorDtype(why) from None
 
 
 def _asked(

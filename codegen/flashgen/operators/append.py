@@ -253,20 +253,23 @@ def _check_combination(views: Mapping[str, ArrayView | None], q_positions: Any) 
 
 def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
     """That all arrays are on one device, and each has a dtype of its argument."""
-    first = views["k_new"]
-    if first.dtype not in DTYPES:
-        raise BadTensorDtype(f"k_new has dtype {first.dtype}; supported are {', '.join(DTYPES)}")
+    dtype = views["k_cache"].dtype  # the norm: a cache stays what it is
+    for name, hint in (("k_cache", ""), ("k_new", f"; the cache has {dtype}")):
+        if views[name].dtype not in DTYPES:
+            supported = ", ".join(DTYPES)
+            raise BadTensorDtype(f"{name} has dtype {views[name].dtype}; supported are {supported}{hint}")
     given = {name: view for name, view in views.items() if view is not None}
-    check_devices({"k_new": first} | given)
+    check_devices({"k_new": views["k_new"]} | given)
     for name, view in given.items():
         argument = ARGUMENTS[APPEND.position(name)]
         if name in ("cos", "sin"):
-            allowed = tuple(dict.fromkeys((first.dtype, "fp32")))
+            allowed = tuple(dict.fromkeys((dtype, "fp32")))
         else:
-            allowed = argument.dtypes or (first.dtype,)
+            allowed = argument.dtypes or (dtype,)
         if view.dtype not in allowed:
-            of_k_new = "" if argument.dtypes == ("int32",) else f", as k_new has dtype {first.dtype}"
-            raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected {' or '.join(allowed)}{of_k_new}")
+            norm = "k_cache" if name == "v_cache" else "the cache"
+            why = "" if argument.dtypes == ("int32",) else f", as {norm} has dtype {dtype}"
+            raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected {' or '.join(allowed)}{why}")
     cos, sin = views["cos"], views["sin"]
     if cos is not None and cos.dtype != sin.dtype:
         raise BadTensorDtype(f"sin has dtype {sin.dtype} but cos has {cos.dtype}; they must be the same")
