@@ -62,6 +62,7 @@ def test_list_names_every_grid_and_peer(flashgen):
         (("--dtype", "fp8"), 1, "grid prefill has no case with dtype fp8; it has dtype bf16, fp16"),
         (("--where", "head_dim"), 2, "FIELD=VALUE"),
         (("--rounds", "0"), 2, "rounds"),
+        (("--sample-ms", "0"), 2, "sample-ms"),
         (("--peer", "nobody"), 1, "torch-flash"),
         (("--chart", "nowhere/a.png"), 2, "there is no folder 'nowhere'"),
         (("--list", "decode", "--dtype", "bf16"), 2, "leave out GRID, --dtype"),

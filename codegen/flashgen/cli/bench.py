@@ -48,7 +48,7 @@ figures are medians, and what counts is the ratio. Needs a GPU.
 )
 @click.option(
     "--sample-ms",
-    type=float,
+    type=click.FloatRange(min=0, min_open=True),
     default=4.0,
     show_default=True,
     help="Milliseconds that each peer is timed for in a round.",
