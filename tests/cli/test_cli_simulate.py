@@ -4,6 +4,7 @@ import re
 import numpy as np
 import pytest
 
+from flashgen.cli.simulate import command
 from flashgen.errors import SimulationError
 from flashgen.simulator import hostcompiler
 
@@ -57,6 +58,29 @@ def test_options_of_other_variants(name, options, flashgen):
     result = flashgen("simulate", name, "--seqlen-q", 50, *options, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["ok"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("append_fp16_sm80", ("--heads", 6), (3, [3, 128])),
+        ("append_fp16_sm80", ("--kv-heads", 3), (3, [3, 128])),
+        ("append_fp16_sm80", (), (1, [1, 128])),
+        ("merge_fp16_sm80", (), (None, [2, 128])),
+        ("merge_fp16_sm80", ("--kv-heads", 3), (None, [3, 128])),
+        ("flash_fwd_hdim32_fp16_gqa_sm80", (), (1, [4, 32])),
+        ("flash_fwd_hdim32_fp16_sm80", ("--heads", 3), (3, [3, 32])),
+    ],
+)
+def test_heads_are_those_that_the_help_says(name, options, expected, flashgen):
+    found = json.loads(
+        flashgen("simulate", name, "--seqlen-q", 4, "--seqlen-kv", 4, *options, "--json").stdout
+    )
+    assert (found.get("num_heads_kv"), found["shape"][2:]) == expected
+    said = {option.name: option.help for option in command.params if hasattr(option, "help")}
+    assert "[default: --kv-heads, if given; else 2, or 4 for grouped heads]" in said["heads"]
+    assert "[default: --heads; 1 for grouped heads, half of --heads for append]" in said["kv_heads"]
+    assert "[default: that of NAME; 128 for append and merge]" in said["head_dim"]
 
 
 @pytest.mark.parametrize("options", [("--mask-type", "causal"), ("--window", 1, 1)], ids=lambda x: x[0])

@@ -69,10 +69,21 @@ too far from float64, or gives other bits under another order.
 @click.argument("name")
 @click.option("--seqlen-q", type=_SIZE, default=128, show_default=True, help="Queries.")
 @click.option("--seqlen-kv", type=click.IntRange(0, 2**31 - 1), default=128, show_default=True, help="Keys.")
-@click.option("--heads", type=_SIZE, help="Query heads. [default: 2; 4 for grouped heads]")
-@click.option("--kv-heads", type=_SIZE, help="Heads of k and v. [default: what fits NAME]")
+@click.option(
+    "--heads",
+    type=_SIZE,
+    help="Query heads. [default: --kv-heads, if given; else 2, or 4 for grouped heads]",
+)
+@click.option(
+    "--kv-heads",
+    type=_SIZE,
+    help="Heads of k and v; merge has none. "
+    "[default: --heads; 1 for grouped heads, half of --heads for append]",
+)
 @click.option("--batch", type=_SIZE, default=1, show_default=True, help="Batch entries.")
-@click.option("--head-dim", type=_SIZE, help="Head dim of the call. [default: that of NAME]")
+@click.option(
+    "--head-dim", type=_SIZE, help="Head dim of the call. [default: that of NAME; 128 for append and merge]"
+)
 @click.option("--head-dim-v", type=_SIZE, help="That of v. [default: the same, if NAME holds it]")
 @mask_type_option
 @click.option(
