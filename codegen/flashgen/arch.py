@@ -77,6 +77,6 @@ def typical(arch: str) -> Device:
     """
     if not isinstance(arch, str) or arch not in _GPUS:
         raise BadParam(f"no GPU of architecture {arch!r} is known; known are {', '.join(KNOWN_ARCHS)}")
-    gpu, *sizes = _GPUS[arch]
+    gpu, num_sms, smem_per_block, smem_per_sm, l2_bytes, gbps = _GPUS[arch]
     number = arch_parts(arch)[0]
-    return Device(0, arch, divmod(number, 10), *sizes, gpu)
+    return Device(0, arch, divmod(number, 10), num_sms, smem_per_block, smem_per_sm, l2_bytes, gbps, gpu)

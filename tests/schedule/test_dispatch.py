@@ -777,10 +777,12 @@ def test_explain_agrees_and_says_what_is_shared():
         (1, 8, 131_072, 0),
         (2, 8, 4096, 6),
         (3, 8, 8192, 4),
+        (5, 4, 8192, 4),
+        (6, 1, 8192, 16),
         (4, 8, 4096, 3),
         (8, 8, 8192, 2),
         (64, 8, 8192, 2),
-        (256, 8, 1024, 2),
+        (64, 8, 1024, 2),
         (256, 8, 128, 0),
     ],
 )
@@ -823,6 +825,22 @@ def test_a_slice_of_a_gpu_has_clusters_of_every_size():
     for num_sms, shared in itertools.product(range(1, 133), offered):
         gpu = SimpleNamespace(**{**vars(H200), "num_sms": num_sms})
         assert cost(made, gpu, shared) > scores / num_sms / shared.efficiency
+
+
+def test_a_thread_block_alone_reads_at_its_own_rate():
+    """Few thread blocks read at `alone_gbps`, whatever memory has. The model counts in keys that a
+    multiprocessor reads at its part of memory's rate: the larger that part, the more of them this takes.
+    """
+    made = problem(
+        batch=1, seqlen_q=1, seqlen_kv=65536, num_heads_q=4, num_heads_kv=1, head_dim=128, **CONTIGUOUS
+    )
+    shared = next(v for v in offers(made, H200, SPECS) if v.grid.shared_tiles and v.grid.cluster == 8)
+    base = cost(made, H200, shared)
+    for factor in (0.5, 2):
+        faster = SimpleNamespace(**{**vars(H200), "memory_gbps": H200.memory_gbps * factor})
+        assert cost(made, faster, shared) == pytest.approx(base * factor)
+        larger = SimpleNamespace(**{**vars(H200), "num_sms": int(H200.num_sms * factor)})
+        assert cost(made, larger, shared) == pytest.approx(base / factor)
 
 
 @pytest.mark.parametrize(("gbps", "clusters"), [(3352, True), (4917, False)])

@@ -172,9 +172,10 @@ def _print(found: Explanation, everything: bool) -> None:
 
     device, problem = found.device, found.problem
     sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())
+    gpu = f"{device.num_sms} multiprocessors, {device.memory_gbps:,.0f} GB/s"
     print_pairs(
         [
-            ("GPU", f"{device.name}, {device.arch}, {device.num_sms} multiprocessors"),
+            ("GPU", f"{device.name}, {device.arch}, {gpu}"),
             ("call", f"{sizes}\n{problem.dtype}, mask type {problem.mask_type}"),
             ("takes", str(found.variant) if found.variant else "nothing: no variant serves this call here"),
             *([("tile", _tile(found.variant))] if found.variant else []),

@@ -65,9 +65,10 @@ if TYPE_CHECKING:
 _IDLE, _LAST = 1 / 3, 0.35
 # Of the time of the longest sequence by itself, what comes on top of that of equal sequences where only the
 # device knows how they differ.
-_LONGEST = 0.6
-# Idle multiprocessors over the size of clusters, where it is above two: GPCs have no whole number of them.
-_STRANDED = 2.5
+_LONGEST = 0.5
+# The multiprocessors of each GPC, within which a cluster lies: so 31, 15 and 7 clusters of 4, 8 and 16 thread
+# blocks fit beside each other, as measured on an H100.
+_GPCS = (18, 18, 18, 16, 16, 16, 16, 14)
 # The rate of packed rows, each of which finds its query and its head by a division, over that of others.
 _PACKED = 0.97
 
@@ -264,7 +265,8 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
 
     Where a cluster shares a tile, each of its thread blocks takes ``start``, too. Memory is the limit, but in
-    the last round, one thread block to a multiprocessor, each reads its part at ``alone_gbps`` at most.
+    the last round, one thread block to a multiprocessor that clusters do not leave idle, each reads its part
+    at ``alone_gbps`` at most.
     Where only the device knows how sequences differ, ``_LONGEST`` of the time of the longest part, read so,
     comes on top.
     """
@@ -312,11 +314,10 @@ def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> flo
     longest, count = visited_keys(problem, variant).most, tiles(problem, variant)
     blocks, start = count * cluster, variant.start * block_m
     of_one = -(-longest // (cluster * of_block)) * of_block + start
-    # Equal parts of memory's rate that a thread block draws by itself.
-    parts = variant.alone_gbps * device.num_sms / device.memory_gbps
-    alone = of_one / parts
+    alone = of_one * device.memory_gbps / (variant.alone_gbps * device.num_sms)
     equal = (count * longest + blocks * start) / device.num_sms
-    room = max(cluster, device.num_sms - (_STRANDED * cluster if cluster > 2 else 0))
+    busy = sum(gpc // cluster * cluster for gpc in _GPCS) / sum(_GPCS)
+    room = max(cluster, device.num_sms * busy)
     last = blocks % room or room  # thread blocks of the last round
     keys = equal + max(0, alone - last * of_one / device.num_sms)
     if problem.lengths_on_device and problem.sizes["batch"] > 1:
