@@ -98,6 +98,11 @@ def strided(shape, strides, dtype="fp16"):
         (PLAIN | {"k_new": (NEW, "float64")}, BadTensorDtype, "k_new has dtype float64; supported"),
         (PLAIN | {"v_cache": ((*CACHE[:3], 24), "bf16")}, BadTensorDtype, "v_cache has dtype bf16; .* fp16"),
         (
+            PLAIN | {"k_cache": (CACHE, "bf16")},
+            BadTensorDtype,
+            "^k_cache has dtype bf16; expected fp16, as v_c",
+        ),
+        (
             PLAIN | {"v_cache": ((*CACHE[:3], 24), "bf16")},
             BadTensorDtype,
             "v_cache has dtype bf16; expected fp16, as k_cache has dtype fp16$",

@@ -200,16 +200,16 @@ CACHE = (8, 4096, 8, 128)
 @pytest.mark.parametrize(
     ("call", "variant"),
     [
-        ({"k": flashgen.KVCache(CACHE, CACHE, (8,))}, "flash_varlen_decode_hdim128_fp16_packgqa_sm90"),
+        ({"k": flashgen.KVCache(CACHE, CACHE, (8,))}, "flash_varlen_decode_hdim128_fp16_c3_packgqa_sm90"),
         (
             {"k": flashgen.KVCache((20, *CACHE[1:]), (20, *CACHE[1:]), (8,), index=(8,))},
-            "flash_varlen_decode_hdim128_fp16_packgqa_sm90",
+            "flash_varlen_decode_hdim128_fp16_c3_packgqa_sm90",
         ),
         (
             {"k": flashgen.KVCache((400, 16, 8, 128), (400, 16, 8, 128), (8,), pages=(8, 256))},
-            "flash_varlen_decode_hdim128_fp16_paged_packgqa_sm90",
+            "flash_varlen_decode_hdim128_fp16_paged_c3_packgqa_sm90",
         ),
-        ({"k": CACHE, "kv_lengths": (8,)}, "flash_varlen_decode_hdim128_fp16_packgqa_sm90"),
+        ({"k": CACHE, "kv_lengths": (8,)}, "flash_varlen_decode_hdim128_fp16_c3_packgqa_sm90"),
         (
             {
                 "q": (9000, 32, 128),

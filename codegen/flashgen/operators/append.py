@@ -258,6 +258,14 @@ def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
         if views[name].dtype not in DTYPES:
             supported = ", ".join(DTYPES)
             raise BadTensorDtype(f"{name} has dtype {views[name].dtype}; supported are {supported}{hint}")
+    if dtype != views["v_cache"].dtype:  # what k_new has is likely to be what was meant
+        wrong, right = "v_cache", "k_cache"
+        if views["v_cache"].dtype == views["k_new"].dtype:
+            wrong, right = right, wrong
+        norm = views[right].dtype
+        raise BadTensorDtype(
+            f"{wrong} has dtype {views[wrong].dtype}; expected {norm}, as {right} has dtype {norm}"
+        )
     given = {name: view for name, view in views.items() if view is not None}
     check_devices({"k_new": views["k_new"]} | given)
     for name, view in given.items():
@@ -267,8 +275,7 @@ def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
         else:
             allowed = argument.dtypes or (dtype,)
         if view.dtype not in allowed:
-            norm = "k_cache" if name == "v_cache" else "the cache"
-            why = "" if argument.dtypes == ("int32",) else f", as {norm} has dtype {dtype}"
+            why = "" if argument.dtypes == ("int32",) else f", as the cache has dtype {dtype}"
             raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected {' or '.join(allowed)}{why}")
     cos, sin = views["cos"], views["sin"]
     if cos is not None and cos.dtype != sin.dtype:
