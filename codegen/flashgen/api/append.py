@@ -327,11 +327,7 @@ def append_and_attend(
     """
     append, first = ready(*of_append, stream, backend, None)
     asked = attention_over(*_appended(first, q, cache))
-    try:
-        attention, second = ready(*asked, stream, backend, algorithm)
-    except BadTensorDtype:
-        _check_dtype(asked[1])
-        raise
+    attention, second = _attending(ready, asked, stream, backend, algorithm)
     _queue(append, first, attention, second, (*asked[1], None))
     return _handed(attention, second, q, stream)
 
@@ -349,19 +345,22 @@ def held(
     append = make_plan(*of_append, backend, None)
     first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
     asked = attention_over(*_appended(first, q, cache))
-    try:
-        attention = make_plan(*asked, backend, algorithm)
-    except BadTensorDtype:
-        _check_dtype(asked[1])
-        raise
+    attention = _attending(make_plan, asked, backend, algorithm)
     return AppendPlan(append, attention, _interleaved(rotary))
 
 
-def _check_dtype(given: tuple[Any, ...]) -> None:
-    """That q has the dtype of the cache; for the attention alone that of q is the norm."""
-    q, k = (arrays.view(x, name) for x, name in zip(given, ("q", "k"), strict=False))
-    if q.dtype != k.dtype:
-        why = f"q has dtype {q.dtype}; expected {k.dtype}, as the cache has dtype {k.dtype}"
+def _attending(make: Callable[..., Any], asked: Asked, *rest: Any) -> Any:
+    """What ``make``, `ready` or `make_plan`, makes of the attention behind an append.
+
+    Raises as it does, but that dtypes have to be the cache's, where for attention alone q's is the norm.
+    """
+    try:
+        return make(*asked, *rest)
+    except BadTensorDtype:
+        of_q, of_k = (arrays.view(x, name).dtype for x, name in zip(asked[1], ("q", "k"), strict=False))
+        if of_q == of_k:
+            raise
+        why = f"q has dtype {of_q}; expected {of_k}, as the cache has dtype {of_k}"
         raise BadTensorDtype(why) from None
 
 
