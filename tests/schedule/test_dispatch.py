@@ -787,7 +787,7 @@ def test_explain_agrees_and_says_what_is_shared():
     ],
 )
 def test_a_cluster_has_the_fewer_thread_blocks_the_more_tiles_there_are(batch, heads_kv, keys, cluster):
-    """As measured on an H200; of many short tiles, and of few long ones, thread blocks have shares."""
+    """As measured, mostly on an H200; of many short and of few long tiles, thread blocks have shares."""
     call = problem(
         batch=batch,
         seqlen_q=1,
@@ -806,8 +806,8 @@ def test_a_cluster_has_the_fewer_thread_blocks_the_more_tiles_there_are(batch, h
 
 @pytest.mark.parametrize(("batch", "cluster"), [(8, 2), (9, 3), (12, 2)])
 def test_no_cluster_is_left_to_a_round_of_its_own(batch, cluster):
-    """At head_dim 256 a multiprocessor has room for one thread block: 66 clusters of two run at a time. As
-    measured on an H100.
+    """At head_dim 256 a multiprocessor has room for one thread block: 66 clusters of two run at a time.
+    Eight and twelve as measured on an H100, nine on an H200.
     """
     sizes = {"seqlen_q": 1, "seqlen_kv": 4096, "num_heads_q": 32, "num_heads_kv": 8, "head_dim": 256}
     made = problem(batch=batch, **sizes, **CONTIGUOUS)
