@@ -4,7 +4,7 @@
 //
 // axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, gqa mha, dq_order none
 // tile      block_m 64, block_n 64, stages 2, dout_stages 2, cluster 2 (pair)
-// block     384 threads, 215152 bytes of dynamic shared memory
+// block     384 threads, 215136 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_wide_sm90.yaml
 // template  flash_bwd_wide_sm90.cu.j2
@@ -65,12 +65,12 @@ constexpr int kPOffset = kPeerKOffset + kPeerKBytes;
 constexpr int kLseOffset = kPOffset + kPBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kDoutStages * kQueryValueBytes;
-constexpr int kSharedBytes = kBarrierOffset + 8 * (8 + 3 * kStages);
+constexpr int kSharedBytes = kBarrierOffset + 8 * (6 + 3 * kStages);
 
 static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
-static_assert(kSharedBytes + 1024 == 215152, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 215136, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -188,36 +188,31 @@ __device__ __forceinline__ int first_query_of_key(const Params& params, int key)
     return max(diagonal, 0);
 }
 
-// The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer
-// warp has released it.
+// The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K arrives with the first Q, and V with the first dO. A
+// stage, of Q and dO, is empty when every consumer warp has released it.
 struct Barriers {
     shared_address first;
 
-    __device__ __forceinline__ shared_address k_full() const { return at(0); }
-    // V, and the panels of the peer's K.
-    __device__ __forceinline__ shared_address v_full() const { return at(1); }
     // Each warp of the dV consumer has written its part of P of a step.
-    __device__ __forceinline__ shared_address p_full() const { return at(2); }
+    __device__ __forceinline__ shared_address p_full() const { return at(0); }
     // Each warp of the dK consumer has read P and written its part of dS, and all warps of both have finished dQ of the step before. It
     // completes once more behind the last step: no warp reads K.
-    __device__ __forceinline__ shared_address ds_ready() const { return at(3); }
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(4 + stage); }
-    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(4 + kStages + stage); }
-    __device__ __forceinline__ shared_address empty(int stage) const { return at(4 + 2 * kStages + stage); }
+    __device__ __forceinline__ shared_address ds_ready() const { return at(1); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(2 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(2 + kStages + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(2 + 2 * kStages + stage); }
 
     // dS of a step has come from the peer. Step i uses slot i % 2.
-    __device__ __forceinline__ shared_address ds_received(int slot) const { return at(4 + 3 * kStages + slot); }
+    __device__ __forceinline__ shared_address ds_received(int slot) const { return at(2 + 3 * kStages + slot); }
     // Each consumer warp of the peer has finished the dQ that reads dS sent to this slot: the slot there, and the buffer here that it was
     // copied from, may be overwritten.
-    __device__ __forceinline__ shared_address slot_free(int slot) const { return at(6 + 3 * kStages + slot); }
+    __device__ __forceinline__ shared_address slot_free(int slot) const { return at(4 + 3 * kStages + slot); }
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 
     // One thread's work, before any other uses them.
     __device__ __forceinline__ void init() const {
         constexpr int kWarps = 4;  // of a consumer
-        mbarrier_init(k_full(), 1);
-        mbarrier_init(v_full(), 1);
         mbarrier_init(p_full(), kWarps);
         mbarrier_init(ds_ready(), 2 * kWarps);
         for (int slot = 0; slot < 2; ++slot) {
@@ -633,7 +628,8 @@ __device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock
     if (lane == 0) add_release_32(params.cleared + head, 1);
 }
 
-// Called by the producer thread before it loads Q: without Q consumers add no dQ. Their waits for Q pass the acquire on to them.
+// Called by the producer thread before it loads Q of the second step, in which consumers add dQ of the first. Their waits for that Q pass the
+// acquire on to them; where there is a single step, those for its dO.
 __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlock& block) {
     const int head = head_of_grid(params, block);
     if (head < params.clear_distance) return;
@@ -642,46 +638,84 @@ __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlo
 
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
-// Loads Q and dO of a step, and the LSE and delta of its rows.
-__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& block, const Step& step, shared_address shared,
-                                             const Barriers& barriers, const RingPosition<kStages>& ring) {
-    const int head = head_of(params, block, step);
-    const int batch = block.batch;
-    const int row = step.block * kBlockM;
-    const int64_t unit_row = first_unit_row(params, batch, head) + row;
-    const RingPosition<kStages>& dout_ring = ring;  // dO and delta are in the stage of Q and LSE
-    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout_ring.stage);
-    mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
-    mbarrier_arrive_expect_tx(q_full, kQBytes + kQueryValueBytes);
-    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
-    bulk_load(shared + kLseOffset + ring.stage * kQueryValueBytes, params.lse_log2 + unit_row, q_full, kQueryValueBytes);
-    mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kQueryValueBytes);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout_ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
-    bulk_load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
+// The blocks of queries that a thread block goes through.
+__device__ __forceinline__ QueryBlocks queries_of(const Params& params, const KeyBlock& block) {
+    return find_query_blocks_of_pair(params, block);
 }
 
-// The producer thread: K and V of the block, and the peer's K for dQ, then Q and dO of each step, with their rows' LSE and delta, as fast as
-// buffers become empty.
-__device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+// Where TMA finds the rows of Q and dO of a step, and where their LSE and delta begin.
+struct StepRows {
+    int head;
+    int batch;
+    int row;
+    int64_t unit_row;
+};
+
+__device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
+    StepRows rows;
+    rows.head = head_of(params, block, step);
+    rows.batch = block.batch;
+    rows.row = step.block * kBlockM;
+    rows.unit_row = first_unit_row(params, block.batch, rows.head) + rows.row;
+    return rows;
+}
+
+// Starts loading Q and LSE of a step. `more` bytes complete the same barrier.
+__device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
+                                       int stage, int more = 0) {
+    const shared_address full = barriers.q_full(stage);
+    mbarrier_arrive_expect_tx(full, kQBytes + kQueryValueBytes + more);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + stage * kQBytes, params.q, full, rows.row, rows.head, rows.batch);
+    bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
+}
+
+// Likewise dO and delta.
+__device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
+                                          int stage, int more = 0) {
+    const shared_address full = barriers.dout_full(stage);
+    mbarrier_arrive_expect_tx(full, kDoutBytes + kQueryValueBytes + more);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + stage * kDoutBytes, params.dout, full, rows.row, rows.head, rows.batch);
+    bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
+}
+
+// What arrives with the first dO: V, and the peer's K for dQ.
+constexpr int kBytesWithDout = kVBytes + kPeerKBytes;
+
+// The first loads of a thread block, which it makes before anything else: K and Q, with which S of the first step begins, then V and dO.
+// K completes the barrier of that Q, V that of that dO. A thread block without queries loads nothing.
+// A single step adds its dQ without waiting for another one's loads, so its dO is left to produce().
+__device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const QueryBlocks queries = queries_of(params, block);
+    const int count = num_steps(params, queries);
+    if (count == 0) return;
     const int batch = block.batch;
     const int row = block.first_key;
-    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
     const int kv_head = kv_head_of(params, block);
-    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
-    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
-    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes + kPeerKBytes);
-    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, kv_head, batch);
-    load_peer_k(params, block, shared, barriers.v_full());
-    await_cleared(params, block);  // while K and V are on their way
+    const StepRows rows = rows_of(params, block, first_step(params, block, queries));
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.q_full(0), row, kv_head, batch);
+    load_q(params, rows, shared, barriers, 0, kKBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.dout_full(0), row, kv_head, batch);
+    load_peer_k(params, block, shared, barriers.dout_full(0));
+    if (count > 1) load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
+}
 
-    // The buffers begin empty: of their barriers, the phase before the first has ended.
+// The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
+__device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const QueryBlocks queries = queries_of(params, block);
+    const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
+    await_cleared(params, block);
+    if (count == 1) load_dout(params, rows_of(params, block, step), shared, barriers, 0, kBytesWithDout);
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
 #pragma unroll 1  // few registers are left to the producer warpgroup, whose other warps have work of their own
-    for (int left = num_steps(params, queries); left > 0; --left) {
-        produce_step(params, block, step, shared, barriers, ring);
+    for (int left = count - 1; left > 0; --left) {
         step = next_step(step, queries);
         ring.advance();
+        const StepRows rows = rows_of(params, block, step);
+        mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
+        load_q(params, rows, shared, barriers, ring.stage);
+        load_dout(params, rows, shared, barriers, ring.stage);  // dO and delta are in the stage of Q and LSE
     }
 }
 
@@ -784,19 +818,17 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
     Step previous = step;
-    mbarrier_wait(barriers.k_full(), 0);
     float p[kBlockM / 2];  // S^T, then P^T
     QueryValues lse;
     HeldRows<128> k_rows;
     if (count > 0) {
-        k_rows.load(shared, lane);
         mbarrier_wait(barriers.q_full(0), 0);
+        k_rows.load(shared, lane);
         lse.load(shared + kLseOffset, lane);
         mma_scores<kHeadDim>(p, k_rows, shared + kQOffset);
         wgmma_wait<0>();
         pin_registers(p);
     }
-    mbarrier_wait(barriers.v_full(), 0);  // the peer's K is there; and V, over which dV is staged in the end
     cluster_wait();  // the peer's barriers are initialised; p_full passes this on to the other consumer
 
 #pragma unroll 1
@@ -860,7 +892,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         add_dq(dq_of_columns(params, block, previous, columns, warp_row, lane), dq);
     }
     release(barriers.ds_ready());  // this warp no longer reads K
-    // The other consumer no longer reads V: it stores dS of the last step behind its last MMA on V.
+    // dV is staged over V. The other consumer no longer reads it: it stores dS of the last step behind its last MMA on V.
     store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, block.first_key, kv_head_of(params, block), block.batch, 0, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
@@ -887,14 +919,12 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
     Step previous = step;
-    mbarrier_wait(barriers.k_full(), 0);
-    mbarrier_wait(barriers.v_full(), 0);
     float ds[kBlockM / 2];  // dP^T, then dS^T, then dQ of the step before
     QueryValues delta;
     HeldRows<64> v_rows;
     if (count > 0) {
-        v_rows.load(shared + kVOffset, lane);  // without a step the other consumer may be storing dV there
         mbarrier_wait(barriers.dout_full(0), 0);
+        v_rows.load(shared + kVOffset, lane);
         delta.load(shared + kDeltaOffset, lane);
         mma_scores<kHeadDimV>(ds, v_rows, shared + kDoutOffset);
         wgmma_wait<0>();
@@ -986,17 +1016,17 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
+        barriers.init();
+        fence_mbarrier_init();
+    } else if (threadIdx.x == 32) {
         prefetch_tensormap(params.q);
         prefetch_tensormap(params.k);
         prefetch_tensormap(params.v);
         prefetch_tensormap(params.dout);
         prefetch_tensormap(params.dk);
         prefetch_tensormap(params.dv);
-        barriers.init();
-        fence_mbarrier_init();
     }
     cluster_arrive_relaxed();  // only the dV consumer waits: the dK consumer comes behind it, by p_full, and the producer sends nothing
-    __syncthreads();
 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
@@ -1006,6 +1036,9 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
     griddepcontrol_launch_dependents();
 
     const KeyBlock block = find_key_block(params, block_index());
+    if (threadIdx.x == 0) start_loads(params, block, shared, barriers);
+    __syncthreads();  // the barriers are initialised
+
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) {

@@ -4,7 +4,7 @@
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none
 // tile      block_m 64, block_n 128, stages 2
-// block     384 threads, 165960 bytes of dynamic shared memory
+// block     384 threads, 165944 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_varlen_sm90.yaml
 // template  flash_bwd_sm90.cu.j2
@@ -55,14 +55,14 @@ constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
 constexpr int kLseOffset = kDsOffset + 2 * kDsBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
-constexpr int kSharedBytes = kBarrierOffset + 8 * (3 + 3 * kStages);
+constexpr int kSharedBytes = kBarrierOffset + 8 * (1 + 3 * kStages);
 
 static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
 static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
 static_assert(kDsBytes <= kKBytes + kVBytes, "the first step has K and V in place of dS");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
-static_assert(kSharedBytes + 1024 == 165960, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 165944, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch); packed sequences are rows of a batch of 1
@@ -219,26 +219,22 @@ __device__ __forceinline__ int first_query_of_key(const Params& params, int key)
     return max(diagonal, 0);
 }
 
-// The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer
-// warp has released it.
+// The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K and V arrive with the first Q and dO. A stage, of Q and
+// dO, is empty when every consumer warp has released it.
 struct Barriers {
     shared_address first;
 
-    __device__ __forceinline__ shared_address k_full() const { return at(0); }
-    __device__ __forceinline__ shared_address v_full() const { return at(1); }
     // Every consumer warp has written its part of a step's dS, and is done with that of the step before. It completes once more behind the
     // last step: no warp reads K.
-    __device__ __forceinline__ shared_address ds_ready() const { return at(2); }
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(3 + stage); }
-    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(3 + kStages + stage); }
-    __device__ __forceinline__ shared_address empty(int stage) const { return at(3 + 2 * kStages + stage); }
+    __device__ __forceinline__ shared_address ds_ready() const { return at(0); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(1 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(1 + kStages + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(1 + 2 * kStages + stage); }
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 
     // One thread's work, before any other uses them.
     __device__ __forceinline__ void init() const {
-        mbarrier_init(k_full(), 1);
-        mbarrier_init(v_full(), 1);
         mbarrier_init(ds_ready(), 4 * kConsumers);
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(q_full(stage), 1);
@@ -486,11 +482,13 @@ __device__ __forceinline__ bool has_tail_of_keys(const Params& params, const Key
     return params.seqlen_kv - block.first_key < kBlockN;
 }
 
-// Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. All consumers call it, when TMA has written
-// K and V and ahead of their first read of either.
-__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& block, shared_address shared) {
+// Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. All consumers call it, ahead
+// of their first read of either, in a thread block that has steps.
+__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const int keys_left = params.seqlen_kv - block.first_key;
+    mbarrier_wait(barriers.q_full(0), 0);
     clear_rows<kPanels, kBlockN>(shared, keys_left);
+    mbarrier_wait(barriers.dout_full(0), 0);
     clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
     barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
 }
@@ -592,45 +590,82 @@ __device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& b
 
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
-// Loads Q and dO of a step, and the LSE and delta of its rows.
-__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& block, const Step& step, shared_address shared,
-                                             const Barriers& barriers, const RingPosition<kStages>& ring) {
-    const int head = head_of(params, block, step);
-    // To TMA packed sequences are rows of a single entry.
-    const int batch = params.cu_seqlens_q == nullptr ? block.batch : 0;
-    const int row = block.first_row_q + step.block * kBlockM;
-    const int64_t unit_row =
-        first_unit_row(params, batch, head) + unit_row_of_sequence<kRowUnit>(params, block.batch, block.first_row_q) + step.block * kBlockM;
-    const RingPosition<kStages>& dout_ring = ring;  // dO and delta are in the stage of Q and LSE
-    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout_ring.stage);
-    mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
-    mbarrier_arrive_expect_tx(q_full, kQBytes + kQueryValueBytes);
-    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
-    bulk_load(shared + kLseOffset + ring.stage * kQueryValueBytes, params.lse_log2 + unit_row, q_full, kQueryValueBytes);
-    mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kQueryValueBytes);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout_ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
-    bulk_load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
+// The blocks of queries that a thread block goes through.
+__device__ __forceinline__ QueryBlocks queries_of(const Params& all, const KeyBlock& block) {
+    const Params params = with_lengths(all, block.seqlen_q, block.seqlen_kv);
+    return find_query_blocks(params, block.first_key);
 }
 
-// The producer thread: K and V of the block, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
-// empty.
-__device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+// Where TMA finds the rows of Q and dO of a step, and where their LSE and delta begin.
+struct StepRows {
+    int head;
+    int batch;
+    int row;
+    int64_t unit_row;
+};
+
+__device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
+    StepRows rows;
+    rows.head = head_of(params, block, step);
+    // To TMA packed sequences are rows of a single entry.
+    rows.batch = params.cu_seqlens_q == nullptr ? block.batch : 0;
+    rows.row = block.first_row_q + step.block * kBlockM;
+    rows.unit_row = first_unit_row(params, rows.batch, rows.head) +
+                    unit_row_of_sequence<kRowUnit>(params, block.batch, block.first_row_q) + step.block * kBlockM;
+    return rows;
+}
+
+// Starts loading Q and LSE of a step. `more` bytes complete the same barrier.
+__device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
+                                       int stage, int more = 0) {
+    const shared_address full = barriers.q_full(stage);
+    mbarrier_arrive_expect_tx(full, kQBytes + kQueryValueBytes + more);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + stage * kQBytes, params.q, full, rows.row, rows.head, rows.batch);
+    bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
+}
+
+// Likewise dO and delta.
+__device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
+                                          int stage, int more = 0) {
+    const shared_address full = barriers.dout_full(stage);
+    mbarrier_arrive_expect_tx(full, kDoutBytes + kQueryValueBytes + more);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + stage * kDoutBytes, params.dout, full, rows.row, rows.head, rows.batch);
+    bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
+}
+
+// What arrives with the first dO: V.
+constexpr int kBytesWithDout = kVBytes;
+
+// The first loads of a thread block, which it makes before anything else: K and Q, with which S of the first step begins, then V and dO.
+// K completes the barrier of that Q, V that of that dO. A thread block without queries loads nothing.
+__device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const QueryBlocks queries = queries_of(params, block);
+    const int count = num_steps(params, queries);
+    if (count == 0) return;
     const int batch = params.cu_seqlens_kv == nullptr ? block.batch : 0;
     const int row = block.first_row_kv + block.first_key;
-    const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
     const int kv_head = kv_head_of(params, block);
-    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
-    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
-    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
-    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, kv_head, batch);
+    const StepRows rows = rows_of(params, block, first_step(params, block, queries));
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.q_full(0), row, kv_head, batch);
+    load_q(params, rows, shared, barriers, 0, kKBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.dout_full(0), row, kv_head, batch);
+    load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
+}
 
-    // The buffers begin empty: of their barriers, the phase before the first has ended.
+// The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
+__device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const QueryBlocks queries = queries_of(params, block);
+    const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
-    for (int left = num_steps(params, queries); left > 0; --left) {
-        produce_step(params, block, step, shared, barriers, ring);
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    for (int left = count - 1; left > 0; --left) {
         step = next_step(step, queries);
         ring.advance();
+        const StepRows rows = rows_of(params, block, step);
+        mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
+        load_q(params, rows, shared, barriers, ring.stage);
+        load_dout(params, rows, shared, barriers, ring.stage);  // dO and delta are in the stage of Q and LSE
     }
 }
 
@@ -666,9 +701,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
     Step previous = step;
-    mbarrier_wait(barriers.k_full(), 0);
-    mbarrier_wait(barriers.v_full(), 0);
-    if (count > 0 && has_tail_of_keys(params, block)) clear_tail_of_keys(params, block, shared);
+    if (count > 0 && has_tail_of_keys(params, block)) clear_tail_of_keys(params, block, shared, barriers);
     const shared_address k_rows = k_own;
     const shared_address v_rows = v_own;
     // dQ = dS K, with dS of both consumers.
@@ -773,14 +806,14 @@ flash_bwd_varlen_hdim128_bf16_causal_sm90(const __grid_constant__ Params params)
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
+        barriers.init();
+        fence_mbarrier_init();
+    } else if (threadIdx.x == 32) {
         prefetch_tensormap(params.q);
         prefetch_tensormap(params.k);
         prefetch_tensormap(params.v);
         prefetch_tensormap(params.dout);
-        barriers.init();
-        fence_mbarrier_init();
     }
-    __syncthreads();
 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
@@ -791,6 +824,9 @@ flash_bwd_varlen_hdim128_bf16_causal_sm90(const __grid_constant__ Params params)
 
     const KeyBlock block = load_key_block(params, block_index());
     if (block.batch < 0) return;  // the grid is for the most blocks of keys that such arrays can have
+    if (threadIdx.x == 0) start_loads(params, block, shared, barriers);
+    __syncthreads();  // the barriers are initialised
+
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) {

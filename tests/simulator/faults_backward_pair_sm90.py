@@ -69,9 +69,9 @@ FAULTS = (
     ),
     fault(
         "the peer's K is not awaited",
-        ASYNC,
-        "    mbarrier_wait(barriers.v_full(), 0);  // the peer's K is there;",
-        "    // the peer's K is there;",
+        PHASES,
+        "constexpr int kBytesWithDout = kVBytes + kPeerKBytes;",
+        "constexpr int kBytesWithDout = kVBytes;",
     ),
     # Begin and end.
     fault(

@@ -61,14 +61,21 @@ FAULTS = (
         "        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);\n",
         "",
     ),
-    fault("K is not awaited", COLUMNS, CAUSAL, ASYNC, "    mbarrier_wait(barriers.k_full(), 0);\n", ""),
+    fault(
+        "K is not awaited",
+        ROWS,
+        SHAPE,
+        PHASES,
+        "shared, barriers, 0, kKBytes);",
+        "shared, barriers, 0);",
+    ),
     fault(
         "LSE is not announced",
         ROWS,
         SHAPE,
         PHASES,
-        "(q_full, kQBytes + kQueryValueBytes)",
-        "(q_full, kQBytes)",
+        "(full, kQBytes + kQueryValueBytes + more)",
+        "(full, kQBytes + more)",
     ),
     fault(
         "LSE of another stage",
@@ -89,7 +96,7 @@ FAULTS = (
     ),
     # K and V in registers.
     fault(
-        "V in place of K", HELD, CAUSAL, (WRONG,), "k_rows.load(k_own, lane);", "k_rows.load(v_own, lane);"
+        "K in place of V", HELD, CAUSAL, (WRONG,), "v_rows.load(v_own, lane);", "v_rows.load(k_own, lane);"
     ),
     fault(
         "columns exchanged in registers",
@@ -304,8 +311,8 @@ FAULTS = (
         DENSE,
         MASKED,
         PHASES,
-        "        mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n",
-        "",
+        "        mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n        const shared_address words",
+        "        const shared_address words",
     ),
     # dQ.
     fault(

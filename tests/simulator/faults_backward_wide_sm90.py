@@ -180,11 +180,11 @@ FAULTS = (
         "",
     ),
     fault(
-        "dV over V that has not come",
+        "V is loaded where no query sees it, over dV",
         CAUSAL,
         UNSEEN,
         (*ASYNC, WRONG),
-        "    mbarrier_wait(barriers.v_full(), 0);  // nor does TMA",
-        "    // nor does TMA",
+        "    if (count == 0) return;\n",
+        "",
     ),
 )

@@ -71,6 +71,16 @@ FAULTS = (
         "int(load_relaxed_32(params.cleared",
     ),
     plain("nobody waits for zeros", (WRONG,), _AWAITS, "", backwards=True),
+    ClearingFault(
+        "a single step does not wait for zeros",
+        PLAIN,
+        "main",
+        Shape(seqlen_q=100, seqlen_kv=300, heads=4),
+        (WRONG,),
+        _AWAITS + "\n    if (count == 1) load_dout(",
+        "    if (count != 1) await_cleared(params, block);\n    if (count == 1) load_dout(",
+        backwards=True,
+    ),
     plain("heads that are launched later are waited for", STUCK, _AWAITS, _AWAITS, backwards=True),
     plain(
         "counters are not cleared",
