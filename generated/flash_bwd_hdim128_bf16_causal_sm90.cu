@@ -588,8 +588,8 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
     for (int left = count - 1; left > 0; --left) {
         step = next_step(step, queries);
         ring.advance();
-        const StepRows rows = rows_of(params, block, step);
         mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
+        const StepRows rows = rows_of(params, block, step);
         load_q(params, rows, shared, barriers, ring.stage);
         load_dout(params, rows, shared, barriers, ring.stage);  // dO and delta are in the stage of Q and LSE
     }
