@@ -311,8 +311,8 @@ FAULTS = (
         DENSE,
         MASKED,
         PHASES,
-        "        mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n        const shared_address words",
-        "        const shared_address words",
+        "mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n        const shared_address words",
+        "const shared_address words",
     ),
     # dQ.
     fault(
