@@ -72,10 +72,11 @@ def test_shipped_tiles_pass_the_check_that_candidates_have_to():
     ):
         running = [v for spec in specs for v in spec.select(**axes) if runs_on(v, here) and not v.tile_name]
         (variant,) = preferred(running)
-        # Samples long enough for several time slices of the GPU, which other tests have beside it.
+        # Samples long enough for several time slices of the GPU, which other tests have beside it. They may double the
+        # time of most rounds, but not of all.
         bench = GpuBench(here, host_for([variant.dtype]), rounds=9, sample_ms=20)
         assert bench.wrong(variant) == ""
         assert bench.blocks_per_sm(variant) >= 1
         (case,) = cases(variant, ["500"])
         first, second = bench.time([variant, variant], case)
-        assert 0.5 < first.median_ms / second.median_ms < 2
+        assert 0.5 < first.q25_ms / second.q25_ms < 2
