@@ -516,7 +516,7 @@ __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlo
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // The blocks of queries that a thread block goes through.
-__device__ __forceinline__ QueryBlocks queries_of(const Params& params, const KeyBlock& block) {
+__device__ __forceinline__ QueryBlocks queries_of_block(const Params& params, const KeyBlock& block) {
     return find_query_blocks(params, block.first_key);
 }
 
@@ -537,7 +537,7 @@ __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock
     return rows;
 }
 
-// Starts loading Q and LSE of a step. `more` bytes complete the same barrier.
+// Starts loading Q and LSE of a step. `more`: bytes of other loads that the same barrier awaits.
 __device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
                                        int stage, int more = 0) {
     const shared_address full = barriers.q_full(stage);
@@ -558,11 +558,12 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 // What arrives with the first dO: V.
 constexpr int kBytesWithDout = kVBytes;
 
-// The first loads of a thread block, which it makes before anything else: K and Q, with which S of the first step begins, then V and dO.
-// K completes the barrier of that Q, V that of that dO. A thread block without queries loads nothing.
-// A single step adds its dQ without waiting for another one's loads, so its dO is left to produce().
+// Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
+// then V and dO. K's bytes count at q_full(0), V's at dout_full(0). They may come before load_q() and load_dout() announce them: without the
+// arrival of these the phase cannot end. Without steps nothing is loaded.
+// With a single step consumers wait for no later load before they add dQ, so produce() loads its dO, when dq_accum is clear.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = queries_of(params, block);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     if (count == 0) return;
     const int batch = block.batch;
@@ -576,14 +577,15 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
 }
 
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
+// It awaits the zeros of dq_accum first; dO of a single step is loaded behind them.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = queries_of(params, block);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
     await_cleared(params, block);
     if (count == 1) load_dout(params, rows_of(params, block, step), shared, barriers, 0, kBytesWithDout);
-    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    // The second buffers begin empty: of their barriers, the phase before the first has ended.
 #pragma unroll 1  // few registers are left to the producer warpgroup, whose other warps have work of their own
     for (int left = count - 1; left > 0; --left) {
         step = next_step(step, queries);

@@ -222,8 +222,8 @@ __device__ __forceinline__ int first_query_of_key(const Params& params, int key)
     return max(diagonal, 0);
 }
 
-// The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K arrives with the first Q, and V with the first dO. A
-// stage, of Q and dO, is empty when every consumer warp has released it.
+// The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K arrives with the first Q, V with the first dO.
+// A stage, of Q and dO, is empty when every consumer warp has released it.
 struct Barriers {
     shared_address first;
 
@@ -597,9 +597,10 @@ __device__ __forceinline__ bool has_tail_of_keys(const Params& params, const Key
     return params.seqlen_kv - block.first_key < kBlockN;
 }
 
-// Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. All consumers call it, ahead
-// of their first read of either, in a thread block that has steps.
-__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+// Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. It waits for K and V itself. All consumers of
+// a thread block that has steps call it, ahead of their first read of either.
+__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& block, shared_address shared,
+                                                   const Barriers& barriers) {
     const int keys_left = params.seqlen_kv - block.first_key;
     mbarrier_wait(barriers.q_full(0), 0);
     clear_rows<kPanels, kBlockN>(shared, keys_left);
@@ -705,8 +706,8 @@ __device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& b
 
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
-// The blocks of queries that a thread block goes through.
-__device__ __forceinline__ QueryBlocks queries_of(const Params& all, const KeyBlock& block) {
+// The blocks of queries that a thread block goes through, from the parameters of the whole call.
+__device__ __forceinline__ QueryBlocks queries_of_block(const Params& all, const KeyBlock& block) {
     const Params params = with_lengths(all, block.seqlen_q, block.seqlen_kv);
     return find_query_blocks(params, block.first_key);
 }
@@ -730,7 +731,7 @@ __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock
     return rows;
 }
 
-// Starts loading Q and LSE of a step. `more` bytes complete the same barrier.
+// Starts loading Q and LSE of a step. `more`: bytes of other loads that the same barrier awaits.
 __device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
                                        int stage, int more = 0) {
     const shared_address full = barriers.q_full(stage);
@@ -751,10 +752,11 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 // What arrives with the first dO: V.
 constexpr int kBytesWithDout = kVBytes;
 
-// The first loads of a thread block, which it makes before anything else: K and Q, with which S of the first step begins, then V and dO.
-// K completes the barrier of that Q, V that of that dO. A thread block without queries loads nothing.
+// Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
+// then V and dO. K's bytes count at q_full(0), V's at dout_full(0). They may come before load_q() and load_dout() announce them: without the
+// arrival of these the phase cannot end. Without steps nothing is loaded.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = queries_of(params, block);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     if (count == 0) return;
     const int batch = params.cu_seqlens_kv == nullptr ? block.batch : 0;
@@ -769,11 +771,11 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
 
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = queries_of(params, block);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
-    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    // The second buffers begin empty: of their barriers, the phase before the first has ended.
     for (int left = count - 1; left > 0; --left) {
         step = next_step(step, queries);
         ring.advance();

@@ -72,8 +72,8 @@ def test_shipped_tiles_pass_the_check_that_candidates_have_to():
     ):
         running = [v for spec in specs for v in spec.select(**axes) if runs_on(v, here) and not v.tile_name]
         (variant,) = preferred(running)
-        # Samples long enough for several time slices of the GPU, which other tests have beside it. They may double the
-        # time of most rounds, but not of all.
+        # Samples long enough for several time slices of the GPU, which other tests have beside it. They may
+        # double the time of most rounds, but not of all.
         bench = GpuBench(here, host_for([variant.dtype]), rounds=9, sample_ms=20)
         assert bench.wrong(variant) == ""
         assert bench.blocks_per_sm(variant) >= 1

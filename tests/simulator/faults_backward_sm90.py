@@ -96,6 +96,22 @@ FAULTS = (
     ),
     # K and V in registers.
     fault(
+        "K in registers is not awaited",
+        HELD,
+        CAUSAL,
+        ASYNC,
+        "        mbarrier_wait(barriers.q_full(0), 0);\n",
+        "",
+    ),
+    fault(
+        "V in registers is not awaited",
+        HELD,
+        CAUSAL,
+        ASYNC,
+        "        mbarrier_wait(barriers.dout_full(0), 0);\n",
+        "",
+    ),
+    fault(
         "K in place of V", HELD, CAUSAL, (WRONG,), "v_rows.load(v_own, lane);", "v_rows.load(k_own, lane);"
     ),
     fault(
