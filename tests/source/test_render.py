@@ -113,6 +113,28 @@ def test_the_digest_follows_all_that_goes_in(file, old, new, tiny_folder, varian
     assert before[1] != after[1]
 
 
+def test_a_template_that_comes_ahead_of_one_in_use_is_taken(tiny_folder, variant, monkeypatch):
+    own = tiny_folder / "templates" / "lib" / "names.j2"
+    shipped = tiny_folder / "shipped"
+    shutil.move(tiny_folder / "templates" / "lib", shipped / "lib")
+    monkeypatch.setattr("flashgen.source.render.templates_dir", lambda: shipped)
+    before = render(variant)
+    own.parent.mkdir()
+    own.write_text(
+        (shipped / "lib" / "names.j2").read_text().replace("constexpr int ${", "constexpr auto ${")
+    )
+    assert render(variant) == before.replace("constexpr int ", "constexpr auto ") != before
+
+
+def test_a_header_of_the_current_directory_is_refused(variant, edit):
+    include = '#include "${ variant.header }"'
+    path = edit(TEMPLATE, include, f'{include}\n#include "cuda_fp16.h"')
+    with pytest.raises(
+        SpecError, match=rf"{re.escape(str(path))}:\d+: #include \"cuda_fp16.h\": in quotes only"
+    ):
+        source_digest(variant)
+
+
 def test_digests_of_variants_differ(tiny_variants):
     assert len({source_digest(v) for v in tiny_variants}) == len(tiny_variants)
 

@@ -40,6 +40,8 @@ _REFERENCE = re.compile(
     r"(?:\{%|^[ \t]*//%)[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?"
 )
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
+# Headers that the compiler would look for in the current directory.
+_OTHER_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"((?!flashgen/|\$\{)[^"\n]*)"', re.MULTILINE)
 # Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
 _VALUE = r"\$\{[^}]*\}"
 # Jinja's own line statements swallow the blank lines behind them, its line comments leave one, and it looks
@@ -236,7 +238,12 @@ def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
             changed = path.stat().st_mtime_ns
             source = re.sub(_COMMENT, "", re.sub(_COMMENT_LINE, "{##}", _read(path)))
             source = re.sub(_STATEMENT_LINE, r"{%\1\2 %}", source)
-            return source, str(path), lambda: path.is_file() and path.stat().st_mtime_ns == changed
+
+            def is_current() -> bool:
+                # One of the users' own may have come ahead of it.
+                return _find(template, folders) == path and path.stat().st_mtime_ns == changed
+
+            return source, str(path), is_current
 
     return jinja2.Environment(
         loader=Lines(),
@@ -344,6 +351,14 @@ def _headers(included: list[tuple[str, str]], folders: Sequence[str]) -> dict[st
 
 def _included(text: str, file: str) -> list[tuple[str, str]]:
     """The headers that ``text`` includes, each with the file and line."""
+    other = _OTHER_INCLUDE.search(text)
+    if other:
+        raise _wrong(
+            f"{file}:{_line_of(other)}",
+            f'#include "{other[1]}": in quotes only "flashgen/..." may stand, a header in the folder '
+            "include/flashgen/ of the templates or specs, as the compiler would look for another one in the "
+            f"current directory; <{other[1]}> is for headers of CUDA",
+        )
     if '"flashgen/' not in text:
         return []
     return [(match[1], f"{file}:{_line_of(match)}") for match in _INCLUDE.finditer(text)]

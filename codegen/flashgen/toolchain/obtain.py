@@ -27,12 +27,26 @@ def obtain(variant: Variant, arch: str) -> tuple[Compiled, bool]:
 
     Raises CompileError, NoCompilerError, and InternalError or SpecError where the template does not render.
     """
+    while True:
+        try:
+            return _obtained(variant, arch, cache_key(variant, arch))
+        except _Edited:
+            continue
+
+
+class _Edited(Exception):
+    """A template was written between the key and the source."""
+
+
+def _obtained(variant: Variant, arch: str, key: str) -> tuple[Compiled, bool]:
     made: list[Compiled] = []
     cache = caches.default()
 
     def build() -> bytes:
         source = render.render(variant)
         headers = render.headers(source, render.include_dirs(variant))
+        if cache_key(variant, arch) != key:
+            raise _Edited
         with template_lines_named(variant, source):
             made.append(compiler.compile_cubin(source, variant.name, arch, variant.options, headers))
         _log.info(
@@ -44,7 +58,7 @@ def obtain(variant: Variant, arch: str) -> tuple[Compiled, bool]:
         )
         return made[0].to_bytes()
 
-    payload = cache.get_or_build(cache_key(variant, arch), build)
+    payload = cache.get_or_build(key, build)
     if not made:
         _log.debug("%s for %s came from %s", variant.name, arch, cache.root)
     return (made[0], False) if made else (Compiled.from_bytes(payload), True)
