@@ -47,6 +47,19 @@ def test_a_bundle_that_cannot_be_used_is_a_problem(tiny, flashgen, tmp_path):
     assert "FLASHGEN_BUNDLE is set" in result.stdout
 
 
+def test_a_bundle_is_made_anew_where_it_is_named_and_serves_no_more(tiny, flashgen, tmp_path):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    path = tmp_path / "kernels.zip"
+    made = flashgen("bundle", *WANTED, "-o", path, FLASHGEN_BUNDLE=str(path))
+    assert made.exit_code == 0, made.stderr
+    path.write_text("no zip")
+    assert flashgen("bundle", *WANTED, "-o", path, FLASHGEN_BUNDLE=str(path)).exit_code == 0
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 3] + b"\0" * 64 + whole[len(whole) // 3 + 64 :])
+    result = flashgen("doctor", FLASHGEN_BUNDLE=str(path))
+    assert (result.exit_code, "damaged" in result.stdout) == (1, True)
+
+
 def test_a_kernel_that_does_not_compile_leaves_no_bundle(tiny, edit, flashgen, tmp_path):
     pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
     edit("templates/tiny.cu.j2", "// Keys behind the diagonal are hidden.", "no such thing;")

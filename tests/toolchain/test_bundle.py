@@ -49,6 +49,28 @@ def test_what_is_written_is_read(made):
     assert made.read_bytes() == first, "equal kernels make equal files"
 
 
+def what_is_said_of(path):
+    try:
+        bundle.Bundle(path).verify()
+    except BadParam as error:
+        return str(error)
+    return str(path)  # damage that changes nothing of what is read
+
+
+def test_damage_is_said_wherever_it_is(made):
+    sound = made.read_bytes()
+    for place in range(0, len(sound), 7):
+        made.write_bytes(sound[:place] + bytes([sound[place] ^ 0xFF]) + sound[place + 1 :])
+        assert str(made) in what_is_said_of(made)
+
+
+def test_files_that_others_add_are_left_alone(made):
+    with zipfile.ZipFile(made, "a") as file:
+        file.writestr("README", "kernels of ours")
+        file.writestr("entries/", "")
+    bundle.Bundle(made).verify()
+
+
 def test_it_is_a_layer_under_the_cache_that_is_never_written(made, tmp_path):
     before = made.read_bytes()
     cache = CubinCache(tmp_path / "cache", bundles=[bundle.Bundle(made)])

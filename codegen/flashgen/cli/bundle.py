@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,9 @@ def command(
     as_json: bool,
 ) -> None:
     """Compile the kernels of --select and put them into one file; or show what a bundle holds."""
+    from flashgen import paths
+    from flashgen.toolchain import atomic
+
     if (out is None) == (show is None):
         raise click.UsageError("either write a bundle, with -o FILE, or look into one, with --show FILE")
     if show is not None:
@@ -89,6 +93,9 @@ def command(
         return
     if not selections:
         raise click.UsageError("say which kernels: --select 'head_dim=128 dtype=bf16 mask_type=causal'")
+    # What other bundles hold is not read: one that no longer serves is what this command is to replace.
+    os.environ.pop(paths.BUNDLE_VARIABLE, None)
+    atomic.check(out)
     results, snapshots = _built(selections, archs, jobs, specs, score)
     failed = [built for built in results if built.failure]
     if failed:

@@ -260,9 +260,12 @@ def _bundles(report: Report) -> list[dict[str, Any]]:
     from flashgen.toolchain.bundle import active
 
     try:
+        bundles = active()
+        for each in bundles:
+            each.verify()
         return [
             {"path": str(each.path), "kernels": len(each.kernels), "compiler": each.compiler}
-            for each in active()
+            for each in bundles
         ]
     except BadParam as error:
         report.problems.append(f"FLASHGEN_BUNDLE is set: {error}")

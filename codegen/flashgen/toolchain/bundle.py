@@ -11,7 +11,9 @@ import functools
 import io
 import json
 import os
+import re
 import zipfile
+import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen import __version__, paths
@@ -27,6 +29,17 @@ FORMAT = 1
 _MANIFEST = "manifest.json"
 _FOLDER = "entries/"
 _REMEDY = "copy it again, or make it anew with `flashgen bundle`"
+_KEY = re.compile("[0-9a-f]{64}")
+# What zipfile raises for damaged data, members of other kinds, and encrypted ones.
+_DAMAGED = (
+    OSError,
+    zipfile.BadZipFile,
+    zlib.error,
+    LookupError,
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+)
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)  # a zip's first moment: equal kernels make equal files
 
 
@@ -55,15 +68,19 @@ class Bundle:
                 self.compiler: str = manifest["compiler"]
                 self.kernels = tuple(Held(**each) for each in manifest["kernels"])
         except FileNotFoundError:
-            raise BadParam(f"{path} does not exist; `flashgen bundle -o {path}` writes a bundle") from None
-        except (OSError, zipfile.BadZipFile, LookupError, TypeError, ValueError) as error:
+            raise BadParam(
+                f"{path} does not exist; `flashgen bundle --select ... -o {path}` writes a bundle"
+            ) from None
+        except (*_DAMAGED, TypeError) as error:
             raise BadParam(f"{path} is not a bundle, or is damaged ({error}); {_REMEDY}") from error
         if made != (FORMAT, __version__):
             raise BadParam(
                 f"{path} was made by flashgen {made[1]} (format {made[0]}); this is flashgen {__version__} "
                 f"(format {FORMAT}), which reads only its own bundles; {_REMEDY}"
             )
-        self._held = {name.removeprefix(_FOLDER) for name in self._file.namelist() if name != _MANIFEST}
+        # Whoever packs it anew may add folders and files of their own.
+        members = (name.removeprefix(_FOLDER) for name in self._file.namelist() if name.startswith(_FOLDER))
+        self._held = {name for name in members if _KEY.fullmatch(name)}
         missing = [each.variant for each in self.kernels if each.key not in self._held]
         if missing:
             raise BadParam(f"{path} lists {missing[0]} and does not hold it; {_REMEDY}")
@@ -74,7 +91,7 @@ class Bundle:
             return None
         try:
             data = self._file.read(_FOLDER + key)
-        except (OSError, zipfile.BadZipFile, ValueError) as error:
+        except _DAMAGED as error:
             raise BadParam(f"{self.path} is damaged: {key} cannot be read ({error}); {_REMEDY}") from error
         payload = unpack(data, key)
         if payload is None:
