@@ -155,3 +155,16 @@ def test_a_folder_of_tuned_tiles_that_cannot_be_looked_at_is_named(code, monkeyp
     said = f"FLASHGEN_TUNED is '/a/folder', but /a/folder cannot be looked at: {os.strerror(code)}; name a"
     with pytest.raises(BadParam, match=f"^{said}"):
         paths.tuned_dir()
+
+
+def test_a_user_without_a_home(monkeypatch, tmp_path):
+    def expanduser(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FLASHGEN_CACHE_DIR", "FLASHGEN_TUNED", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    for folder, name in ((paths.cache_dir, "FLASHGEN_CACHE_DIR"), (paths.tuned_dir, "FLASHGEN_TUNED")):
+        with pytest.raises(BadParam, match=f"no home folder, .*; set {name} to a folder, or HOME"):
+            folder()
+    assert tuned.present_gpu() is None

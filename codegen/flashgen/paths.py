@@ -86,7 +86,7 @@ def cache_dir() -> Path:
     chosen = os.environ.get("FLASHGEN_CACHE_DIR")
     if chosen:
         return expanded("FLASHGEN_CACHE_DIR", chosen)
-    return _users("XDG_CACHE_HOME", "~/.cache") / "flashgen"
+    return _users("XDG_CACHE_HOME", "~/.cache", "FLASHGEN_CACHE_DIR") / "flashgen"
 
 
 def tuned_dir() -> Path:
@@ -106,7 +106,7 @@ def tuned_dir() -> Path:
                 f"FLASHGEN_TUNED is {chosen!r}, but {why}; name a folder, which need not exist, or unset it"
             )
         return folder
-    return _users("XDG_CONFIG_HOME", "~/.config") / "flashgen" / "tuned"
+    return _users("XDG_CONFIG_HOME", "~/.config", "FLASHGEN_TUNED") / "flashgen" / "tuned"
 
 
 def expanded(variable: str, chosen: str | os.PathLike[str]) -> Path:
@@ -122,7 +122,16 @@ def expanded(variable: str, chosen: str | os.PathLike[str]) -> Path:
         ) from None
 
 
-def _users(variable: str, default: str) -> Path:
-    """A base folder of the XDG specification, which wants absolute paths and says to ignore others."""
+def _users(variable: str, default: str, own: str) -> Path:
+    """A base folder of the XDG specification, which wants absolute paths and says to ignore others. Raises
+    BadParam, which names flashgen's ``own`` variable, for a user without a home.
+    """
     chosen = Path(os.environ.get(variable, ""))
-    return chosen if chosen.is_absolute() else Path(default).expanduser()
+    if chosen.is_absolute():
+        return chosen
+    try:
+        return Path(default).expanduser()
+    except RuntimeError:
+        raise BadParam(
+            f"this user has no home folder, so {default} is nowhere; set {own} to a folder, or HOME"
+        ) from None

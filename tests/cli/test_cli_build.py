@@ -33,6 +33,20 @@ def test_compiles_then_finds_in_the_cache(tiny, flashgen):
     assert [k["registers"] for k in again] == [k["registers"] for k in kernels(first)]
 
 
+def test_a_kernel_that_made_room_for_a_later_one_is_a_failure(tiny, flashgen):
+    found = flashgen("build", *ONE, "--json", "-j", "1", FLASHGEN_CACHE_SIZE="1KB")
+    assert (found.exit_code, json.loads(found.stdout)["not_kept"]) == (1, 1)
+    assert [kernel["kept"] for kernel in kernels(found)] == [False, True]
+
+
+def test_specs_of_the_users_own_leave_the_committed_slice_alone(tiny, flashgen, tmp_path, monkeypatch):
+    monkeypatch.setattr("flashgen.paths.generated_dir", lambda: tmp_path / "generated")
+    given = {"FLASHGEN_SPECS": str(tiny / "specs")}
+    result = flashgen("build", "--no-compile", "--json", **given)
+    assert json.loads(result.stdout)["written"] == []
+    assert not (tmp_path / "generated").exists()
+
+
 def test_a_kernel_that_could_not_be_kept_is_a_failure(tiny, flashgen, tmp_path):
     (tmp_path / "file").write_text("")
     result = flashgen("build", *ONE, FLASHGEN_CACHE_DIR=str(tmp_path / "file"))

@@ -53,8 +53,25 @@ def test_verify_finds_and_removes_damage(filled, flashgen):
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
     found = flashgen("cache", "verify", "--json")
     assert found.exit_code == 1
-    assert json.loads(found.stdout) == {"intact": 2, "damaged": [str(damaged)]}
+    report = {"intact": 2, "damaged": [str(damaged)], "left": [], "unreadable": []}
+    assert json.loads(found.stdout) == report
     assert flashgen("cache", "verify").exit_code == 0
+
+
+def test_verify_leaves_what_it_cannot_read(filled, flashgen, monkeypatch):
+    closed = next(path for path in filled.root.rglob(KEYS[1]) if path.is_file())
+    read_bytes = Path.read_bytes
+
+    def refused(path):
+        if path == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    found = flashgen("cache", "verify")
+    assert found.exit_code == 1
+    assert f"cannot be read (Permission denied): {closed}" in found.stdout
+    assert closed.is_file()
 
 
 def test_clear_asks_first(filled, flashgen):

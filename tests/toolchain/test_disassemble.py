@@ -110,6 +110,16 @@ def test_a_failing_tool_passes_its_message_on(nowhere):
         sass(b"\x7fELF")
 
 
+def test_an_old_tool_gives_way_to_the_next(monkeypatch, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, script in ((old, "exit 3"), (new, "echo NOP")):
+        folder.mkdir()
+        fake_tool(folder, script)
+    monkeypatch.setenv("PATH", f"{old}:/bin:/usr/bin")
+    monkeypatch.setattr(disassemble, "_folders", lambda: iter([new]))
+    assert sass(b"\x7fELF") == "NOP\n"
+
+
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
 def test_a_toolkit_is_found(monkeypatch, tmp_path, variable):
     monkeypatch.setenv("PATH", str(tmp_path))

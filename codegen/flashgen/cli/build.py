@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import asdict
@@ -110,6 +111,7 @@ def command(
     """
     from flashgen.cli.kernels import compiled
     from flashgen.cli.output import counted, note, print_json
+    from flashgen.paths import generated_dir
     from flashgen.spec.selection import SelectionError
     from flashgen.toolchain import cache as caches
 
@@ -131,9 +133,13 @@ def command(
             )
     if check:
         given = {"select": selections, "slice": slice_, "specs": specs, "score": score, "out": out}
+        if out is None and not whole:
+            given["out"] = generated_dir()  # where a build of a part writes only if told so
         _check(variants, complete, out, as_json, _options(given))
         return
-    written = _write(variants, complete, out, whole and specs is None)
+    # generated/ is of the shipped specs.
+    shipped = specs is None and not os.environ.get("FLASHGEN_SPECS")
+    written = _write(variants, complete, out, whole and shipped)
     files = {"written": written.changed, "removed": written.removed}
     if no_compile:
         if as_json:
@@ -156,7 +162,10 @@ def command(
     else:
         _report(results, failed, written)
     if lost:
-        note(f"{lost} of {counted(len(results), 'kernel')} could not be written to {caches.default().root}")
+        note(
+            f"{lost} of {counted(len(results), 'kernel')} could not be written to {caches.default().root}, "
+            "or had to make room there for later ones (FLASHGEN_CACHE_SIZE)"
+        )
     if failed or lost:
         sys.exit(1)
 

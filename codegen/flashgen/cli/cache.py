@@ -92,19 +92,29 @@ Examples:
 def verify(as_json: bool) -> None:
     """Read every entry and check it.
 
-    Damaged entries are removed, and built again when needed. Exit code 1 if there was one.
+    Damaged entries are removed, and built again when needed. Exit code 1 if there was one, or one that cannot
+    be read.
     """
     from flashgen.cli.output import print_json
     from flashgen.toolchain.cache import CubinCache
 
     report = CubinCache().verify()
     if as_json:
-        print_json({"intact": report.intact, "damaged": [str(path) for path in report.damaged]})
+        print_json(
+            {
+                "intact": report.intact,
+                "damaged": [str(path) for path in report.damaged],
+                "left": [str(path) for path in report.left],
+                "unreadable": [str(path) for path, _ in report.unreadable],
+            }
+        )
     else:
         for path in report.damaged:
-            click.echo(f"damaged, removed: {path}")
+            click.echo(f"damaged, {'and cannot be removed' if path in report.left else 'removed'}: {path}")
+        for path, why in report.unreadable:
+            click.echo(f"cannot be read ({why}): {path}")
         click.echo(f"{report.intact} entries are intact, {len(report.damaged)} were damaged")
-    if report.damaged:
+    if report.damaged or report.unreadable:
         sys.exit(1)
 
 

@@ -227,9 +227,9 @@ def _sass(variant: Variant, arch: str) -> str:
 
 def _resources(variant: Variant, arch: str, as_json: bool) -> None:
     from flashgen.cli.output import print_json, print_pairs
-    from flashgen.errors import CompileError
+    from flashgen.errors import CompileError, InternalError
     from flashgen.toolchain.build import build
-    from flashgen.toolchain.disassemble import NoDisassemblerError, sass, summary
+    from flashgen.toolchain.disassemble import sass, summary
 
     (built,) = build([(variant, arch)])
     made = built.compiled
@@ -239,7 +239,7 @@ def _resources(variant: Variant, arch: str, as_json: bool) -> None:
     if not made.is_ptx:
         try:
             instructions, why = summary(sass(made.cubin)), ""
-        except NoDisassemblerError as error:
+        except InternalError as error:  # there is no nvdisasm, or it is too old
             why = f"not counted: {error}"
     if as_json:
         print_json(built.as_dict() | {"instructions": instructions, "no_instructions": why or None})

@@ -8,7 +8,12 @@ from pathlib import Path
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Put ``content`` into the file ``path``. Raises OSError of this name if the folder is not writable."""
+    """Put ``content`` into the file ``path``, or what is no regular file, such as /dev/null or a pipe, as it
+    is. Raises OSError of this name if the folder is not writable or full.
+    """
+    if _is_device(path):
+        path.write_bytes(content)
+        return
     handle, temporary = _beside(path)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -18,16 +23,23 @@ def replace(path: Path, content: bytes) -> None:
         Path(temporary).replace(path)
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename == temporary:
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, temporary):
             error.filename = str(path)
         raise
 
 
 def check(path: Path) -> None:
     """Raise the OSError with which `replace` would fail, ahead of the work for what is to be written."""
+    if _is_device(path):
+        return
     handle, temporary = _beside(path)
     os.close(handle)
     Path(temporary).unlink()
+
+
+def _is_device(path: Path) -> bool:
+    """Whether it is there and neither a file nor a folder: a device or a pipe, which no file may replace."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _beside(path: Path) -> tuple[int, str]:

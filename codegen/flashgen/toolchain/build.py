@@ -6,7 +6,7 @@ What is compiled lands in the disk cache, under the keys that a call looks for.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashgen.arch import arch_parts, range_of
@@ -117,7 +117,18 @@ def build(
         if on_done is not None:
             on_done(built)
 
-    return in_parallel(_build_one, wanted, jobs, report)
+    return [_checked(built) for built in in_parallel(_build_one, wanted, jobs, report)]
+
+
+def _checked(built: Built) -> Built:
+    """Whether the cache still has it, now that all are built: a small one has evicted the first ones."""
+    from flashgen.toolchain import cache as caches
+    from flashgen.toolchain.obtain import cache_key
+
+    if built.compiled is None:
+        return built
+    kept = caches.default().keeps(cache_key(built.variant, built.arch))
+    return built if kept == built.kept else replace(built, kept=kept)
 
 
 def _build_one(pair: tuple[Variant, str]) -> Built:

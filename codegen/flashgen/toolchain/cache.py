@@ -51,10 +51,14 @@ class CacheInfo(NamedTuple):
 
 
 class CacheReport(NamedTuple):
-    """What `CubinCache.verify` found: intact entries, and the damaged files, which it removed."""
+    """What `CubinCache.verify` found: intact entries, the damaged files, which it removed, those of them that
+    it could not remove, and what could not be read, with why.
+    """
 
     intact: int
     damaged: tuple[Path, ...]
+    left: tuple[Path, ...] = ()
+    unreadable: tuple[tuple[Path, str], ...] = ()
 
 
 class CacheCleared(NamedTuple):
@@ -195,8 +199,11 @@ class CubinCache:
         return CacheInfo(self.root, len(sizes), sum(sizes), self.max_bytes, self._write_problem())
 
     def verify(self) -> CacheReport:
-        """Read every entry, check it, and remove the damaged ones."""
-        damaged = []
+        """Read every entry, check it, and remove the damaged ones. What cannot be read may be sound, and
+        stays.
+        """
+        damaged, left = [], []
+        unreadable = _closed_folders(self.root / "entries")
         intact = 0
         for name, _, _ in self._entries():
             path = Path(name)
@@ -204,14 +211,16 @@ class CubinCache:
                 sound = unpack(path.read_bytes(), path.name) is not None
             except FileNotFoundError:
                 continue
-            except OSError:
-                sound = False
+            except OSError as error:
+                unreadable.append((path, _reason(error)))
+                continue
             if sound:
                 intact += 1
             else:
                 damaged.append(path)
-                _remove(path)
-        return CacheReport(intact, tuple(damaged))
+                if not _remove(path):
+                    left.append(path)
+        return CacheReport(intact, tuple(damaged), tuple(left), tuple(unreadable))
 
     def clear(self, wanted: Callable[[bytes], bool] | None = None, unused_for: float = 0.0) -> CacheCleared:
         """Remove the entries of whose payload ``wanted`` is true, and that nobody read for so many seconds,
@@ -266,7 +275,7 @@ class CubinCache:
                     total -= size
                 if total <= _KEEP * self.max_bytes:
                     break
-        self._room = max((self.max_bytes - total) // 8, self.max_bytes // 64)
+        self._room = self.max_bytes // 64
 
     def _remove_stale(self) -> None:
         """Drop what killed processes left; a younger temporary file may be one that is being written."""
@@ -323,6 +332,19 @@ def _remove(path: Path) -> bool:
         path.unlink()
         return True
     return False
+
+
+def _closed_folders(root: Path) -> list[tuple[Path, str]]:
+    """Folders of entries that this user cannot list, and why."""
+    closed = []
+    for folder in (root, *_folders(root)):
+        try:
+            os.scandir(folder).close()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            closed.append((folder, _reason(error)))
+    return closed
 
 
 def _folders(root: Path) -> list[Path]:

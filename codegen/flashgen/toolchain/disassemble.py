@@ -56,16 +56,20 @@ def nvdisasm() -> Path:
 
     Raises NoDisassemblerError, which says how to install one.
     """
-    on_path = shutil.which("nvdisasm")
-    if on_path:
-        return Path(on_path)
-    for folder in _folders():
-        found = shutil.which("nvdisasm", path=str(folder))
+    found = next(_installed(), None)
+    if found is None:
+        raise NoDisassemblerError(
+            f"SASS needs nvdisasm, which is neither on PATH, nor in a CUDA toolkit, nor installed; {_INSTALL}"
+        )
+    return found
+
+
+def _installed() -> Iterator[Path]:
+    """Each nvdisasm, in the order in which they are tried."""
+    for folder in (None, *_folders()):
+        found = shutil.which("nvdisasm", path=None if folder is None else str(folder))
         if found:
-            return Path(found)
-    raise NoDisassemblerError(
-        f"SASS needs nvdisasm, which is neither on PATH, nor in a CUDA toolkit, nor installed; {_INSTALL}"
-    )
+            yield Path(found)
 
 
 def sass(cubin: bytes) -> str:
@@ -76,15 +80,17 @@ def sass(cubin: bytes) -> str:
     """
     if not cubin.startswith(b"\x7fELF"):
         raise BadParam("only machine code has SASS; this is PTX, or no kernel at all")
-    tool = nvdisasm()
+    nvdisasm()  # raises where there is none
+    failures = []
     with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        done = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = (done.stderr or done.stdout).strip()
-        raise InternalError(f"{tool} fails: {reason}; it may be older than the compiler. {_INSTALL}")
-    return done.stdout
+        for tool in dict.fromkeys(_installed()):
+            done = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return done.stdout
+            failures.append(f"{tool} fails: {(done.stderr or done.stdout).strip()}")
+    raise InternalError(f"{'; '.join(failures)}; it may be older than the compiler. {_INSTALL}")
 
 
 def mnemonics(sass: str) -> collections.Counter[str]:
