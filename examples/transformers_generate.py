@@ -241,9 +241,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="the model that is taken without a GPU")
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     options = parser.parse_args(arguments)
+    if options.new_tokens is not None and options.new_tokens < 1:
+        parser.error(f"--new-tokens is {options.new_tokens}; it must be at least 1")
     on_gpu = torch.cuda.is_available()
     size = LARGE if on_gpu and not options.tiny else TINY
-    count = options.new_tokens or size.new_tokens
+    count = size.new_tokens if options.new_tokens is None else options.new_tokens
     model, prompts = make(size, "cuda" if on_gpu else "cpu", options.seed)
 
     expected = generate_with_sdpa(model, prompts, count)

@@ -431,6 +431,34 @@ def test_saved_tensors_may_be_packed_and_must_not_change():
         torch.autograd.grad(out, (q, k, v), dout)
 
 
+def elsewhere(x):
+    """Of one element more, so that it starts at no multiple of 16 bytes."""
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype)
+    flat[1:] = x.detach().reshape(-1)
+    return flat[1:].view(x.shape)
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        (elsewhere, lambda x: x),
+        (lambda x: x.transpose(0, -1).contiguous(), lambda x: x.transpose(0, -1)),
+    ],
+)
+def test_saved_tensors_may_lie_anywhere(hooks):
+    q, k, v, dout = tensors()
+    expected = torch.autograd.grad(flashgen.attention(q, k, v), (q, k, v), dout)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        out = flashgen.attention(q, k, v)
+    same(torch.autograd.grad(out, (q, k, v), dout), expected, tolerance=0)
+
+
+def test_slopes_that_are_no_tensor_are_named():
+    q, k, v, _ = tensors()
+    with pytest.raises(BadParam, match=r"alibi_slopes has type ndarray.*torch\.as_tensor"):
+        flashgen.attention(q, k, v, alibi_slopes=np.ones(HEADS, np.float32))
+
+
 @pytest.mark.parametrize("write", ["out", "lse", "merge", "append", "append=", "plan", "dk"])
 def test_what_is_written_to_is_known_to_autograd(write):
     """Else a backward pass through a tensor that was saved would take what is there now."""

@@ -190,6 +190,35 @@ class Layer(torch.nn.Module):
 
 
 @needs_compiler
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_copy_that_inductor_drops_is_made(gradients):
+    def attend(x):
+        y = x[1:641].view(2, 4, 5, 16).clone()
+        return flashgen.attention(y, y, y)
+
+    x = torch.randn(700, requires_grad=gradients)
+    torch.compiler.reset()
+    out = torch.compile(attend, fullgraph=True)(x)
+    torch.testing.assert_close(out, attend(x), rtol=0, atol=0)
+    if gradients:
+        (found,), (expected,) = (torch.autograd.grad(y.sum(), x) for y in (out, attend(x)))
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_copy_of_new_keys_that_inductor_drops_is_made():
+    k_cache, v_cache = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 4, 16)
+
+    def attend(x):
+        q, new = x[1:129].view(2, 1, 4, 16).clone(), x[130:258].view(2, 1, 4, 16).clone()
+        lengths = torch.tensor([3, 5], dtype=torch.int32)
+        own = flashgen.KVCache(k_cache.clone(), v_cache.clone(), lengths)
+        return flashgen.attention(q, own, append=(new, new))
+
+    x = torch.randn(300)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(attend, fullgraph=True)(x), attend(x), rtol=0, atol=0)
+
+
 def test_inductor_writes_into_the_cache_of_a_layer_and_keeps_no_copy():
     from torch._inductor.utils import run_and_get_code
 

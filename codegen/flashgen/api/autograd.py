@@ -231,6 +231,11 @@ def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, 
     if score is None:
         both = {"softcap": softcap, "alibi_slopes": alibi_slopes}
         names, given = (), {name: x for name, x in both.items() if x is not None}
+        if alibi_slopes is not None and not isinstance(alibi_slopes, Tensor):
+            raise BadParam(
+                f"alibi_slopes has type {type(alibi_slopes).__name__}, beside tensors; pass a tensor, which "
+                "torch.as_tensor makes"
+            )
     arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     numbers = (f"{name}={_number(name, x)!r}" for name, x in given.items() if name not in arrays)
     return ",".join(names), ",".join(arrays), ",".join(numbers), list(arrays.values())
@@ -279,7 +284,8 @@ def _refuse_derivatives(arrays: Mapping[str, Any]) -> None:
 
 def _number(name: str, x: Any) -> float:
     if not isinstance(x, Real) or isinstance(x, bool):  # ahead of the float that hides what it was
-        raise BadParam(f"{name} is {x!r}; expected a tensor or a number")
+        what = f"has type {type(x).__name__}" if hasattr(x, "shape") else f"is {x!r}"
+        raise BadParam(f"{name} {what}; expected a tensor or a number")
     if not isinstance(x, Integral):
         return float(x)
     if abs(x) > _LARGEST_PARAM:  # Python may refuse to print it
@@ -335,7 +341,8 @@ def _attend(
 )
 @torch.no_grad()
 def _forward(*given: Any) -> tuple[Tensor, Tensor]:
-    return _attend(*given)
+    # Inductor drops a copy that a caller has made: to it a tensor that starts elsewhere is as good.
+    return _attend(*map(with_rows, given[:3]), *given[3:])
 
 
 @_forward.register_fake
@@ -363,7 +370,9 @@ def _differentiate(
     """dq, dk and dv, where nothing is recorded."""
     options = Options(*given)
     dlse = None if dlse is None else _one(dlse).contiguous()
-    tensors = _with_rows(dout), q, k, v, mask, _with_rows(out), lse.contiguous(), dlse, None, None, None
+    # Hooks of saved tensors keep values, and not where these lie.
+    q, k, v = map(with_rows, (q, k, v))
+    tensors = with_rows(dout), q, k, v, mask, with_rows(out), lse.contiguous(), dlse, None, None, None
     return differentiate(tensors, arrays, (kv_lengths, cu_seqlens_q, cu_seqlens_kv), options)
 
 
@@ -415,7 +424,7 @@ def _one(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _with_rows(x: Tensor) -> Tensor:
+def with_rows(x: Tensor) -> Tensor:
     """``x``, or a copy of it where kernels could not read its rows: the gradient of a sum is one element for
     all. Raises as `_one`.
     """

@@ -24,6 +24,7 @@ from flashgen.api.autograd import (
     differentiate,
     options_of,
     refuse_transforms,
+    with_rows,
 )
 from flashgen.api.calls import call
 from flashgen.api.kvcache import FIELDS, KVCache
@@ -199,7 +200,10 @@ def _attend(
 ) -> None:
     *given, out, lse = rest
     options = Options(*given)
-    if is_cache:
+    q = with_rows(q)  # Inductor drops a copy that a caller has made
+    if not is_cache:
+        k, v = with_rows(k), with_rows(v)
+    else:
         k, v, kv_lengths = KVCache(k, v, kv_lengths, pages, index), None, None
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
     with naming(**options.names_given(k, arrays)):
@@ -232,6 +236,10 @@ def _differentiate(*given: Any) -> None:
 )
 def _append(*given: Any) -> None:
     *arrays, interleaved, q_positions, ahead, backend = given
+    for name in ("k_new", "v_new", "q"):
+        place = APPEND.position(name)
+        if arrays[place] is not None:
+            arrays[place] = with_rows(arrays[place])
     of_attention = {"cu_seqlens_new": "cu_seqlens_q"} if ahead else {}
     with naming(**of_attention, **FIELDS):
         call(APPEND, tuple(arrays), (interleaved, q_positions), stream=None, backend=backend)
