@@ -425,8 +425,8 @@ def _one(gradient: Tensor) -> Tensor:
 
 
 def with_rows(x: Tensor) -> Tensor:
-    """``x``, or a copy of it where kernels could not read its rows: the gradient of a sum is one element for
-    all. Raises as `_one`.
+    """``x``, or a copy of it where kernels could not read its rows: they are apart, such as those of a sum's
+    gradient, or start elsewhere than at 16 bytes. Raises as `_one`.
     """
     x = _one(x)
     *strides, last = x.stride()

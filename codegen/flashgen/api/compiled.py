@@ -201,10 +201,10 @@ def _attend(
     *given, out, lse = rest
     options = Options(*given)
     q = with_rows(q)  # Inductor drops a copy that a caller has made
-    if not is_cache:
-        k, v = with_rows(k), with_rows(v)
-    else:
+    if is_cache:
         k, v, kv_lengths = KVCache(k, v, kv_lengths, pages, index), None, None
+    else:
+        k, v = with_rows(k), with_rows(v)
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
     with naming(**options.names_given(k, arrays)):
         operator, tensors, *how = options.asked((q, k, v, mask, out), arrays, lengths, lse is not None)

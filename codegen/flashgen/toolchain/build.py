@@ -6,7 +6,7 @@ What is compiled lands in the disk cache, under the keys that a call looks for.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen.arch import arch_parts, range_of
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class Built:
     """One variant compiled for one architecture, or the error that came instead.
 
-    `seconds` is the time it took here: to compile, or to read it from the cache when `cached`. `kept` is
-    whether the disk cache has it now.
+    `seconds` is the time it took here: to compile, or to read it from the cache when `cached`.
     """
 
     variant: Variant
@@ -33,7 +32,6 @@ class Built:
     cached: bool = False
     compiled: Compiled | None = None
     error: str = ""
-    kept: bool = False
 
     @property
     def spilled(self) -> int:
@@ -49,6 +47,14 @@ class Built:
         if self.spilled and self.variant.must_not_spill(self.arch):
             return f"spills {self.spilled} bytes of registers, and {self.variant.spec} says no_spills"
         return ""
+
+    @property
+    def kept(self) -> bool:
+        """Whether the disk cache has it now; a small one may have evicted it for what was built later."""
+        from flashgen.toolchain import cache as caches
+        from flashgen.toolchain.obtain import cache_key
+
+        return self.compiled is not None and caches.default().keeps(cache_key(self.variant, self.arch))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types for JSON; sizes in bytes."""
@@ -117,23 +123,11 @@ def build(
         if on_done is not None:
             on_done(built)
 
-    return [_checked(built) for built in in_parallel(_build_one, wanted, jobs, report)]
-
-
-def _checked(built: Built) -> Built:
-    """Whether the cache still has it, now that all are built: a small one has evicted the first ones."""
-    from flashgen.toolchain import cache as caches
-    from flashgen.toolchain.obtain import cache_key
-
-    if built.compiled is None:
-        return built
-    kept = caches.default().keeps(cache_key(built.variant, built.arch))
-    return built if kept == built.kept else replace(built, kept=kept)
+    return in_parallel(_build_one, wanted, jobs, report)
 
 
 def _build_one(pair: tuple[Variant, str]) -> Built:
-    from flashgen.toolchain import cache as caches
-    from flashgen.toolchain.obtain import cache_key, obtain
+    from flashgen.toolchain.obtain import obtain
 
     variant, arch = pair
     start = time.perf_counter()
@@ -141,6 +135,4 @@ def _build_one(pair: tuple[Variant, str]) -> Built:
         compiled, cached = obtain(variant, arch)
     except (InternalError, SpecError) as error:
         return Built(variant, arch, time.perf_counter() - start, error=str(error))
-    seconds = time.perf_counter() - start
-    kept = caches.default().keeps(cache_key(variant, arch))
-    return Built(variant, arch, seconds, cached, compiled, kept=kept)
+    return Built(variant, arch, time.perf_counter() - start, cached, compiled)

@@ -80,12 +80,12 @@ def sass(cubin: bytes) -> str:
     """
     if not cubin.startswith(b"\x7fELF"):
         raise BadParam("only machine code has SASS; this is PTX, or no kernel at all")
-    nvdisasm()  # raises where there is none
+    tools = dict.fromkeys((nvdisasm(), *_installed()))
     failures = []
     with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        for tool in dict.fromkeys(_installed()):
+        for tool in tools:
             done = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 return done.stdout
