@@ -515,13 +515,13 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
 }
 
 // Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
-// longer. One thread of the warpgroup starts the TMA stores.
+// longer. One thread of the warpgroup, whose named barrier is `barrier`, starts the TMA stores.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
-                                               int first_row, int head, int batch, int consumer, int lane) {
+                                               int first_row, int head, int batch, int barrier, int lane) {
     stage_gradient<kColumns>(sums, factor, staging, lane);
     fence_proxy_async();  // TMA would not see the writes otherwise
-    barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
+    barrier_sync(barrier, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
@@ -776,9 +776,9 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
     release(barriers.ds_ready());  // this warp no longer reads K
     const int first_key = block.first_key + 64 * consumer;
     const int kv_head = kv_head_of(params, block);
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_key, kv_head, block.batch, consumer, lane);
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_key, kv_head, block.batch, 1 + consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_key, kv_head, block.batch, consumer, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_key, kv_head, block.batch, 1 + consumer, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 

@@ -580,13 +580,13 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
 }
 
 // Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
-// longer. One thread of the warpgroup starts the TMA stores.
+// longer. One thread of the warpgroup, whose named barrier is `barrier`, starts the TMA stores.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
-                                               int first_row, int head, int batch, int consumer, int lane) {
+                                               int first_row, int head, int batch, int barrier, int lane) {
     stage_gradient<kColumns>(sums, factor, staging, lane);
     fence_proxy_async();  // TMA would not see the writes otherwise
-    barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
+    barrier_sync(barrier, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
@@ -895,7 +895,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     }
     release(barriers.ds_ready());  // this warp no longer reads K
     // dV is staged over V. The other consumer no longer reads it: it stores dS of the last step behind its last MMA on V.
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, block.first_key, kv_head_of(params, block), block.batch, 0, lane);
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, block.first_key, kv_head_of(params, block), block.batch, 1, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
@@ -1006,7 +1006,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     // enough, as the memory stays until the last thread of the block exits.
     if (count > 1) mbarrier_wait(barriers.slot_free(count % 2), (count - 2) / 2 % 2);
     if (count > 0) mbarrier_wait(barriers.slot_free((count - 1) % 2), (count - 1) / 2 % 2);
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, shared, block.first_key, kv_head_of(params, block), block.batch, 1, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, shared, block.first_key, kv_head_of(params, block), block.batch, 2, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 

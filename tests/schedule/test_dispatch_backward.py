@@ -12,7 +12,9 @@ from flashgen.operators import varlen_backward
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
 from flashgen.schedule.dispatch import offers, select
+from flashgen.schedule.divisor import divisor
 from flashgen.schedule.grid import expected_tiles, launch_of, row_blocks, tiles
+from flashgen.schedule.parameters import parameters
 from flashgen.schedule.plan import plan_steps
 from flashgen.source.params import layout
 from flashgen.spec.load import load_specs
@@ -119,20 +121,38 @@ def taken_of_heads(batch, seqlen, heads, kv_heads=None, head_dim=64, **options):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "sizes", "blocks"),
+    ("head_dim", "sizes", "tile", "blocks"),
     [
-        *((head_dim, (1, 512, 16), 256) for head_dim in (32, 64)),
-        *((head_dim, (1, 512, 16), 128) for head_dim in (96, 128)),
+        *((head_dim, (1, 512, 16), "both", 128) for head_dim in (32, 64)),
+        *((head_dim, (1, 320, 16), "both", 80) for head_dim in (32, 64)),
+        # No more tiles than there are multiprocessors.
+        *((head_dim, (1, 256, 16), "", 128) for head_dim in (32, 64)),
+        *((head_dim, (1, 512, 16), "", 128) for head_dim in (96, 128)),
         # In rounds, each so short that three kernels take longer.
-        *((head_dim, (16, 128, 16), 1024) for head_dim in (32, 64)),
-        *((head_dim, (16, 128, 16), 512) for head_dim in (96, 128)),
+        *((head_dim, (16, 128, 16), "", 1024) for head_dim in (32, 64)),
+        *((head_dim, (16, 128, 16), "", 512) for head_dim in (96, 128)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"deterministic": True}], ids=str)
-def test_small_problems_take_one_kernel_with_tiles_of_both_kinds(head_dim, options, sizes, blocks):
+def test_small_problems_take_one_kernel_with_tiles_of_both_kinds(head_dim, options, sizes, tile, blocks):
     variant, launched = taken_of_heads(*sizes, head_dim=head_dim, **options)
     assert (variant.spec, len(variant.steps), launched) == ("flash_bwd_direct_sm90", 1, blocks)
+    assert variant.tile_name == tile
+
+
+@pytest.mark.parametrize(("tile", "blocks"), [("", 40), ("both", 28)])
+def test_a_grid_of_two_kinds_of_tiles(tile, blocks):
+    """Four heads of 140 queries and 400 keys, in tiles of 64: 12 tiles of queries and 28 of keys."""
+    q, k = view_of_shape((1, 140, 4, 64), "bf16", 0), view_of_shape((1, 400, 4, 64), "bf16", 0)
+    problem = normalise(q, q, k, k, q, view_of_shape((1, 4, 140), "fp32", 0))
+    (variant,) = (
+        v for v in offers(problem, H200, SPECS) if v.spec == "flash_bwd_direct_sm90" and v.tile_name == tile
+    )
+    assert launch_of(problem, variant, H200).blocks == blocks
+    values = parameters(problem, variant, H200)
+    assert (values["num_row_blocks"], values["num_row_blocks_beside"]) == (7, 3)
+    assert values["num_row_blocks_beside_divisor"] == divisor(3)
 
 
 @pytest.mark.parametrize(

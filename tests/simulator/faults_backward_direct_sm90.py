@@ -11,6 +11,8 @@ PLAIN = "flash_bwd_hdim64_fp16_direct_sm90"
 CAUSAL = "flash_bwd_hdim64_bf16_causal_direct_sm90"
 GROUPED = "flash_bwd_hdim64_bf16_causal_direct_gqa_sm90"
 WINDOW = "flash_bwd_hdim64_bf16_local_direct_sm90"
+# A tile of each kind.
+BOTH = "flash_bwd_hdim64_bf16_direct_both_sm90"
 # dV waits for dS.
 WIDE = "flash_bwd_hdim128_fp16_direct_sm90"
 
@@ -19,6 +21,8 @@ SHAPE = Shape(seqlen_q=400, seqlen_kv=330, heads=1)
 DIAGONAL = Shape(seqlen_q=300, seqlen_kv=330, heads=1)
 # Rows that see nothing.
 BLIND = Shape(seqlen_q=150, seqlen_kv=90, heads=1)
+# More tiles of keys than of queries.
+SHORT = Shape(seqlen_q=70, seqlen_kv=330, heads=1)
 GROUPS = Shape(seqlen_q=150, seqlen_kv=140, heads=2, kv_heads=1)
 WINDOWED = Shape(seqlen_q=300, seqlen_kv=300, heads=1, window=(70, 10))
 # Scores so far below 0 that a key past the end, with score 0, would have an infinite P.
@@ -38,7 +42,7 @@ KEYS_FULL = (
 DV_WAIT = "        pin_registers(dv);\n        pin_registers(dk);\n"
 RELEASE = "        if (lane == 0) mbarrier_arrive(barriers.empty(ring.stage));\n"
 KEYS_RELEASE = f"        __syncwarp();  // all lanes have read LSE and delta of the stage\n{RELEASE}"
-LAST_STORE = "params.softmax_scale, k_own, first_row, tile.head, tile.batch, consumer, lane);\n"
+LAST_STORE = "params.softmax_scale, k_own, first_row, tile.head, tile.batch, barrier, lane);\n"
 
 FAULTS = (
     # Stages.
@@ -122,9 +126,25 @@ FAULTS = (
         "tiles of queries of too few heads",
         GROUPED,
         GROUPS,
+        ("operand", "global bounds", WRONG),
+        "of_keys ? params.num_heads_kv_divisor : params.num_heads_q_divisor",
+        "params.num_heads_kv_divisor",
+    ),
+    fault(
+        "the tiles of a thread block share rows",
+        BOTH,
+        SHAPE,
+        PHASES,
+        "/ 1024 * 1024 + half * kTileSharedBytes;",
+        "/ 1024 * 1024;",
+    ),
+    fault(
+        "a tile behind the last of its kind",
+        BOTH,
+        SHORT,
         ("global bounds", WRONG),
-        "of_keys ? params.num_heads_kv : params.num_heads_q;",
-        "params.num_heads_kv;",
+        "if (block_index() >= tiles_of_kind(params, tile.of_keys)) return;",
+        "",
     ),
     fault(
         "one query head of a group",
@@ -197,7 +217,7 @@ FAULTS = (
         WIDE,
         SHAPE,
         (*ASYNC, "proxy", WRONG),
-        "    barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there\n",
+        "    barrier_sync(barrier, 128);  // all rows of the warpgroup are there\n",
         "",
     ),
     fault(

@@ -19,6 +19,9 @@ CASES = [
     ("64_bf16_causal_direct", Shape(300, 330, 1, batch=2)),
     ("64_bf16_causal_direct_gqa", Shape(330, 200, 4, 2)),
     ("64_bf16_local_direct", Shape(70, 300, 2, window=(30, 0))),
+    ("32_fp16_direct_both_gqa", Shape(130, 330, 4, 2, batch=2)),  # more tiles of queries than of keys
+    ("64_bf16_causal_direct_both", Shape(300, 430, 1, batch=2)),  # more of keys
+    ("64_fp16_local_direct_both", Shape(70, 300, 2, window=(30, 0), head_dim=40)),
     ("96_fp16_causal_direct", Shape(70, 300, 1, head_dim=80, head_dim_v=72)),
     ("128_fp16_direct", Shape(200, 300, 1, head_dim=104)),
     ("128_bf16_local_direct_gqa", Shape(200, 300, 2, 1, window=(20, 30), top_left=True)),
@@ -44,7 +47,7 @@ def test_scores_of_great_size(spread, compiler, fresh_seed):
 
 
 def test_no_access_to_shared_memory_has_bank_conflicts(compiler, fresh_seed):
-    for name in ("64_fp16_direct", "128_fp16_direct"):
+    for name in ("64_fp16_direct", "64_fp16_direct_both", "128_fp16_direct"):
         _, reports = within_the_bound(MAIN[f"flash_bwd_hdim{name}_sm90"], Shape(128, 128, 1), fresh_seed)
         counters = reports[0].counters
         assert counters["shared_wavefronts"] == counters["shared_wavefronts_ideal"]
@@ -52,14 +55,15 @@ def test_no_access_to_shared_memory_has_bank_conflicts(compiler, fresh_seed):
 
 def test_any_order_of_threads_gives_the_same_bits(compiler, fresh_seed):
     """Which is what lets it serve calls that ask for that."""
-    variant = MAIN["flash_bwd_hdim64_bf16_causal_direct_gqa_sm90"]
-    found = []
-    for order in (1, 2):
-        example = make(variant, Shape(200, 150, 2, 1), fresh_seed)
-        simulated(variant, example, order)
-        found.append([np.array(x) for x in example.arrays[8:11]])
-    for first, second in zip(*found, strict=True):
-        np.testing.assert_array_equal(first, second)
+    for name in ("direct_gqa", "direct_both_gqa"):
+        variant = MAIN[f"flash_bwd_hdim64_bf16_causal_{name}_sm90"]
+        found = []
+        for order in (1, 2):
+            example = make(variant, Shape(200, 150, 2, 1), fresh_seed)
+            simulated(variant, example, order)
+            found.append([np.array(x) for x in example.arrays[8:11]])
+        for first, second in zip(*found, strict=True):
+            np.testing.assert_array_equal(first, second)
 
 
 def test_there_are_enough_faults_of_different_names():

@@ -843,6 +843,7 @@ BESIDE = "beside: {query_rows: block_n, heads: 1, batch: 1}"
         ("beside: {rows: 1}", r"grid\.beside\.rows", "no such dimension"),
         ("beside: {query_rows: 0}", r"tiles\[\d+\]", "below 1"),
         (f"{BESIDE}\n  schedule: persistent", r"grid\.beside", "one thread block to each tile"),
+        ("", r"tiles\[\d+\]", "2 kinds of tiles"),
     ],
 )
 def test_what_a_grid_may_have_beside_its_tiles(new, place, why, tmp_path):

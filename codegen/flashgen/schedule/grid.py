@@ -119,6 +119,14 @@ def tiles_beside(problem: Problem, variant: Variant) -> int:
     return math.prod(-(-sizes[dimension] // tile) for dimension, tile in variant.grid.beside)
 
 
+def row_blocks_beside(problem: Problem, variant: Variant) -> int:
+    """`row_blocks` of the second kind of tiles; 0 where the grid has none."""
+    if not variant.grid.beside:
+        return 0
+    dimension, tile = variant.grid.beside[0]
+    return -(-extents(problem, variant)[dimension] // tile)
+
+
 def rows_ahead(problem: Problem, variant: Variant) -> int:
     """Rows of a head's first tile that lie ahead of the head's first row, where tiles are counted from its
     last row.
@@ -172,7 +180,8 @@ def launch_of(
 
 
 def _blocks(problem: Problem, variant: Variant, parts: int = 1) -> int:
-    """Thread blocks of a grid that has one for each tile, or a cluster."""
+    """Thread blocks of a grid that has one for each tile, for one tile of each kind, or a cluster."""
     blocks = tiles(problem, variant) * (parts if variant.grid.part_time else 1)
-    blocks += tiles_beside(problem, variant)
+    beside = tiles_beside(problem, variant)
+    blocks = max(blocks, beside) if variant.grid.kinds == 2 else blocks + beside
     return blocks * variant.grid.cluster if variant.grid.shared_tiles else blocks

@@ -45,10 +45,12 @@ def rows_of_tiles(problem: Problem, variant: Variant, num_sms: int, parts: int =
     tile; with several waves, these, or what a multiprocessor has of all tiles and then the end of the grid.
 
     A tile visits the query rows of all heads of its part, and takes the time of ``start`` times as many as it
-    has keys besides, times the tiles that a multiprocessor has room for. What parts leave is written and
-    read at the rate of memory: ``part_time`` a tile. Tiles of queries that a grid has beside those of keys
-    visit keys. Sequences whose lengths differ have as many tiles as are to be expected. Where many tiles of a
-    head, of different lengths, take turns, they wait in each of their heads but one.
+    has keys besides, times the tiles that a multiprocessor has room for. With only a share x of these it
+    reaches x ** ``fill`` of its rate, which they share; at 0 ``fill`` counts as all of them. What parts leave
+    is written and read at the rate of memory: ``part_time`` a tile. Tiles of queries that a grid has beside
+    those of keys visit keys. Where a thread block has a tile of each kind, nothing else on its multiprocessor
+    hides how it begins and ends. Sequences whose lengths differ have as many tiles as are to be expected.
+    Where many tiles of a head, of different lengths, take turns, they wait in each of their heads but one.
     """
     return _rows(problem, variant, num_sms, parts, visited_queries(problem, variant))
 
@@ -63,16 +65,22 @@ def _rows(problem: Problem, variant: Variant, num_sms: int, parts: int, visited:
     if grid.in_turns and bounded and row_blocks(problem, variant) >= _MANY:
         times += _WAITING * (heads - 1)
     total, most = count * visited.mean * times, visited.most * times
+    blocks = count
     if beside := tiles_beside(problem, variant):
         of_queries = visited_beside(problem, variant)
+        blocks = max(count, beside) if grid.kinds == 2 else count + beside
         count, total = count + beside, total + beside * of_queries.mean
         most = max(most, of_queries.most)
-    starts, waves = variant.start * grid.covers[0][1], count / (num_sms * grid.blocks_per_sm)
-    longest = grid.blocks_per_sm * (most + starts)
+    starts, waves = variant.start * grid.covers[0][1], blocks / (num_sms * grid.blocks_per_sm)
+    room = grid.blocks_per_sm * grid.kinds  # tiles of a multiprocessor
+    at_work = min(room, max(grid.kinds, math.ceil(count / num_sms))) if variant.fill else room
+    longest = at_work / (at_work / room) ** variant.fill * (most + starts)
     if waves <= 1:
         return longest + left
+    if grid.kinds == 2:
+        starts *= 2
     if not bounded and not lengths_differ(problem, variant):
         waves = math.ceil(waves)
     else:
         waves += _LAST_IN_TURNS if grid.in_turns else _LAST
-    return max(longest, waves * grid.blocks_per_sm * (total / count + starts)) + left
+    return max(longest, waves * room * (total / count + starts)) + left

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
 from flashgen.schedule.divisor import divisor
-from flashgen.schedule.grid import all_heads, heads, row_blocks, rows_ahead, tiles
+from flashgen.schedule.grid import all_heads, heads, row_blocks, row_blocks_beside, rows_ahead, tiles
 from flashgen.schedule.sections import KeyTiles, sections
 from flashgen.schedule.tensormap import BYTES, REQUIREMENTS, TensorMap, describe
 from flashgen.source.params import layout
@@ -79,7 +79,8 @@ def parameters(
     """Every number that a spec may name in ``params``, by name.
 
     Sizes have the names of the operator's symbols, strides are in elements: ``q_row_stride``. The rest are
-    `Problem.values` and those of the grid. ``num_row_blocks`` is the tiles of one (batch, head).
+    `Problem.values` and those of the grid. ``num_row_blocks`` is the tiles of one (batch, head), and
+    ``num_row_blocks_beside`` those of the second kind.
     ``heads_per_section`` and ``num_sections`` are those of `sections`; what has ``kv_block`` in its name is
     of ``shares``, those of the main step's grid; what ends in ``_divisor`` is a `divisor`. The query heads of
     a kv head are ``group_parts`` times ``heads_per_part``. ``clear_distance`` is that of the main step,
@@ -99,6 +100,7 @@ def parameters(
         values[_CLEARED_HEADS] = key_tiles.clear_distance * per_part
     values |= {
         "num_row_blocks": blocks,
+        "num_row_blocks_beside": row_blocks_beside(problem, variant),
         "num_tiles": tiles(problem, variant),
         "rows_ahead": rows_ahead(problem, variant),
         # A grid without tiles is not launched, but it has a struct.

@@ -47,6 +47,7 @@ class Resources(NamedTuple):
     step_rows: int
     in_turns: int
     beside: tuple[int, ...]
+    kinds: int
     visits: Visits | None
 
 
@@ -219,6 +220,7 @@ class Spec:
                 takes.step_rows,
                 bool(takes.in_turns),
                 tuple(zip(step.beside, takes.beside, strict=True)),
+                takes.kinds,
             ),
             visits=takes.visits,
             committed=entry.committed,

@@ -86,6 +86,7 @@ class GridRow(msgspec.Struct, forbid_unknown_fields=True):
     step_rows: Number = 0
     in_turns: Number = 0
     beside: dict[str, Number] = {}
+    kinds: Number = 1
 
 
 class VisitsRow(msgspec.Struct, forbid_unknown_fields=True):

@@ -125,6 +125,7 @@ class StepTable:
         self._cluster = self._expression(("grid", "cluster"), row.grid.cluster)
         self._step_rows = self._expression(("grid", "step_rows"), row.grid.step_rows)
         self._in_turns = self._expression(("grid", "in_turns"), row.grid.in_turns)
+        self._kinds = self._expression(("grid", "kinds"), row.grid.kinds)
         self._visits = None
         if row.visits is not None:
             self._visits = [
@@ -167,6 +168,7 @@ class StepTable:
             split_gain, part_time = self._split_gain(values), self._part_time(values)
             cluster, visits = self._cluster(values), None
             step_rows, in_turns = self._step_rows(values), self._in_turns(values)
+            kinds = self._kinds(values)
             if self._visits is not None:
                 visits = Visits(*(number(values) for number in self._visits))
         except ValueError as cause:
@@ -184,8 +186,11 @@ class StepTable:
             raise error(
                 f"clusters of {cluster} for {where()}: only with a thread block or a cluster to each tile"
             )
+        most = 2 if beside else 1
+        if not 1 <= kinds <= most:
+            raise error(f"{kinds} kinds of tiles for {where()}; `grid` has {most}")
         boxes = self._boxes.at(values, where)
-        numbers = (from_last_row, split_gain, part_time, cluster, step_rows, in_turns, beside)
+        numbers = (from_last_row, split_gain, part_time, cluster, step_rows, in_turns, beside, kinds)
         return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)
 
     def _expression(self, keys: Keys, text: str | int) -> Expression:

@@ -1,17 +1,18 @@
-// flash_bwd_hdim64_bf16_causal_direct_sm90
+// flash_bwd_hdim64_bf16_causal_direct_both_sm90
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 64, head_dim_v 64, dtype bf16, mask_type causal, gqa mha, dq_order direct
-// tile      block_m 64, block_n 64, stages 3, min_blocks 2
-// block     256 threads, 92808 bytes of dynamic shared memory
+// tile      block_m 64, block_n 64, stages 3, min_blocks 1, kinds 2 (both)
+// block     512 threads, 185344 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_direct_sm90.yaml
 // template  flash_bwd_direct_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// A thread block has a tile of kBlockN keys or of kBlockN queries of a head. It takes keys through the queries that attend to them, and queries
-// through the keys that they attend to, kBlockM a step. A tile of keys, with rows of K and V:
+// A thread block has a tile of kBlockN keys of a head and one of kBlockN queries, each with warpgroups and shared memory of its own. So each
+// multiprocessor has one of each kind. Two thread blocks of one tile each could be two tiles of keys, which take longest. Keys go through the
+// queries that attend to them, and queries through the keys that they attend to, kBlockM a step. A tile of keys, with rows of K and V:
 //
 //     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q
@@ -32,8 +33,9 @@ constexpr int kBlockM = 64;  // rows of a step
 constexpr int kBlockN = 64;  // rows of a tile
 constexpr int kStages = 3;  // buffers of Q, dO and O, or of K and V
 constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 rows each
-constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
-constexpr int kMinBlocks = 2;  // thread blocks of a multiprocessor that registers leave room for
+constexpr int kTileThreads = 128 * (1 + kConsumers);  // of a tile, whose warpgroup 0 is the producer
+constexpr int kThreads = 2 * kTileThreads;
+constexpr int kMinBlocks = 1;  // thread blocks of a multiprocessor that registers leave room for
 constexpr int kValueWarps = 2;  // the last ones of the producer, which prepare lse_log2 and delta
 
 // Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
@@ -64,14 +66,16 @@ constexpr int kOutOffset = kStepOffsetV + kStages * kStepBytesV;
 constexpr int kLseOffset = kOutOffset + kStages * kStepBytesV;
 constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
-constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 5 * kStages);
+// The rows of the second tile begin at a multiple of 1,024 bytes, too.
+constexpr int kTileSharedBytes = (kBarrierOffset + 8 * (2 + 5 * kStages) + 1023) / 1024 * 1024;
+constexpr int kSharedBytes = 2 * kTileSharedBytes;
 
 static_assert(kBlockM % (32 * kValueWarps) == 0 && kBlockN % kBlockM == 0, "threads have equally many rows to compute delta of");
 static_assert(kStages >= 2, "rows of the next step are awaited before those of this one are released");
 static_assert(kStages * kBlockM >= kBlockN, "O, LSE and delta of a tile of queries fit where those of the stages are");
 static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kConsumerRegisters >= kProducerRegisters && kConsumerRegisters <= 256, "what setmaxnreg takes");
-static_assert(kSharedBytes + 1024 == 92808, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 185344, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -90,20 +94,33 @@ struct Params {
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t num_row_blocks;               // tiles of keys of one head
+    int32_t num_row_blocks_beside;        // tiles of queries of one head
+    uint64_t num_row_blocks_divisor;      // for divisors see divide()
+    uint64_t num_row_blocks_beside_divisor;
+    uint64_t num_heads_q_divisor;
+    uint64_t num_heads_kv_divisor;
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
     float softmax_scale;                  // dQ is softmax_scale dS K, dK is softmax_scale dS^T Q
 };
-static_assert(sizeof(Params) == 1088 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(sizeof(Params) == 1152 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, dout) == 384 && offsetof(Params, out) == 512 && offsetof(Params, dq) == 640);
 static_assert(offsetof(Params, dk) == 768 && offsetof(Params, dv) == 896 && offsetof(Params, lse) == 1024);
 static_assert(offsetof(Params, dlse) == 1032 && offsetof(Params, batch_size) == 1040 && offsetof(Params, num_heads_q) == 1044);
 static_assert(offsetof(Params, num_heads_kv) == 1048 && offsetof(Params, seqlen_q) == 1052);
 static_assert(offsetof(Params, seqlen_kv) == 1056 && offsetof(Params, num_row_blocks) == 1060);
-static_assert(offsetof(Params, diagonal_offset) == 1064 && offsetof(Params, scale_log2) == 1068);
-static_assert(offsetof(Params, softmax_scale) == 1072);
+static_assert(offsetof(Params, num_row_blocks_beside) == 1064 && offsetof(Params, num_row_blocks_divisor) == 1072);
+static_assert(offsetof(Params, num_row_blocks_beside_divisor) == 1080 && offsetof(Params, num_heads_q_divisor) == 1088);
+static_assert(offsetof(Params, num_heads_kv_divisor) == 1096 && offsetof(Params, diagonal_offset) == 1104);
+static_assert(offsetof(Params, scale_log2) == 1108 && offsetof(Params, softmax_scale) == 1112);
 
-// What a thread block computes: dK and dV of kBlockN keys of a head, or dQ of kBlockN queries.
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
+}
+
+// A tile: dK and dV of kBlockN keys of a head, or dQ of kBlockN queries.
 struct Tile {
     bool of_keys;
     int batch;
@@ -111,21 +128,23 @@ struct Tile {
     int first_row;
 };
 
-// Tiles of keys come first, as they take one MMA a step more. The tiles of a head follow each other: under a diagonal its first keys and its
-// last queries have the most steps, and come first.
-__device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    const int tiles_of_keys = params.batch_size * params.num_heads_kv * params.num_row_blocks;
-    const bool of_keys = index < tiles_of_keys;
-    const int index_of_kind = of_keys ? index : index - tiles_of_keys;
+__device__ __forceinline__ int tiles_of_kind(const Params& params, bool of_keys) {
+    const int tiles_of_batch = of_keys ? params.num_heads_kv * params.num_row_blocks : params.num_heads_q * params.num_row_blocks_beside;
+    return params.batch_size * tiles_of_batch;
+}
+
+// The tile of one kind that thread block `index` has, if it has one. The tiles of a head follow each other.
+// Under a diagonal the first keys, which have the most steps, are beside the first queries, which have the fewest.
+__device__ __forceinline__ Tile find_tile(const Params& params, int index, bool of_keys) {
     const int heads = of_keys ? params.num_heads_kv : params.num_heads_q;
-    const int tiles_of_head = of_keys ? params.num_row_blocks : (params.seqlen_q + kBlockN - 1) / kBlockN;
-    const int head_of_batch = index_of_kind / tiles_of_head;
-    const int index_in_head = index_of_kind - head_of_batch * tiles_of_head;
+    const int tiles_of_head = of_keys ? params.num_row_blocks : params.num_row_blocks_beside;
+    const int head_of_batch = divide(index, of_keys ? params.num_row_blocks_divisor : params.num_row_blocks_beside_divisor);
+    const int index_in_head = index - head_of_batch * tiles_of_head;
     Tile tile;
     tile.of_keys = of_keys;
-    tile.batch = head_of_batch / heads;
+    tile.batch = divide(head_of_batch, of_keys ? params.num_heads_kv_divisor : params.num_heads_q_divisor);
     tile.head = head_of_batch - tile.batch * heads;
-    tile.first_row = (of_keys ? index_in_head : tiles_of_head - 1 - index_in_head) * kBlockN;
+    tile.first_row = index_in_head * kBlockN;
     return tile;
 }
 
@@ -208,7 +227,7 @@ struct KeySteps {
     }
 };
 
-// The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage is empty when every consumer warp has
+// The mbarriers of a tile. A buffer is full when TMA has written its bytes. A stage is empty when every consumer warp has
 // released it. The warps that compute delta do not arrive there: consumers of a tile of keys wait for delta before they release a stage, and
 // its dO and O have been read by then. A tile of queries has no O in its stages.
 struct Barriers {
@@ -382,13 +401,13 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
 }
 
 // Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
-// longer. One thread of the warpgroup starts the TMA stores.
+// longer. One thread of the warpgroup, whose named barrier is `barrier`, starts the TMA stores.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
-                                               int first_row, int head, int batch, int consumer, int lane) {
+                                               int first_row, int head, int batch, int barrier, int lane) {
     stage_gradient<kColumns>(sums, factor, staging, lane);
     fence_proxy_async();  // TMA would not see the writes otherwise
-    barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
+    barrier_sync(barrier, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
@@ -689,9 +708,10 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
     }
 
     const int first_row = tile.first_row + 64 * consumer;
-    barrier_sync(1 + consumer, 128);  // no warp of the warpgroup reads its K and V any longer: dK and dV are staged there
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_row, tile.head, tile.batch, consumer, lane);
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_row, tile.head, tile.batch, consumer, lane);
+    const int barrier = 1 + threadIdx.x / 128;  // the warpgroup's own
+    barrier_sync(barrier, 128);  // no warp of the warpgroup reads its K and V any longer: dK and dV are staged there
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_row, tile.head, tile.batch, barrier, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_row, tile.head, tile.batch, barrier, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
@@ -772,29 +792,34 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
     }
 
     const int first_row = tile.first_row + 64 * consumer;
-    barrier_sync(1 + consumer, 128);  // no warp of the warpgroup reads its Q any longer: dQ is staged there
-    store_gradient<kHeadDim>(params.dq, dq, params.softmax_scale, q_own, first_row, tile.head, tile.batch, consumer, lane);
+    const int barrier = 1 + threadIdx.x / 128;  // the warpgroup's own
+    barrier_sync(barrier, 128);  // no warp of the warpgroup reads its Q any longer: dQ is staged there
+    store_gradient<kHeadDim>(params.dq, dq, params.softmax_scale, q_own, first_row, tile.head, tile.batch, barrier, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-flash_bwd_hdim64_bf16_causal_direct_sm90(const __grid_constant__ Params params) {
+flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
+    // The first half of the threads has the tile of keys, the second half that of queries.
+    const int half = __shfl_sync(0xffffffff, threadIdx.x / kTileThreads, 0);
+    const int thread = threadIdx.x % kTileThreads;
+    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024 + half * kTileSharedBytes;
     const Barriers barriers = {shared + kBarrierOffset};
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
     const int warpgroup = warp / 4;
-    const Tile tile = find_tile(params, block_index());  // while the grid before may still be running: it reads parameters alone
 
-    if (threadIdx.x == 0) {
+    if (thread == 0) {
+        barriers.init();
+        fence_mbarrier_init();
         prefetch_tensormap(params.q);
         prefetch_tensormap(params.k);
         prefetch_tensormap(params.v);
         prefetch_tensormap(params.dout);
         prefetch_tensormap(params.out);
-        barriers.init();
-        fence_mbarrier_init();
     }
+    // While the grid before may still be running: it reads parameters alone.
+    const Tile tile = find_tile(params, block_index(), half == 0);
     __syncthreads();
 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
@@ -804,16 +829,18 @@ flash_bwd_hdim64_bf16_causal_direct_sm90(const __grid_constant__ Params params) 
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
+    if (block_index() >= tiles_of_kind(params, tile.of_keys)) return;  // there are more of the other kind
+
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) {
+        if (thread == 0) {
             if (tile.of_keys) {
                 produce_of_keys(params, tile, shared, barriers);
             } else {
                 produce_of_queries(params, tile, shared, barriers);
             }
         } else if (warp >= 4 - kValueWarps) {
-            const int value_thread = threadIdx.x - 32 * (4 - kValueWarps);
+            const int value_thread = thread - 32 * (4 - kValueWarps);
             if (tile.of_keys) {
                 put_values_of_steps(params, tile, shared, barriers, value_thread);
             } else {
