@@ -35,7 +35,8 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
     Tiles of keys in turn add to dq one after the other. A section of theirs has as many heads as fill the
     device, so that a tile starts when the one before it, of the next section but at the same place, has a
     lead. A turn takes up to 1.8 steps from tile to tile. So at most half as many tiles of a head run at a
-    time as it has steps, or turns would be what the head waits for. Other tiles of keys: `_of_keys`.
+    time as it has steps, or turns would be what the head waits for; and only a quarter, as long as a third of
+    L2 holds what the tiles of a section read and add to. Other tiles of keys: `_of_keys`.
     """
     total = all_heads(problem, variant, parts)
     if total == 0:
@@ -47,8 +48,9 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
         if not variant.grid.in_turns:
             return _of_keys(problem, total, tiles_of_head, running, query_heads)
         steps = max(1, query_heads * -(-problem.seqlen_q // variant.grid.step_rows))
-        wanted = max(-(-running // tiles_of_head), 2 * running // (variant.grid.cluster * steps))
-        return _even(total, 1, wanted)
+        half = 2 * running // (variant.grid.cluster * steps)
+        held = device.l2_bytes // 3 // max(1, query_heads * _query_bytes(problem, variant))
+        return _even(total, 1, max(-(-running // tiles_of_head), half, min(2 * half, held)))
     group = heads(problem, variant) // problem.num_heads_kv
     band = Band.of(problem)
     uneven = band.bounded
@@ -116,6 +118,12 @@ def clear_distance(problem: AttentionProblem, variant: Variant, device: Device, 
 def _key_bytes(problem: AttentionProblem, variant: Variant) -> int:
     """Bytes of the keys and values of a head."""
     return problem.seqlen_kv * (problem.head_dim + problem.head_dim_v) * variant.element_bytes
+
+
+def _query_bytes(problem: AttentionProblem, variant: Variant) -> int:
+    """Bytes of q, dout and the fp32 sum of dq of a query head."""
+    columns = problem.head_dim + problem.head_dim_v
+    return problem.seqlen_q * (columns * variant.element_bytes + 4 * problem.head_dim)
 
 
 def _even(total: int, group: int, wanted: int) -> Sections:
