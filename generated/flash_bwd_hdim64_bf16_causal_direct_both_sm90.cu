@@ -10,9 +10,10 @@
 // template  flash_bwd_direct_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// A thread block has a tile of kBlockN keys of a head and one of kBlockN queries, each with warpgroups and shared memory of its own. So each
-// multiprocessor has one of each kind. Two thread blocks of one tile each could be two tiles of keys, which take longest. Keys go through the
-// queries that attend to them, and queries through the keys that they attend to, kBlockM a step. A tile of keys, with rows of K and V:
+// A thread block has a tile of kBlockN keys of a head and one of kBlockN queries, each with warpgroups and shared memory of its own. So no
+// multiprocessor has two tiles of keys, which take longest, while another one has two of queries. Where a grid has more tiles of one kind, its
+// last thread blocks have one tile. Keys go through the queries that attend to them, and queries through the keys that they attend to, kBlockM a
+// step. A tile of keys, with rows of K and V:
 //
 //     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q
@@ -40,6 +41,7 @@ constexpr int kValueWarps = 2;  // the last ones of the producer, which prepare 
 
 // Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
 // thread of kMinBlocks thread blocks, in units of 8.
+// Each tile has half of them.
 constexpr int kLaunchRegisters = 65536 / (kMinBlocks * kThreads) / 8 * 8;
 constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
@@ -128,13 +130,14 @@ struct Tile {
     int first_row;
 };
 
+// The tiles of one kind in the grid: fewer than 2^31.
 __device__ __forceinline__ int tiles_of_kind(const Params& params, bool of_keys) {
     const int tiles_of_batch = of_keys ? params.num_heads_kv * params.num_row_blocks : params.num_heads_q * params.num_row_blocks_beside;
     return params.batch_size * tiles_of_batch;
 }
 
 // The tile of one kind that thread block `index` has, if it has one. The tiles of a head follow each other.
-// Under a diagonal the first keys, which have the most steps, are beside the first queries, which have the fewest.
+// Where a head has as many of both kinds, its first keys, which have the most steps, are beside its first queries, which have the fewest.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index, bool of_keys) {
     const int heads = of_keys ? params.num_heads_kv : params.num_heads_q;
     const int tiles_of_head = of_keys ? params.num_row_blocks : params.num_row_blocks_beside;
@@ -802,9 +805,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     // The first half of the threads has the tile of keys, the second half that of queries.
-    const int half = __shfl_sync(0xffffffff, threadIdx.x / kTileThreads, 0);
+    const int kind = __shfl_sync(0xffffffff, threadIdx.x / kTileThreads, 0);
     const int thread = threadIdx.x % kTileThreads;
-    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024 + half * kTileSharedBytes;
+    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024 + kind * kTileSharedBytes;
     const Barriers barriers = {shared + kBarrierOffset};
     const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
     const int warpgroup = warp / 4;
@@ -818,8 +821,8 @@ flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params par
         prefetch_tensormap(params.dout);
         prefetch_tensormap(params.out);
     }
-    // While the grid before may still be running: it reads parameters alone.
-    const Tile tile = find_tile(params, block_index(), half == 0);
+    // Ahead of the wait for the grid before: find_tile() reads parameters alone.
+    const Tile tile = find_tile(params, block_index(), kind == 0);
     __syncthreads();
 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
@@ -829,7 +832,8 @@ flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params par
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    if (block_index() >= tiles_of_kind(params, tile.of_keys)) return;  // there are more of the other kind
+    // There are more tiles of the other kind. No barrier of all threads follows, and registers are traded within a half.
+    if (block_index() >= tiles_of_kind(params, tile.of_keys)) return;
 
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flashgen.operators import varlen_backward
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
-from flashgen.schedule.dispatch import offers, select
+from flashgen.schedule.dispatch import cost, offers, select
 from flashgen.schedule.divisor import divisor
 from flashgen.schedule.grid import expected_tiles, launch_of, row_blocks, tiles
 from flashgen.schedule.parameters import parameters
@@ -141,18 +141,47 @@ def test_small_problems_take_one_kernel_with_tiles_of_both_kinds(head_dim, optio
     assert variant.tile_name == tile
 
 
-@pytest.mark.parametrize(("tile", "blocks"), [("", 40), ("both", 28)])
-def test_a_grid_of_two_kinds_of_tiles(tile, blocks):
-    """Four heads of 140 queries and 400 keys, in tiles of 64: 12 tiles of queries and 28 of keys."""
-    q, k = view_of_shape((1, 140, 4, 64), "bf16", 0), view_of_shape((1, 400, 4, 64), "bf16", 0)
-    problem = normalise(q, q, k, k, q, view_of_shape((1, 4, 140), "fp32", 0))
-    (variant,) = (
+def direct(problem, tile):
+    (found,) = (
         v for v in offers(problem, H200, SPECS) if v.spec == "flash_bwd_direct_sm90" and v.tile_name == tile
     )
-    assert launch_of(problem, variant, H200).blocks == blocks
-    values = parameters(problem, variant, H200)
+    return found
+
+
+@pytest.mark.parametrize(("tile", "of_keys", "of_queries"), [("", 40, 24), ("both", 28, 16)])
+def test_a_grid_of_two_kinds_of_tiles(tile, of_keys, of_queries):
+    """140 queries and 400 keys in tiles of 64: 3 tiles of queries and 7 of keys for a head of each."""
+    q, k = view_of_shape((1, 140, 4, 64), "bf16", 0), view_of_shape((1, 400, 4, 64), "bf16", 0)
+    problem = normalise(q, q, k, k, q, view_of_shape((1, 4, 140), "fp32", 0))
+    assert launch_of(problem, direct(problem, tile), H200).blocks == of_keys
+    values = parameters(problem, direct(problem, tile), H200)
     assert (values["num_row_blocks"], values["num_row_blocks_beside"]) == (7, 3)
     assert values["num_row_blocks_beside_divisor"] == divisor(3)
+
+    q, k = view_of_shape((2, 200, 2, 64), "bf16", 0), view_of_shape((2, 250, 1, 64), "bf16", 0)
+    problem = normalise(q, q, k, k, q, view_of_shape((2, 2, 200), "fp32", 0))
+    assert launch_of(problem, direct(problem, tile), H200).blocks == of_queries
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kv_heads"),
+    [((8, 320, 16), 2), ((4, 384, 16), 4), ((16, 256, 16), 16), ((3, 256, 16), 16), ((64, 128, 16), 16)],
+    ids=str,
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_round_has_thread_blocks_with_a_tile_of_each_kind(sizes, kv_heads, causal):
+    variant, _ = taken_of_heads(*sizes, kv_heads, causal=causal)
+    assert variant.tile_name != "both"
+
+
+def test_a_tile_that_has_a_multiprocessor_to_itself_is_faster():
+    """0.5 ** 0.3 of the time of two that share one, for the same steps."""
+    times = []
+    for heads in (8, 16):
+        x = view_of_shape((1, 512, heads, 64), "bf16", 0)
+        problem = normalise(x, x, x, x, x, view_of_shape((1, heads, 512), "fp32", 0))
+        times.append(cost(problem, H200, direct(problem, "")))
+    assert times[0] / times[1] == pytest.approx(0.5**0.3)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ DIAGONAL = Shape(seqlen_q=300, seqlen_kv=330, heads=1)
 BLIND = Shape(seqlen_q=150, seqlen_kv=90, heads=1)
 # More tiles of keys than of queries.
 SHORT = Shape(seqlen_q=70, seqlen_kv=330, heads=1)
+# … of queries than of keys.
+LONG = Shape(seqlen_q=330, seqlen_kv=70, heads=1)
 GROUPS = Shape(seqlen_q=150, seqlen_kv=140, heads=2, kv_heads=1)
 WINDOWED = Shape(seqlen_q=300, seqlen_kv=300, heads=1, window=(70, 10))
 # Scores so far below 0 that a key past the end, with score 0, would have an infinite P.
@@ -42,6 +44,7 @@ KEYS_FULL = (
 DV_WAIT = "        pin_registers(dv);\n        pin_registers(dk);\n"
 RELEASE = "        if (lane == 0) mbarrier_arrive(barriers.empty(ring.stage));\n"
 KEYS_RELEASE = f"        __syncwarp();  // all lanes have read LSE and delta of the stage\n{RELEASE}"
+QUERIES_READ = "    barrier_sync(barrier, 128);  // no warp of the warpgroup reads its Q"
 LAST_STORE = "params.softmax_scale, k_own, first_row, tile.head, tile.batch, barrier, lane);\n"
 
 FAULTS = (
@@ -135,16 +138,32 @@ FAULTS = (
         BOTH,
         SHAPE,
         PHASES,
-        "/ 1024 * 1024 + half * kTileSharedBytes;",
+        "/ 1024 * 1024 + kind * kTileSharedBytes;",
         "/ 1024 * 1024;",
     ),
     fault(
-        "a tile behind the last of its kind",
+        "a tile behind the last of queries",
         BOTH,
         SHORT,
-        ("global bounds", WRONG),
+        ("operand", "global bounds", WRONG),
         "if (block_index() >= tiles_of_kind(params, tile.of_keys)) return;",
         "",
+    ),
+    fault(
+        "a tile behind the last of keys",
+        BOTH,
+        LONG,
+        ("operand", "global bounds", WRONG),
+        "if (block_index() >= tiles_of_kind(params, tile.of_keys)) return;",
+        "",
+    ),
+    fault(
+        "the tiles of a thread block share a named barrier",
+        BOTH,
+        SHAPE,
+        ("barrier",),
+        f"    const int barrier = 1 + threadIdx.x / 128;  // the warpgroup's own\n{QUERIES_READ}",
+        f"    const int barrier = 2;\n{QUERIES_READ}",
     ),
     fault(
         "one query head of a group",

@@ -19,7 +19,7 @@ CASES = [
     ("64_bf16_causal_direct", Shape(300, 330, 1, batch=2)),
     ("64_bf16_causal_direct_gqa", Shape(330, 200, 4, 2)),
     ("64_bf16_local_direct", Shape(70, 300, 2, window=(30, 0))),
-    ("32_fp16_direct_both_gqa", Shape(130, 330, 4, 2, batch=2)),  # more tiles of queries than of keys
+    ("32_fp16_direct_both_gqa", Shape(330, 130, 4, 2, batch=2)),  # more tiles of queries than of keys
     ("64_bf16_causal_direct_both", Shape(300, 430, 1, batch=2)),  # more of keys
     ("64_fp16_local_direct_both", Shape(70, 300, 2, window=(30, 0), head_dim=40)),
     ("96_fp16_causal_direct", Shape(70, 300, 1, head_dim=80, head_dim_v=72)),
@@ -33,11 +33,12 @@ def test_within_the_bound(name, shape, compiler, fresh_seed):
     within_the_bound(MAIN[f"flash_bwd_hdim{name}_sm90"], shape, fresh_seed)
 
 
+@pytest.mark.parametrize("tile", ["direct", "direct_both"])
 @pytest.mark.parametrize("seqlen_q", [1, 64, 129])
 @pytest.mark.parametrize("seqlen_kv", [1, 63, 128])
-def test_lengths_at_the_edges_of_blocks(seqlen_q, seqlen_kv, compiler, fresh_seed):
+def test_lengths_at_the_edges_of_blocks(seqlen_q, seqlen_kv, tile, compiler, fresh_seed):
     shape = Shape(seqlen_q, seqlen_kv, 1)
-    within_the_bound(MAIN["flash_bwd_hdim64_bf16_causal_direct_sm90"], shape, fresh_seed)
+    within_the_bound(MAIN[f"flash_bwd_hdim64_bf16_causal_{tile}_sm90"], shape, fresh_seed)
 
 
 @pytest.mark.parametrize("spread", [8.0, 40.0])

@@ -172,6 +172,22 @@ def test_arrivals_for_which_nobody_waits():
     assert "barrier 2 is left with 32 of 64 threads" in str(error)
 
 
+def test_groups_of_warps_that_share_a_barrier():
+    """They never meet there, as the second comes behind the first; on a GPU they may."""
+    body = """
+        if (warp < 2) {
+            barrier_sync(3, 64);
+            barrier_arrive(4, 128);
+        } else {
+            barrier_sync(4, 128);
+            barrier_sync(3, 64);  // HERE
+        }
+    """
+    error = fault(body, block=128)
+    assert error.check == "barrier"
+    assert "barrier 3 is of other warps" in str(error)
+
+
 def test_warps_that_wait_at_different_barriers():
     body = """
         if (warp == 0) {

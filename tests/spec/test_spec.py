@@ -843,7 +843,7 @@ BESIDE = "beside: {query_rows: block_n, heads: 1, batch: 1}"
         ("beside: {rows: 1}", r"grid\.beside\.rows", "no such dimension"),
         ("beside: {query_rows: 0}", r"tiles\[\d+\]", "below 1"),
         (f"{BESIDE}\n  schedule: persistent", r"grid\.beside", "one thread block to each tile"),
-        ("", r"tiles\[\d+\]", "2 kinds of tiles"),
+        ("", r"tiles\[\d+\]", "2 kinds of tiles for head_dim=32"),
     ],
 )
 def test_what_a_grid_may_have_beside_its_tiles(new, place, why, tmp_path):
@@ -852,4 +852,14 @@ def test_what_a_grid_may_have_beside_its_tiles(new, place, why, tmp_path):
     path = tmp_path / "flash_bwd_direct_sm90.yaml"
     path.write_text(text.replace(BESIDE, new))
     with pytest.raises(SpecError, match=rf"{place}: .*{re.escape(why)}"):
+        load_spec(path)
+
+
+@pytest.mark.parametrize("kinds", [0, 3])
+def test_a_thread_block_has_tiles_of_one_or_two_kinds(kinds, tmp_path):
+    text = (specs_dir() / "flash_bwd_direct_sm90.yaml").read_text(encoding="utf-8")
+    assert text.count("  kinds: kinds\n") == 1
+    path = tmp_path / "flash_bwd_direct_sm90.yaml"
+    path.write_text(text.replace("  kinds: kinds\n", f"  kinds: {kinds}\n"))
+    with pytest.raises(SpecError, match=rf"{kinds} kinds of tiles for .*; allowed: 1 or 2"):
         load_spec(path)

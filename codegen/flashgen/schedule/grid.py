@@ -119,6 +119,11 @@ def tiles_beside(problem: Problem, variant: Variant) -> int:
     return math.prod(-(-sizes[dimension] // tile) for dimension, tile in variant.grid.beside)
 
 
+def blocks_of_kinds(variant: Variant, count: float, beside: float) -> float:
+    """Thread blocks of ``count`` tiles and those ``beside`` them: one for each, or for one of each kind."""
+    return max(count, beside) if variant.grid.kinds == 2 else count + beside
+
+
 def row_blocks_beside(problem: Problem, variant: Variant) -> int:
     """`row_blocks` of the second kind of tiles; 0 where the grid has none."""
     if not variant.grid.beside:
@@ -158,9 +163,9 @@ def launchable(problem: Problem, variant: Variant) -> bool:
 def launch_of(
     problem: Problem, variant: Variant, device: Device, num_shares: int = 0, parts: int = 1
 ) -> Launch:
-    """One block for each tile, or, where clusters share tiles, one cluster. With a persistent schedule, no
-    more than run at a time; in a grid of shares, one for each of ``num_shares``. A step that splits groups of
-    query heads into ``parts`` has one for each tile and part.
+    """One block for each tile, or for a tile of each kind, or, where clusters share tiles, one cluster. With
+    a persistent schedule, no more than run at a time; in a grid of shares, one for each of ``num_shares``. A
+    step that splits groups of query heads into ``parts`` has one for each tile and part.
 
     Raises BadTensorShape when there are more tiles, or thread blocks of clusters that share them, than a grid
     can have.
@@ -182,6 +187,5 @@ def launch_of(
 def _blocks(problem: Problem, variant: Variant, parts: int = 1) -> int:
     """Thread blocks of a grid that has one for each tile, for one tile of each kind, or a cluster."""
     blocks = tiles(problem, variant) * (parts if variant.grid.part_time else 1)
-    beside = tiles_beside(problem, variant)
-    blocks = max(blocks, beside) if variant.grid.kinds == 2 else blocks + beside
+    blocks = int(blocks_of_kinds(variant, blocks, tiles_beside(problem, variant)))
     return blocks * variant.grid.cluster if variant.grid.shared_tiles else blocks

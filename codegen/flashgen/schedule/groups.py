@@ -7,7 +7,14 @@ import math
 from typing import TYPE_CHECKING
 
 from flashgen.operators.masks import Band
-from flashgen.schedule.grid import expected_tiles, lengths_differ, row_blocks, tiles, tiles_beside
+from flashgen.schedule.grid import (
+    blocks_of_kinds,
+    expected_tiles,
+    lengths_differ,
+    row_blocks,
+    tiles,
+    tiles_beside,
+)
 from flashgen.schedule.visited import visited_beside, visited_queries
 
 if TYPE_CHECKING:
@@ -44,13 +51,14 @@ def rows_of_tiles(problem: Problem, variant: Variant, num_sms: int, parts: int =
     """The modelled time of a grid of tiles of keys, in query rows that one tile goes through: the longest
     tile; with several waves, these, or what a multiprocessor has of all tiles and then the end of the grid.
 
-    A tile visits the query rows of all heads of its part, and takes the time of ``start`` times as many as it
-    has keys besides, times the tiles that a multiprocessor has room for. With only a share x of these it
-    reaches x ** ``fill`` of its rate, which they share; at 0 ``fill`` counts as all of them. What parts leave
-    is written and read at the rate of memory: ``part_time`` a tile. Tiles of queries that a grid has beside
-    those of keys visit keys. Where a thread block has a tile of each kind, nothing else on its multiprocessor
-    hides how it begins and ends. Sequences whose lengths differ have as many tiles as are to be expected.
-    Where many tiles of a head, of different lengths, take turns, they wait in each of their heads but one.
+    A tile visits the query rows of all heads of its part, and takes the time of ``start`` times as many as
+    it has keys besides, times the tiles that a multiprocessor has room for. With only a share x of these it
+    reaches x ** ``fill`` of its rate, which they share; at 0 ``fill`` counts as having all of them. What
+    parts leave is written and read at the rate of memory: ``part_time`` a tile. Tiles of queries that a
+    grid has beside those of keys visit keys. In several waves a thread block with a tile of each kind takes
+    the time of the longer one, and ``start`` counts twice, as nothing else on its multiprocessor hides it.
+    Sequences whose lengths differ have as many tiles as are to be expected. Where many tiles of a head, of
+    different lengths, take turns, they wait in each of their heads but one.
     """
     return _rows(problem, variant, num_sms, parts, visited_queries(problem, variant))
 
@@ -64,23 +72,22 @@ def _rows(problem: Problem, variant: Variant, num_sms: int, parts: int, visited:
     times = heads
     if grid.in_turns and bounded and row_blocks(problem, variant) >= _MANY:
         times += _WAITING * (heads - 1)
-    total, most = count * visited.mean * times, visited.most * times
+    mean, most, starts = visited.mean * times, visited.most * times, variant.start * grid.covers[0][1]
     blocks = count
     if beside := tiles_beside(problem, variant):
         of_queries = visited_beside(problem, variant)
-        blocks = max(count, beside) if grid.kinds == 2 else count + beside
-        count, total = count + beside, total + beside * of_queries.mean
-        most = max(most, of_queries.most)
-    starts, waves = variant.start * grid.covers[0][1], blocks / (num_sms * grid.blocks_per_sm)
+        blocks, most = blocks_of_kinds(variant, count, beside), max(most, of_queries.most)
+        mean_of_all = (count * mean + beside * of_queries.mean) / (count + beside)
+        mean = max(mean, of_queries.mean) if grid.kinds == 2 else mean_of_all
+        count += beside
+    waves = blocks / (num_sms * grid.blocks_per_sm)
     room = grid.blocks_per_sm * grid.kinds  # tiles of a multiprocessor
     at_work = min(room, max(grid.kinds, math.ceil(count / num_sms))) if variant.fill else room
     longest = at_work / (at_work / room) ** variant.fill * (most + starts)
     if waves <= 1:
         return longest + left
-    if grid.kinds == 2:
-        starts *= 2
     if not bounded and not lengths_differ(problem, variant):
         waves = math.ceil(waves)
     else:
         waves += _LAST_IN_TURNS if grid.in_turns else _LAST
-    return max(longest, waves * room * (total / count + starts)) + left
+    return max(longest, waves * room * (mean + grid.kinds * starts)) + left

@@ -80,7 +80,7 @@ def parameters(
 
     Sizes have the names of the operator's symbols, strides are in elements: ``q_row_stride``. The rest are
     `Problem.values` and those of the grid. ``num_row_blocks`` is the tiles of one (batch, head), and
-    ``num_row_blocks_beside`` those of the second kind.
+    ``num_row_blocks_beside`` those of the second kind, which ``num_tiles`` leaves out.
     ``heads_per_section`` and ``num_sections`` are those of `sections`; what has ``kv_block`` in its name is
     of ``shares``, those of the main step's grid; what ends in ``_divisor`` is a `divisor`. The query heads of
     a kv head are ``group_parts`` times ``heads_per_part``. ``clear_distance`` is that of the main step,

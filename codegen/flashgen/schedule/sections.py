@@ -35,8 +35,8 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
     Tiles of keys in turn add to dq one after the other. A section of theirs has as many heads as fill the
     device, so that a tile starts when the one before it, of the next section but at the same place, has a
     lead. A turn takes up to 1.8 steps from tile to tile. So at most half as many tiles of a head run at a
-    time as it has steps, or turns would be what the head waits for; and only a quarter, as long as a third of
-    L2 holds what the tiles of a section read and add to. Other tiles of keys: `_of_keys`.
+    time as it has steps, or turns would be what the head waits for; and only a quarter, where a third of L2
+    holds q, dout and dq of so many heads. Other tiles of keys: `_of_keys`.
     """
     total = all_heads(problem, variant, parts)
     if total == 0:
@@ -50,7 +50,8 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
         steps = max(1, query_heads * -(-problem.seqlen_q // variant.grid.step_rows))
         half = 2 * running // (variant.grid.cluster * steps)
         held = device.l2_bytes // 3 // max(1, query_heads * _query_bytes(problem, variant))
-        return _even(total, 1, max(-(-running // tiles_of_head), half, min(2 * half, held)))
+        wanted = 2 * half if 2 * half <= held else half
+        return _even(total, 1, max(-(-running // tiles_of_head), wanted))
     group = heads(problem, variant) // problem.num_heads_kv
     band = Band.of(problem)
     uneven = band.bounded

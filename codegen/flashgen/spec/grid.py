@@ -38,8 +38,8 @@ class Grid(NamedTuple):
     groups of query heads are never split). ``cluster`` is the thread blocks of a cluster, which share a
     tile, or have neighbouring ones of the first dimension. ``step_rows`` is the query rows of a step of tiles
     of keys, which may add to dq ``in_turns``. ``beside`` cuts further dimensions, likewise, into tiles of a
-    second kind, which come behind the others in the same launch; or, where a thread block has two ``kinds``
-    of tiles, a tile of each, as long as there are any.
+    second kind. With one of the ``kinds`` to a thread block, those of the second kind come behind the others;
+    with two, thread block i has tile i of each kind that has so many.
     """
 
     covers: tuple[tuple[str, int], ...] = ()

@@ -188,7 +188,7 @@ class StepTable:
             )
         most = 2 if beside else 1
         if not 1 <= kinds <= most:
-            raise error(f"{kinds} kinds of tiles for {where()}; `grid` has {most}")
+            raise error(f"{kinds} kinds of tiles for {where()}; allowed: {'1 or 2' if beside else '1'}")
         boxes = self._boxes.at(values, where)
         numbers = (from_last_row, split_gain, part_time, cluster, step_rows, in_turns, beside, kinds)
         return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 // For a debugger: a breakpoint here stops on the stack of the thread at fault.
 extern "C" __attribute__((noinline)) void flashgen_simulator_error(const char* message) { asm volatile("" ::"r"(message)); }
@@ -418,6 +419,13 @@ bool Block::arrive(Warp& warp, uint32_t lanes, Location where) {
                     text_of(barrier.where).c_str()),
              {barrier.where, barrier.first_thread});
     }
+    // Two groups of warps that share a barrier by mistake seldom meet there, but then go on too early.
+    const int warp_of_block = warp.index - thread.rank * ((block_threads_ + 31) / 32);
+    if (barrier.warps_before != 0 && !(barrier.warps_before >> warp_of_block & 1)) {
+        fail(thread, SIM_BARRIER, where,
+             format("barrier %d is of other warps: warp %d took no part in its last phase", id, warp_of_block));
+    }
+    barrier.warps |= 1u << warp_of_block;
     for (int lane = 0; lane < 32; ++lane) {
         if (!(lanes >> lane & 1)) continue;
         order_.publish(warp.first_thread() + lane, barrier.clock);
@@ -447,6 +455,7 @@ void Block::release(Barrier& barrier) {
     }
     barrier.expected = barrier.arrived = 0;
     barrier.any = false;
+    barrier.warps_before = std::exchange(barrier.warps, 0);
     barrier.waiting.clear();
     barrier.clock.clear();
     if (ready_warps_ != 0) current_warp_ = random_.bit_of(ready_warps_);

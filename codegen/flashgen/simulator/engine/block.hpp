@@ -120,6 +120,8 @@ struct Barrier {
     Location where;
     Clock clock;
     std::vector<std::pair<Warp*, uint32_t>> waiting;
+    uint32_t warps = 0;  // of the block, that have arrived
+    uint32_t warps_before = 0;  // … in the last phase that has ended
 };
 
 // What a block of a cluster has of its own. A block without a cluster is the only one of its own.
