@@ -50,6 +50,12 @@ def test_axes_name_a_variant(tiny, flashgen):
     assert tiled["name"] == "tiny_fwd_hdim64_fp16_causal_m64_packgqa_sm86"
 
 
+@pytest.mark.parametrize(("tile", "schedule"), [("", "block"), ("_both", "block, one of each kind")])
+def test_the_kinds_of_tiles_of_a_thread_block(tile, schedule, flashgen):
+    shown = flashgen("inspect", f"flash_bwd_hdim64_bf16_causal_direct{tile}_sm90").stdout
+    assert f"  schedule    tile per {schedule}\n" in shown
+
+
 def test_ambiguous_axes_show_the_first_and_say_so(tiny, flashgen):
     result = flashgen("inspect", "--head-dim", 64, "--source")
     assert "tiny_fwd_hdim64_fp16_sm80(Params" in result.stdout

@@ -165,12 +165,15 @@ def _card(variant: Variant) -> list[tuple[str, str]]:
     from flashgen.source.params import layout
 
     files = places(variant)
+    schedule = variant.grid.schedule.replace("_", " ")
+    if variant.grid.kinds == 2:
+        schedule += ", one of each kind"
     smem = f"{variant.smem_bytes:,} bytes of dynamic shared memory, of at most {variant.max_smem:,}"
     return [
         *((key, str(value)) for key, value in variant.axes),
         ("tile", ", ".join(f"{key} {value}" for key, value in variant.tile)),
         ("block", f"{variant.threads} threads\n{smem}"),
-        ("schedule", variant.grid.schedule.replace("_", " ")),
+        ("schedule", schedule),
         ("target", f"{variant.target}: {range_of(variant.min_arch)}; built for {', '.join(variant.archs)}"),
         ("parameters", f"{layout(variant.params).size} bytes: {', '.join(p.name for p in variant.params)}"),
         ("spec", files.spec),
