@@ -173,14 +173,9 @@ def test_a_diagonal_beside_a_mask_cuts_the_grid_as_it_does_alone(variant, kv_hea
         ("256_bf16_ordered_pair", 4, (4096, 4096), (8, 8), 3),  # likewise
         ("128_bf16_causal_ordered", 4, (4096, 4096), (16, 16), 5),
         ("64_bf16_ordered", 4, (4096, 4096), (32, 32), 8),  # 16 tiles, 32 steps
-        (
-            "32_bf16_ordered",
-            4,
-            (4096, 4096),
-            (64, 64),
-            16,
-        ),  # L2 has room for 16 heads: 8 tiles of each at a time
-        ("96_bf16_ordered", 16, (1024, 1024), (20, 20), 17),  # but not for 32 of these
+        # L2 has room for 16 of these heads, 8 tiles of each at a time, but not for 32 of the next ones.
+        ("32_bf16_ordered", 4, (4096, 4096), (64, 64), 16),
+        ("96_bf16_ordered", 16, (1024, 1024), (20, 20), 17),
         ("128_bf16_ordered", 1, (512, 16384), (64, 64), 32),  # 4 tiles, 8 steps
         ("128_bf16_ordered_gqa", 1, (512, 16384), (64, 8), 4),
         ("128_bf16_ordered", 1, (512, 16384), (2, 2), 2),

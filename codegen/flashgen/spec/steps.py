@@ -186,9 +186,9 @@ class StepTable:
             raise error(
                 f"clusters of {cluster} for {where()}: only with a thread block or a cluster to each tile"
             )
-        most = 2 if beside else 1
-        if not 1 <= kinds <= most:
-            raise error(f"{kinds} kinds of tiles for {where()}; allowed: {'1 or 2' if beside else '1'}")
+        possible = (1, 2) if beside else (1,)
+        if kinds not in possible:
+            raise error(f"{kinds} kinds of tiles for {where()}; allowed: {' or '.join(map(str, possible))}")
         boxes = self._boxes.at(values, where)
         numbers = (from_last_row, split_gain, part_time, cluster, step_rows, in_turns, beside, kinds)
         return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)
