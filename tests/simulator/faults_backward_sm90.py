@@ -14,12 +14,14 @@ COLUMNS = "flash_bwd_hdim128_bf16_causal_sm90"
 GROUPED = "flash_bwd_hdim64_fp16_causal_gqa_sm90"
 HELD = "flash_bwd_hdim96_bf16_causal_sm90"  # with rows of K and V in registers
 WINDOW = "flash_bwd_hdim32_bf16_local_sm90"
+SKIPS = "flash_bwd_hdim128_bf16_local_sm90"  # steps of which a consumer sees nothing
 DENSE = "flash_bwd_hdim128_fp16_dense_sm90"
 
 SHAPE = Shape(seqlen_q=400, seqlen_kv=150, heads=1)
 CAUSAL = Shape(seqlen_q=300, seqlen_kv=200, heads=1)
 GROUPS = Shape(seqlen_q=150, seqlen_kv=140, heads=2, kv_heads=1)
 WINDOWED = Shape(seqlen_q=300, seqlen_kv=300, heads=1, window=(150, 20))
+SKIPPED = Shape(seqlen_q=320, seqlen_kv=256, heads=1, window=(64, 0), top_left=True)
 # The last copy of a row of the mask is not whole. Heads enough that the random mask shows the keys of faults.
 MASKED = Shape(seqlen_q=200, seqlen_kv=141, heads=4, window=(20, 30))
 # Scores so far below 0 that a key past the end, with score 0, would have an infinite P.
@@ -233,6 +235,59 @@ FAULTS = (
         "int64_t(diagonal) + params.window_left + 2",
     ),
     fault("keys past the end", ROWS, FAR, (WRONG,), "key < params.seqlen_kv ? 0 : params.seqlen_q", "0"),
+    fault(
+        "the first block that a window's end cuts is not masked",
+        SKIPS,
+        SKIPPED,
+        (WRONG,),
+        "block.first_key + warp_key).end - kBlockM;",
+        "block.first_key + warp_key).end;",
+    ),
+    # Steps that a consumer skips.
+    fault(
+        "what is skipped is seen",
+        SKIPS,
+        SKIPPED,
+        PHASES,
+        "query_block * kBlockM < own_end &&",
+        "query_block * kBlockM + 64 < own_end &&",
+    ),
+    fault("dS of a first step that is skipped", SKIPS, SKIPPED, (*ASYNC, WRONG), "store_zero_ds(0);", ""),
+    fault(
+        "dS of a last step that is skipped", SKIPS, SKIPPED, (*ASYNC, WRONG), "store_zero_ds(count - 1);", ""
+    ),
+    fault(
+        "the next step where the first one is skipped",
+        SKIPS,
+        SKIPPED,
+        PHASES,
+        "        ring.advance();\n        step = next_step(step, queries);\n    }\n\n",
+        "        step = next_step(step, queries);\n    }\n\n",
+    ),
+    fault(
+        "the stage of a skipped step is not released",
+        SKIPS,
+        SKIPPED,
+        ("deadlock",),
+        "        release(barriers.empty(0));\n",
+        "",
+    ),
+    fault(
+        "a skipped step lets the other one not start",
+        SKIPS,
+        SKIPPED,
+        ("deadlock", "barrier"),
+        "if (consumer == 0 || count > 1) barrier_arrive",
+        "if (false) barrier_arrive",
+    ),
+    fault(
+        "dQ of the step ahead of a skipped one",
+        SKIPS,
+        SKIPPED,
+        (WRONG,),
+        "        add_own_dq(dq_of(previous), dq);\n        previous = step;\n",
+        "        previous = step;\n",
+    ),
     # A dense mask.
     fault(
         "the mask of the neighbouring head",
