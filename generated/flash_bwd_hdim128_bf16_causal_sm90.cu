@@ -655,7 +655,6 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         const shared_address q_smem = shared + kQOffset + ring.stage * kQBytes;
         const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
         barrier_sync(kStartBarrier + consumer, 128 * kConsumers);
-        float* own_dq = dq_of(previous);  // here, so that it is there when dQ is
         float p[kBlockM / 2];  // S^T, then P^T
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         QueryValues lse;
@@ -690,6 +689,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         // result, since with conditional MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
+        float* own_dq = dq_of(previous);
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
         wgmma_wait<1>();

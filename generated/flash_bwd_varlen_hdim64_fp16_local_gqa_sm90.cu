@@ -792,7 +792,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         // result, since with conditional MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
-        float* own_dq = dq_of(previous);  // ahead of the MMAs of dK, so that it is there when dQ is
+        float* own_dq = dq_of(previous);
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
         wgmma_wait<1>();

@@ -56,6 +56,27 @@ def test_heads_that_are_cleared_ahead_of_the_main_kernel(compiler, fresh_seed):
         assert check_of(variant, SHAPE, fresh_seed, sms=sms) is None
 
 
+LATE = Shape(128, 128, 4, window=(0, 0), top_left=True)  # two steps: each consumer skips one
+CLEARS = "    const int tile_rows = rows_of_head(params) / 16;\n"
+POLLS = "    for (int i = 0; i < 3000; ++i) load_acquire_32(params.cleared + head);\n"
+AWAITS = "    await_cleared(params, block);\n"
+
+
+def late(step, awaits=AWAITS):
+    """The source of a kernel that clears long after it has started."""
+    source = render(step)
+    if step.step != "main":
+        return source
+    assert source.count(CLEARS) == source.count(AWAITS) == 1
+    return source.replace(CLEARS, POLLS + CLEARS).replace(AWAITS, awaits)
+
+
+def test_zeros_that_come_late(compiler, fresh_seed):
+    variant = MAIN["flash_bwd_hdim128_bf16_local_sm90"]
+    assert check_of(variant, LATE, fresh_seed, late, threads=4) is None
+    assert check_of(variant, LATE, fresh_seed, lambda step: late(step, ""), threads=4) is not None
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
     assert check_of(MAIN[fault.variant], fault.shape, fresh_seed, fault.sources) in fault.caught
