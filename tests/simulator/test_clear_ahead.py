@@ -74,7 +74,10 @@ def late(step, awaits=AWAITS):
 def test_zeros_that_come_late(compiler, fresh_seed):
     variant = MAIN["flash_bwd_hdim128_bf16_local_sm90"]
     assert check_of(variant, LATE, fresh_seed, late, threads=4) is None
-    assert check_of(variant, LATE, fresh_seed, lambda step: late(step, ""), threads=4) is not None
+    seeds = range(
+        fresh_seed, fresh_seed + ORDERS
+    )  # blocks that run at a time need not do so at the same rate
+    assert any(check_of(variant, LATE, seed, lambda step: late(step, ""), threads=4) for seed in seeds)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
