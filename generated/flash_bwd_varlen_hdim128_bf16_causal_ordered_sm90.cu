@@ -770,9 +770,9 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
     const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);
     // From this query on all attend to all keys of the warp.
-    const int masked_up_to = first_query_of_key(params, block.first_key + warp_key + 15);
+    const int unmasked_from = first_query_of_key(params, block.first_key + warp_key + 15);
     // Whether some query of a block does not attend to some key of the warp.
-    auto needs_mask = [&](int first_query) { return first_query < masked_up_to; };
+    auto needs_mask = [&](int first_query) { return first_query < unmasked_from; };
 
     float dk[kHeadDim / 2] = {};
     float dv[kHeadDimV / 2] = {};

@@ -24,10 +24,8 @@ CASES = [
     ("96_bf16_local_gqa", Shape(130, 140, 8, 4, window=(70, 10))),
     ("128_fp16_gqa", Shape(70, 300, 8, 4, head_dim=104)),
     ("128_bf16_local_ordered", Shape(100, 130, 4, window=(30, 0), top_left=True)),
-    (
-        "128_bf16_local",
-        Shape(128, 128, 4, window=(0, 0), top_left=True),
-    ),  # each consumer skips one of two steps
+    # Each consumer skips one of two steps.
+    ("128_bf16_local", Shape(128, 128, 4, window=(0, 0), top_left=True)),
     ("192_fp16_causal_gqa", Shape(70, 100, 6, 3)),
     ("192_bf16_local_pair", Shape(100, 200, 4, window=(60, 0))),
     ("256_fp16_causal_ordered_pair", Shape(70, 140, 4)),
