@@ -23,21 +23,25 @@ constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kP
 
 struct Params {
     const float* dq_accum;                // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    const int32_t* added;                 // a counter for each head of the grid of the main kernel: its thread blocks that have added to dq_accum
     element* dq;                          // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     int64_t dq_batch_stride;              // strides are in elements
     int64_t dq_row_stride;
     int64_t dq_head_stride;
     int32_t num_heads_q;
+    int32_t heads_per_part;               // query heads of a head of the grid of the main kernel
+    int32_t key_blocks_of_head;           // thread blocks of the main kernel for each head of its grid
     int32_t seqlen_q;
     int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim
     int32_t num_row_blocks;               // units of rows of one head
     float softmax_scale;                  // dQ is softmax_scale dS K
 };
-static_assert(sizeof(Params) == 64 && offsetof(Params, dq_accum) == 0 && offsetof(Params, dq) == 8);
-static_assert(offsetof(Params, dq_batch_stride) == 16 && offsetof(Params, dq_row_stride) == 24);
-static_assert(offsetof(Params, dq_head_stride) == 32 && offsetof(Params, num_heads_q) == 40 && offsetof(Params, seqlen_q) == 44);
-static_assert(offsetof(Params, head_dim) == 48 && offsetof(Params, num_row_blocks) == 52);
-static_assert(offsetof(Params, softmax_scale) == 56);
+static_assert(sizeof(Params) == 80 && offsetof(Params, dq_accum) == 0 && offsetof(Params, added) == 8);
+static_assert(offsetof(Params, dq) == 16 && offsetof(Params, dq_batch_stride) == 24 && offsetof(Params, dq_row_stride) == 32);
+static_assert(offsetof(Params, dq_head_stride) == 40 && offsetof(Params, num_heads_q) == 48);
+static_assert(offsetof(Params, heads_per_part) == 52 && offsetof(Params, key_blocks_of_head) == 56);
+static_assert(offsetof(Params, seqlen_q) == 60 && offsetof(Params, head_dim) == 64 && offsetof(Params, num_row_blocks) == 68);
+static_assert(offsetof(Params, softmax_scale) == 72);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -92,11 +96,15 @@ flash_bwd_convert_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params para
     const int g = lane / 4;
     const int first_column = lane % 4 * 8;
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // In place of the whole grid before this one, a thread block awaits that grid's blocks of its own head. So dQ of most heads is rounded on
+    // multiprocessors that the last blocks of that grid leave idle.
+    if (threadIdx.x == 0) {
+        const int32_t* added = params.added + head_of_batch / params.heads_per_part;
+        while (int(load_acquire_32(added)) != params.key_blocks_of_head) {}
+    }
+    __syncthreads();
+    // One block does await the whole grid, and the next grid begins when all blocks of this one have come here: behind both.
+    if (block_index() == int(gridDim.x) - 1) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
 
     const float* tiles = dq_tiles(params, batch, head, first_row);

@@ -75,6 +75,7 @@ struct Params {
     const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
     int32_t* cleared;                     // a counter for each head of the grid: thread blocks that have cleared their part of its dq_accum
+    int32_t* added;                       // likewise: its thread blocks that have added to dq_accum
     int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t seqlen_q;
@@ -90,11 +91,12 @@ struct Params {
 static_assert(sizeof(Params) == 896 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 640);
 static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
-static_assert(offsetof(Params, cleared) == 792 && offsetof(Params, num_heads_q) == 800 && offsetof(Params, num_heads_kv) == 804);
-static_assert(offsetof(Params, seqlen_q) == 808 && offsetof(Params, seqlen_kv) == 812 && offsetof(Params, num_row_blocks) == 816);
-static_assert(offsetof(Params, batch_size) == 820 && offsetof(Params, heads_per_section) == 824);
-static_assert(offsetof(Params, clear_distance) == 828 && offsetof(Params, diagonal_offset) == 832);
-static_assert(offsetof(Params, scale_log2) == 836 && offsetof(Params, softmax_scale) == 840);
+static_assert(offsetof(Params, cleared) == 792 && offsetof(Params, added) == 800 && offsetof(Params, num_heads_q) == 808);
+static_assert(offsetof(Params, num_heads_kv) == 812 && offsetof(Params, seqlen_q) == 816 && offsetof(Params, seqlen_kv) == 820);
+static_assert(offsetof(Params, num_row_blocks) == 824 && offsetof(Params, batch_size) == 828);
+static_assert(offsetof(Params, heads_per_section) == 832 && offsetof(Params, clear_distance) == 836);
+static_assert(offsetof(Params, diagonal_offset) == 840 && offsetof(Params, scale_log2) == 844);
+static_assert(offsetof(Params, softmax_scale) == 848);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -513,6 +515,18 @@ __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlo
     while (int(load_acquire_32(params.cleared + head)) != params.num_row_blocks) {}
 }
 
+// The convert kernel rounds dQ of a head as soon as all its thread blocks have added to it, while those of later heads still run. The named
+// barrier of the consumers, which have added, and the warp that counts their thread block:
+constexpr int kAddedBarrier = 5;
+constexpr int kAddedThreads = 128 * kConsumers + 32;
+
+// Called by a warp of the producer warpgroup. A thread block without steps counts as well. Some thread block of each head has steps, and adds
+// behind the zeros of the head, so a full count says that these are there.
+__device__ __forceinline__ void count_added(const Params& params, const KeyBlock& block, int lane) {
+    barrier_sync(kAddedBarrier, kAddedThreads);
+    if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);
+}
+
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // The blocks of queries that a thread block goes through.
@@ -714,6 +728,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         pin_registers(dq);
         add_own_dq(dq_of(previous), dq);
     }
+    barrier_arrive(kAddedBarrier, kAddedThreads);
     // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
     release(barriers.ds_ready());  // this warp no longer reads K
     const int first_key = block.first_key + 64 * consumer;
@@ -760,6 +775,7 @@ flash_bwd_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
             produce(params, block, shared, barriers);
         } else if (threadIdx.x / 32 == 3) {
             clear_ahead(params, block, threadIdx.x % 32);
+            count_added(params, block, threadIdx.x % 32);
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();

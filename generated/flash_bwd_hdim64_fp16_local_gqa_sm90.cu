@@ -75,6 +75,7 @@ struct Params {
     const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
     int32_t* cleared;                     // a counter for each head of the grid: thread blocks that have cleared their part of its dq_accum
+    int32_t* added;                       // likewise: its thread blocks that have added to dq_accum
     float* dk_parts;                      // (batch, num_heads_kv * group_parts, num_row_blocks * kBlockN, kHeadDim), in tiles of 16 rows by 8 columns
     float* dv_parts;                      // (batch, num_heads_kv * group_parts, num_row_blocks * kBlockN, kHeadDimV), likewise
     int32_t num_heads_q;
@@ -96,14 +97,14 @@ struct Params {
 static_assert(sizeof(Params) == 896 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 640);
 static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
-static_assert(offsetof(Params, cleared) == 792 && offsetof(Params, dk_parts) == 800 && offsetof(Params, dv_parts) == 808);
-static_assert(offsetof(Params, num_heads_q) == 816 && offsetof(Params, num_heads_kv) == 820);
-static_assert(offsetof(Params, group_parts) == 824 && offsetof(Params, heads_per_part) == 828);
-static_assert(offsetof(Params, seqlen_q) == 832 && offsetof(Params, seqlen_kv) == 836 && offsetof(Params, num_row_blocks) == 840);
-static_assert(offsetof(Params, batch_size) == 844 && offsetof(Params, heads_per_section) == 848);
-static_assert(offsetof(Params, clear_distance) == 852 && offsetof(Params, diagonal_offset) == 856);
-static_assert(offsetof(Params, window_left) == 860 && offsetof(Params, window_right) == 864);
-static_assert(offsetof(Params, scale_log2) == 868 && offsetof(Params, softmax_scale) == 872);
+static_assert(offsetof(Params, cleared) == 792 && offsetof(Params, added) == 800 && offsetof(Params, dk_parts) == 808);
+static_assert(offsetof(Params, dv_parts) == 816 && offsetof(Params, num_heads_q) == 824 && offsetof(Params, num_heads_kv) == 828);
+static_assert(offsetof(Params, group_parts) == 832 && offsetof(Params, heads_per_part) == 836);
+static_assert(offsetof(Params, seqlen_q) == 840 && offsetof(Params, seqlen_kv) == 844 && offsetof(Params, num_row_blocks) == 848);
+static_assert(offsetof(Params, batch_size) == 852 && offsetof(Params, heads_per_section) == 856);
+static_assert(offsetof(Params, clear_distance) == 860 && offsetof(Params, diagonal_offset) == 864);
+static_assert(offsetof(Params, window_left) == 868 && offsetof(Params, window_right) == 872);
+static_assert(offsetof(Params, scale_log2) == 876 && offsetof(Params, softmax_scale) == 880);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -576,6 +577,18 @@ __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlo
     while (int(load_acquire_32(params.cleared + head)) != params.num_row_blocks) {}
 }
 
+// The convert kernel rounds dQ of a head as soon as all its thread blocks have added to it, while those of later heads still run. The named
+// barrier of the consumers, which have added, and the warp that counts their thread block:
+constexpr int kAddedBarrier = 5;
+constexpr int kAddedThreads = 128 * kConsumers + 32;
+
+// Called by a warp of the producer warpgroup. A thread block without steps counts as well. Some thread block of each head has steps, and adds
+// behind the zeros of the head, so a full count says that these are there.
+__device__ __forceinline__ void count_added(const Params& params, const KeyBlock& block, int lane) {
+    barrier_sync(kAddedBarrier, kAddedThreads);
+    if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);
+}
+
 // A block of keys takes each of its query heads through the same blocks of queries.
 __device__ __forceinline__ int num_steps(const Params& params, const QueryBlocks& queries) {
     return (queries.last - queries.first + 1) * heads_of_block(params);
@@ -774,6 +787,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         pin_registers(dq);
         add_own_dq(dq_of(previous), dq);
     }
+    barrier_arrive(kAddedBarrier, kAddedThreads);
     if (params.group_parts > 1) {
         const int first_key = block.first_key + warp_key;
         store_part<kHeadDimV>(part_tiles<kHeadDimV>(params, params.dv_parts, block, first_key), dv, lane);
@@ -826,6 +840,7 @@ flash_bwd_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params params) {
             produce(params, block, shared, barriers);
         } else if (threadIdx.x / 32 == 3) {
             clear_ahead(params, block, threadIdx.x % 32);
+            count_added(params, block, threadIdx.x % 32);
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();

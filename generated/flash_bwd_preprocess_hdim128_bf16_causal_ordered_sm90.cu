@@ -40,6 +40,7 @@ struct Params {
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim)
     int32_t* turns;                       // a counter for each block of queries of the main kernel
     int32_t* cleared;                     // a counter for each head of the grid of the main kernel
+    int32_t* added;                       // likewise
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
@@ -52,15 +53,15 @@ struct Params {
     int32_t head_dim_v;                   // of the call: a multiple of 8
     int32_t num_row_blocks;               // units of rows of one head
 };
-static_assert(sizeof(Params) == 144 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
+static_assert(sizeof(Params) == 152 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
 static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, delta) == 32 && offsetof(Params, lse_log2) == 40);
 static_assert(offsetof(Params, dq_accum) == 48 && offsetof(Params, turns) == 56 && offsetof(Params, cleared) == 64);
-static_assert(offsetof(Params, dout_batch_stride) == 72 && offsetof(Params, dout_row_stride) == 80);
-static_assert(offsetof(Params, dout_head_stride) == 88 && offsetof(Params, out_batch_stride) == 96);
-static_assert(offsetof(Params, out_row_stride) == 104 && offsetof(Params, out_head_stride) == 112);
-static_assert(offsetof(Params, cleared_heads) == 120 && offsetof(Params, num_heads_q) == 124);
-static_assert(offsetof(Params, seqlen_q) == 128 && offsetof(Params, head_dim_v) == 132);
-static_assert(offsetof(Params, num_row_blocks) == 136);
+static_assert(offsetof(Params, added) == 72 && offsetof(Params, dout_batch_stride) == 80);
+static_assert(offsetof(Params, dout_row_stride) == 88 && offsetof(Params, dout_head_stride) == 96);
+static_assert(offsetof(Params, out_batch_stride) == 104 && offsetof(Params, out_row_stride) == 112);
+static_assert(offsetof(Params, out_head_stride) == 120 && offsetof(Params, cleared_heads) == 128);
+static_assert(offsetof(Params, num_heads_q) == 132 && offsetof(Params, seqlen_q) == 136 && offsetof(Params, head_dim_v) == 140);
+static_assert(offsetof(Params, num_row_blocks) == 144);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -112,7 +113,10 @@ flash_bwd_preprocess_hdim128_bf16_causal_ordered_sm90(const __grid_constant__ Pa
     constexpr int kTurns = kRowUnit / 64;  // counters of a unit of rows: one for each block of queries
     if (threadIdx.x < kTurns) store_global_32(params.turns + unit_row / kRowUnit * kTurns + threadIdx.x, 0u);
     // The main kernel has a counter for each head of its grid: no more than query heads.
-    if (first_row == 0 && threadIdx.x == 0) store_global_32(params.cleared + head_of_batch, 0u);
+    if (first_row == 0 && threadIdx.x == 0) {
+        store_global_32(params.cleared + head_of_batch, 0u);
+        store_global_32(params.added + head_of_batch, 0u);
+    }
     const bool clears = head_of_batch < params.cleared_heads;
 
     const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;

@@ -39,6 +39,7 @@ struct Params {
     float* lse_log2;                      // (batch, num_heads_q, unit_rows)
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim)
     int32_t* cleared;                     // a counter for each head of the grid of the main kernel
+    int32_t* added;                       // likewise
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
@@ -51,14 +52,15 @@ struct Params {
     int32_t head_dim_v;                   // of the call: a multiple of 8
     int32_t num_row_blocks;               // units of rows of one head
 };
-static_assert(sizeof(Params) == 136 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
+static_assert(sizeof(Params) == 144 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
 static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, delta) == 32 && offsetof(Params, lse_log2) == 40);
-static_assert(offsetof(Params, dq_accum) == 48 && offsetof(Params, cleared) == 56 && offsetof(Params, dout_batch_stride) == 64);
-static_assert(offsetof(Params, dout_row_stride) == 72 && offsetof(Params, dout_head_stride) == 80);
-static_assert(offsetof(Params, out_batch_stride) == 88 && offsetof(Params, out_row_stride) == 96);
-static_assert(offsetof(Params, out_head_stride) == 104 && offsetof(Params, cleared_heads) == 112);
-static_assert(offsetof(Params, num_heads_q) == 116 && offsetof(Params, seqlen_q) == 120 && offsetof(Params, head_dim_v) == 124);
-static_assert(offsetof(Params, num_row_blocks) == 128);
+static_assert(offsetof(Params, dq_accum) == 48 && offsetof(Params, cleared) == 56 && offsetof(Params, added) == 64);
+static_assert(offsetof(Params, dout_batch_stride) == 72 && offsetof(Params, dout_row_stride) == 80);
+static_assert(offsetof(Params, dout_head_stride) == 88 && offsetof(Params, out_batch_stride) == 96);
+static_assert(offsetof(Params, out_row_stride) == 104 && offsetof(Params, out_head_stride) == 112);
+static_assert(offsetof(Params, cleared_heads) == 120 && offsetof(Params, num_heads_q) == 124);
+static_assert(offsetof(Params, seqlen_q) == 128 && offsetof(Params, head_dim_v) == 132);
+static_assert(offsetof(Params, num_row_blocks) == 136);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -108,7 +110,10 @@ flash_bwd_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Params par
     const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     float* dq = params.dq_accum + unit_row * kHeadDim;
     // The main kernel has a counter for each head of its grid: no more than query heads.
-    if (first_row == 0 && threadIdx.x == 0) store_global_32(params.cleared + head_of_batch, 0u);
+    if (first_row == 0 && threadIdx.x == 0) {
+        store_global_32(params.cleared + head_of_batch, 0u);
+        store_global_32(params.added + head_of_batch, 0u);
+    }
     const bool clears = head_of_batch < params.cleared_heads;
 
     const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;

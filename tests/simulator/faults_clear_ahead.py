@@ -60,10 +60,15 @@ FAULTS = (
     plain(
         "who has cleared does not count",
         STUCK,
-        "if (lane == 0) add_release_32(",
-        "if (lane == 32) add_release_32(",
+        "if (lane == 0) add_release_32(params.cleared",
+        "if (lane == 32) add_release_32(params.cleared",
     ),
-    plain("all lanes count", STUCK, "if (lane == 0) add_release_32(", "add_release_32("),
+    plain(
+        "all lanes count",
+        STUCK,
+        "if (lane == 0) add_release_32(params.cleared",
+        "add_release_32(params.cleared",
+    ),
     plain(
         "zeros are found without an acquire",
         ("race",),
@@ -85,8 +90,8 @@ FAULTS = (
     plain(
         "counters are not cleared",
         STUCK,
-        "if (first_row == 0 && threadIdx.x == 0) store",
-        "if (first_row < 0) store",
+        "        store_global_32(params.cleared + head_of_batch, 0u);\n",
+        "",
         "preprocess",
     ),
     plain(
@@ -111,7 +116,7 @@ FAULTS = (
         "main",
         SHAPE,
         STUCK,
-        "} else if (threadIdx.x / 32 == 3) {",
-        "} else if (threadIdx.x / 32 == 3 && block.index % 2 == 0) {",
+        "            clear_ahead(params, block, threadIdx.x % 32);\n",
+        "            if (block.index % 2 == 0) clear_ahead(params, block, threadIdx.x % 32);\n",
     ),
 )

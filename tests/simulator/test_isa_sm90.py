@@ -714,15 +714,15 @@ DEPENDENT = """
 """
 
 
-def dependently(body, dependent=True, followed=False, seed=0):
-    """Launch ``body`` in two warps; ``source`` and ``target`` are boxes of ``values`` and ``out``."""
+def dependently(body, dependent=True, followed=False, seed=0, blocks=1):
+    """Launch ``body`` in two warps a block; ``source`` and ``target`` are boxes of ``values`` and ``out``."""
     values, out = aligned((1, 1, 16, 64), np.uint16), aligned((1, 1, 16, 64), np.float32)
     whole = (64, 16, 1, 1)
     maps = {"source": (map_of(values, whole, 128), values)}
     maps["target"] = (map_of(out.view(np.uint16), whole, 128), out)
     body = DEPENDENT.format(body=body.replace("TMA_DONE", "tma_store_commit(); tma_store_wait_read<0>();"))
     options = {"header": "sm90", "maps": maps, "block": 64, "shared_bytes": 8200, "seed": seed}
-    options |= {"dependent": dependent, "followed": followed}
+    options |= {"dependent": dependent, "followed": followed, "grid": (blocks, 1, 1)}
     run(body, {"values": values}, {"out": out}, **options)
     return out.reshape(-1)
 
@@ -757,6 +757,50 @@ def test_the_next_step_begins_behind_the_wait(fresh_seed):
     dependently(begin + WAIT, seed=fresh_seed)
     with pytest.raises(SimulationError, match=r"launch_dependents before griddepcontrol\.wait") as caught:
         dependently(begin + WAIT, followed=True, seed=fresh_seed)
+    assert caught.value.check == "dependency"
+
+
+ACQUIRE = "load_acquire_32(params.values + 2);"
+LAST_WAITS = f"if (blockIdx.x == 1) {WAIT}"
+
+
+@pytest.mark.parametrize("access", ACCESSES)
+def test_an_acquire_is_a_wait_for_who_comes_behind_it(access, fresh_seed):
+    """Of another thread, too, if a barrier is between."""
+    touch = f"if (threadIdx.x == 0) {{ {ACCESSES[access]} }}"
+    others = f"if (threadIdx.x == 40) {ACQUIRE}"
+    for body in (f"{ACQUIRE} {touch}", f"{others} __syncthreads(); {touch}"):
+        dependently(LAST_WAITS + body, seed=fresh_seed, blocks=2)
+    late = f"{touch} {ACQUIRE}"
+    unordered = f"{others} {touch}"
+    behind = f"__syncthreads(); {others} {touch}"
+    shuffled = f"if (threadIdx.x == 1) {ACQUIRE} __shfl_sync(0xffffffff, lane, 1); {touch}"
+    # Where threads wait, each does.
+    waited = f"if (threadIdx.x == 40) {{ {WAIT} {ACQUIRE} }} __syncthreads(); {touch}"
+    for body in (late, unordered, behind, shuffled, waited):
+        with pytest.raises(SimulationError, match=r"before griddepcontrol\.wait") as caught:
+            dependently(LAST_WAITS + body, seed=fresh_seed, blocks=2)
+        assert (caught.value.check, caught.value.block, caught.value.thread) == ("dependency", 0, 0)
+
+
+def test_a_relaxed_load_behind_an_acquire_finds_what_there_is(fresh_seed):
+    acquired = f"{ACQUIRE} const uint32_t loaded = load_relaxed_32(params.values);"
+    body = f"{acquired} store_global_32(params.out + threadIdx.x, float(loaded)); {WAIT}"
+    assert not any(dependently(body, seed=seed).any() for seed in range(fresh_seed, fresh_seed + 16))
+
+
+def test_one_block_of_a_dependent_launch_waits(fresh_seed):
+    """Where a step follows, it lets that begin behind its wait. All others may begin it behind an acquire."""
+    begin = "griddepcontrol_launch_dependents();"
+    dependently(f"{ACQUIRE} {begin} {LAST_WAITS}", seed=fresh_seed, blocks=2)
+    dependently(f"{ACQUIRE} {LAST_WAITS} {begin}", followed=True, seed=fresh_seed, blocks=2)
+    one_ahead = f"if (threadIdx.x == 40) {begin} {LAST_WAITS} if (threadIdx.x != 40) {begin}"
+    for body, followed in (("", False), (begin, True), (f"{begin} {LAST_WAITS}", True), (one_ahead, True)):
+        with pytest.raises(SimulationError, match="no block of a dependent launch has waited") as caught:
+            dependently(ACQUIRE + body, followed=followed, seed=fresh_seed, blocks=2)
+        assert caught.value.check == "dependency"
+    with pytest.raises(SimulationError, match=r"launch_dependents before griddepcontrol\.wait") as caught:
+        dependently(f"{LAST_WAITS} {begin} {ACQUIRE}", followed=True, seed=fresh_seed, blocks=2)
     assert caught.value.check == "dependency"
 
 

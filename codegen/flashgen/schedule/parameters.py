@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
 _DIVISOR = "_divisor"
 # Of the main step's `KeyTiles`; and how many query heads' dq is left to the step before.
-OF_KEY_TILES = ("clear_distance", "num_key_blocks", "blocks_together")
+OF_KEY_TILES = ("clear_distance", "key_blocks_of_head", "num_key_blocks", "blocks_together")
 _CLEARED_HEADS = "cleared_heads"
 NO_KEY_TILES = KeyTiles()
 _OF_SECTIONS = (
@@ -84,8 +84,8 @@ def parameters(
     ``heads_per_section`` and ``num_sections`` are those of `sections`; what has ``kv_block`` in its name is
     of ``shares``, those of the main step's grid; what ends in ``_divisor`` is a `divisor`. The query heads of
     a kv head are ``group_parts`` times ``heads_per_part``. ``clear_distance`` is that of the main step,
-    and ``cleared_heads`` the query heads of as many heads of its grid; ``num_key_blocks`` and
-    ``blocks_together`` are of its ``key_tiles``, too.
+    and ``cleared_heads`` the query heads of as many heads of its grid; ``key_blocks_of_head``,
+    ``num_key_blocks`` and ``blocks_together`` are of its ``key_tiles``, too.
     """
     values: dict[str, Number] = dict(problem.sizes)
     for argument, strides in zip(problem.operator.arguments, problem.strides, strict=True):

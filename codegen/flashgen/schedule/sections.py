@@ -85,12 +85,13 @@ def _of_keys(
 class KeyTiles(NamedTuple):
     """The tiles of keys of a main step, as all steps have to know them.
 
-    Tiles clear dq of a head that comes ``clear_distance`` heads later in the grid. Where sequences have
-    lengths, the step ahead finds each of the ``count`` tiles, and the tiles of a sequence are launched in
-    sections of about ``together``: of one head, or of several where one has fewer.
+    Each head of the grid has ``of_head`` tiles. They clear dq of a head that comes ``clear_distance`` heads
+    later. Where sequences have lengths, the step ahead finds each of the ``count`` tiles, and the tiles of a
+    sequence are launched in sections of about ``together``: of one head, or of several where one has fewer.
     """
 
     clear_distance: int = 0
+    of_head: int = 0
     count: int = 0
     together: int = 0
 
@@ -98,8 +99,8 @@ class KeyTiles(NamedTuple):
 def key_tiles(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> KeyTiles:
     """Those of a main step."""
     if variant.grid.of_sequences:
-        return KeyTiles(0, tiles(problem, variant), blocks_at_a_time(variant, device))
-    return KeyTiles(clear_distance(problem, variant, device, parts))
+        return KeyTiles(count=tiles(problem, variant), together=blocks_at_a_time(variant, device))
+    return KeyTiles(clear_distance(problem, variant, device, parts), row_blocks(problem, variant))
 
 
 def clear_distance(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> int:

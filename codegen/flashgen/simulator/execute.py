@@ -97,25 +97,28 @@ def simulate(
     *,
     seed: int = 0,
     threads: int | None = None,
+    beside: bool = False,
 ) -> tuple[Report, ...]:
     """Run the steps of a call on host memory, in order: ``pointers`` are those of the operator's arguments, 0
     where absent, and then that of the workspace, if there is one.
 
     ``libraries`` has the compiled kernel of each step. ``seed`` fixes the order in which the threads of a
     block take their turns. ``threads``, by default as many as there are cores, run blocks side by side;
-    neither changes what a correct kernel computes.
+    neither changes what a correct kernel computes. ``beside`` runs dependent launches beside the step before
+    them: ahead of each of its blocks, those of the next step are run that have not run yet and need not wait
+    for it. Blocks, or clusters, then run one after another.
 
     Raises SimulationError for the first block that does something wrong, and InternalError where source and
     package disagree on the parameters.
     """
-    reports = []
+    grids = []
     written: set[str] = set()  # what an earlier step may have filled
     settled: set[str] = set()  # arguments that the step before, which has waited for others, does not write
     for library, step in zip(libraries, planned.steps, strict=True):
         variant, grid = step.variant, step.launch
         regions = _regions(problem, pointers, written, settled) + _slices(planned, variant, pointers, written)
-        reports.append(
-            execute(
+        grids.append(
+            _Grid(
                 library,
                 _parameters(step, problem, pointers),
                 (grid.blocks, 1, 1),
@@ -127,12 +130,18 @@ def simulate(
                 followed=step is not planned.steps[-1],
                 cluster=variant.grid.cluster,
                 seed=seed,
-                threads=threads,
             )
         )
         writes = {param.name for param in variant.params if not param.ctype.startswith("const ")}
         settled = {argument.name for argument in problem.operator.arguments} - writes
         written |= writes
+    reports = []
+    for grid, behind in itertools.zip_longest(grids, grids[1:]):
+        if beside:
+            grid.run_beside(behind)
+        else:
+            grid.run(threads)
+        reports.append(grid.report())
     return tuple(reports)
 
 
@@ -158,43 +167,115 @@ def execute(
     behind it. ``cluster`` is how many thread blocks a cluster has. The rest, and what is raised, as in
     ``simulate``.
     """
-    if len(params) != library.params_bytes:
-        raise InternalError(
-            f"{library.name} takes parameters of {library.params_bytes} bytes, and {len(params)} were given; "
-            "render it again"
-        )
-    buffer = ctypes.create_string_buffer(params, len(params))
-    table = (Region * len(regions))(*regions)
+    launched = _Grid(
+        library,
+        params,
+        grid,
+        block,
+        shared_bytes,
+        regions,
+        max_shared_bytes=max_shared_bytes,
+        dependent=dependent,
+        followed=followed,
+        cluster=cluster,
+        seed=seed,
+    )
+    launched.run(threads)
+    return launched.report()
 
-    def run(share: tuple[int, int]) -> RawReport:
-        launch = Launch(
-            params=ctypes.addressof(buffer),
-            params_bytes=len(params),
-            grid=grid,
-            block=block,
-            shared_bytes=shared_bytes,
-            max_shared_bytes=max_shared_bytes,
-            seed=seed & (1 << 64) - 1,
-            first_block=share[0],
-            num_blocks=share[1],
-            regions=table,
-            num_regions=len(table),
-            flags=dependent * Launch.DEPENDENT | followed * Launch.FOLLOWED,
-        )
+
+class _Grid:
+    """A launch, whose blocks may run in several calls of the library; see ``execute``."""
+
+    def __init__(
+        self,
+        library: Library,
+        params: bytes,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        regions: Sequence[Region],
+        *,
+        max_shared_bytes: int,
+        dependent: bool,
+        followed: bool,
+        cluster: int,
+        seed: int,
+    ) -> None:
+        if len(params) != library.params_bytes:
+            raise InternalError(
+                f"{library.name} takes parameters of {library.params_bytes} bytes, and {len(params)} were "
+                "given; render it again"
+            )
+        self._library = library
+        self._dependent, self._cluster = dependent, cluster
+        self._blocks = math.prod(grid)
+        self._left: Sequence[int] = range(0, self._blocks, cluster)  # the first blocks of clusters
+        self._raws: list[RawReport] = []
+        self._params = ctypes.create_string_buffer(params, len(params))
+        self._regions = (Region * len(regions))(*regions)
+        self._launch = {
+            "params": ctypes.addressof(self._params),
+            "params_bytes": len(params),
+            "grid": grid,
+            "block": block,
+            "shared_bytes": shared_bytes,
+            "max_shared_bytes": max_shared_bytes,
+            "seed": seed & (1 << 64) - 1,
+            "regions": self._regions,
+            "num_regions": len(self._regions),
+        }
+        self._flags = dependent * Launch.DEPENDENT | followed * Launch.FOLLOWED
+
+    def run(self, threads: int | None) -> None:
+        """Run all blocks, shared out among threads."""
+        shares = _shares(self._blocks, threads or processors(), self._cluster)
+        if len(shares) == 1:
+            raws = [self._call(*shares[0], Launch.ALONE)]
+        else:
+            with ThreadPoolExecutor(len(shares)) as pool:
+                raws = list(pool.map(self._call, *zip(*shares, strict=True)))
+        self._keep(raws)
+
+    def run_beside(self, behind: _Grid | None) -> None:
+        """Run the blocks that are left, and between them those of the grid behind that need not wait."""
+        for first in self._left:
+            if behind is not None and behind._dependent:
+                behind._left = [each for each in behind._left if not behind._runs_early(each)]
+            self._keep([self._call(first, self._cluster, Launch.ALONE)])
+
+    def _runs_early(self, first: int) -> bool:
+        """Run a block, or a cluster, to its end, unless it has to wait for grids ahead."""
+        raw = self._call(first, self._cluster, Launch.ALONE | Launch.EARLY)
+        if raw.error == RawReport.WAITS:
+            return False
+        self._keep([raw])
+        return True
+
+    def _call(self, first: int, count: int, flags: int = 0) -> RawReport:
+        launch = Launch(first_block=first, num_blocks=count, flags=self._flags | flags, **self._launch)
         raw = RawReport(sites=(Site * _MAX_SITES)(), max_sites=_MAX_SITES)
-        library.simulate(launch, raw)
+        self._library.simulate(launch, raw)
         return raw
 
-    shares = _shares(math.prod(grid), threads or processors(), cluster)
-    if len(shares) == 1:
-        raws = [run(shares[0])]
-    else:
-        with ThreadPoolExecutor(len(shares)) as pool:
-            raws = list(pool.map(run, shares))
-    for raw in raws:
-        if raw.error:
-            raise _error(raw, library.name)
-    return _merged(raws)
+    def _keep(self, raws: Sequence[RawReport]) -> None:
+        for raw in raws:
+            if raw.error:
+                raise _error(raw, self._library.name)
+        self._raws += raws
+
+    def report(self) -> Report:
+        """Of all its blocks, which have run."""
+        merged = _merged(self._raws)
+        if self._dependent and merged.counters["grid_waits"] == 0:
+            name = self._library.name
+            raise SimulationError(
+                f"{name}: no block of a dependent launch has waited for the grids ahead of it before it let "
+                "the next one begin, so that it may run beside them",
+                check="dependency",
+                kernel=name,
+            )
+        return merged
 
 
 def _parameters(step: Step, problem: Problem, pointers: Pointers) -> bytes:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.cache import CubinCache
 
-ABI = 6
+ABI = 7
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 
@@ -92,10 +92,12 @@ class RawTensorMap(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    """One launch, or a range of its blocks. ``flags`` is the sum of some of DEPENDENT and FOLLOWED."""
+    """One launch, or a range of its blocks. ``flags`` is the sum of some of those that stand here first."""
 
     DEPENDENT = 1
     FOLLOWED = 2
+    EARLY = 4
+    ALONE = 8
 
     _fields_ = (
         ("params", ctypes.c_void_p),
@@ -161,6 +163,7 @@ class Counters(ctypes.Structure):
             "shared_wavefronts_ideal",
             "global_sectors",
             "global_sectors_ideal",
+            "grid_waits",
             "switches",
         )
     )
@@ -183,7 +186,9 @@ SITE_KINDS = (
 
 
 class RawReport(ctypes.Structure):
-    """What one call of the library gives."""
+    """What one call of the library gives. ``error`` is WAITS where an EARLY launch has given a block up."""
+
+    WAITS = 20
 
     _fields_ = (
         ("error", ctypes.c_int32),

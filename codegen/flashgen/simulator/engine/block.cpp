@@ -105,7 +105,8 @@ bool Block::run(uint64_t linear_index) {
         member.view.block_index = {static_cast<unsigned>(linear % x), static_cast<unsigned>(linear / x % y),
                                    static_cast<unsigned>(linear / x / y)};
         member.num_running = block_threads_;
-        member.waited = false;
+        member.waited = member.launched_ahead = false;
+        member.acquires.clear();
         member.touched.clear();
         member.barriers.assign(kNumBarriers, {});
     }
@@ -194,11 +195,12 @@ void Block::finish_member(Member& member, const Thread& last) {
                     text_of(touched.where).c_str()),
              {touched.where, touched.thread});
     }
-    if (launch_.launch.flags & SIM_DEPENDENT && !member.waited) {
+    if (launch_.launch.flags & SIM_DEPENDENT && !member.waited && member.acquires.empty()) {
         fail(last, SIM_DEPENDENCY, {},
              "the block of a dependent launch ends and none of its threads has waited for the grids ahead of it, so that "
              "the next one may run beside them");
     }
+    if (member.waited && !(launch_.launch.flags & SIM_FOLLOWED && member.launched_ahead)) ++counters->grid_waits;
 }
 
 void Block::touch(const Thread& thread, int rank, int party, uint32_t stamp, const char* what, Location where) {
@@ -242,8 +244,22 @@ void Block::release_cluster_if_full() {
     cluster_barrier_.waiting.clear();
 }
 
+bool Block::is_behind(const Thread& thread) const {
+    if (!(launch_.launch.flags & SIM_DEPENDENT) || thread.waited) return true;
+    return std::ranges::any_of(members_[thread.rank].acquires, [&](const Member::Acquire& acquire) {
+        return order_.before(acquire.thread, acquire.stamp, thread.index);
+    });
+}
+
+// Not of a thread that has waited: where threads wait, each has to.
+void Block::acquire(const Thread& thread) {
+    std::vector<Member::Acquire>& acquires = members_[thread.rank].acquires;
+    if (thread.waited || std::ranges::find(acquires, thread.index, &Member::Acquire::thread) != acquires.end()) return;
+    acquires.push_back({thread.index, order_.stamp(thread.index)});
+}
+
 GlobalMemory& Block::global(const Thread& thread, Location where) {
-    if (launch_.launch.flags & SIM_DEPENDENT && !thread.waited) {
+    if (!is_behind(thread)) {
         fail(thread, SIM_DEPENDENCY, where,
              "global memory before griddepcontrol.wait: in a dependent launch, grids ahead of this one may be at work on it");
     }
@@ -255,7 +271,7 @@ GlobalMemory& Block::global_to_load(const Thread& thread, const void* address, i
 }
 
 uint32_t Block::perhaps_old(const Thread& thread, const void* address, uint32_t value) {
-    if (!(launch_.launch.flags & SIM_DEPENDENT) || thread.waited || launch_.global.settled(address, sizeof value)) return value;
+    if (is_behind(thread) || launch_.global.settled(address, sizeof value)) return value;
     // A warp finds one array as it was and another as it will be.
     uint32_t bit = thread.index / 32;
     for (const char* letter = launch_.global.name_of(address, sizeof value); *letter != 0; ++letter) bit = bit * 31 + *letter;
@@ -270,8 +286,8 @@ uint32_t Block::perhaps_old(const Thread& thread, const void* address, uint32_t 
 }
 
 void Block::launch_dependents(const Thread& thread, Location where) {
-    const uint32_t both = SIM_DEPENDENT | SIM_FOLLOWED;
-    if ((launch_.launch.flags & both) == both && !thread.waited) {
+    if (!thread.waited) members_[thread.rank].launched_ahead = true;
+    if (launch_.launch.flags & SIM_FOLLOWED && !is_behind(thread)) {
         fail(thread, SIM_DEPENDENCY, where,
              "griddepcontrol.launch_dependents before griddepcontrol.wait: the next step counts on the grids ahead of this one to "
              "have ended");
@@ -279,6 +295,7 @@ void Block::launch_dependents(const Thread& thread, Location where) {
 }
 
 void Block::wait_for_grids(Thread& thread) {
+    if (launch_.launch.flags & SIM_EARLY) give_up();
     thread.waited = members_[thread.rank].waited = true;
     pause(thread);
 }
@@ -515,11 +532,12 @@ void Block::spin(Thread& thread, const void* address, uint32_t value, Location w
         thread.spins_since = Clock::now();
     }
     // Blocks of this call run one after another, those of other calls beside them.
-    constexpr uint64_t kSpins = 10000;
+    constexpr uint64_t kSpins = 10000, kEarlySpins = 8;
     constexpr std::chrono::seconds kPatience{60};
-    const uint64_t blocks = uint64_t{grid_dim.x} * grid_dim.y * grid_dim.z;
-    const bool alone = launch_.launch.num_blocks == 0 || launch_.launch.num_blocks == blocks;
-    if (++thread.spins > kSpins && (alone || Clock::now() - thread.spins_since > kPatience)) {
+    const uint64_t flags = launch_.launch.flags;
+    ++thread.spins;
+    if (flags & SIM_EARLY && thread.spins > kEarlySpins) give_up();
+    if (thread.spins > kSpins && (flags & SIM_ALONE || Clock::now() - thread.spins_since > kPatience)) {
         fail(thread, SIM_DEADLOCK, where,
              format("ld.acquire finds %u again and again, and no block that is launched earlier is left to change it", value));
     }
@@ -630,6 +648,16 @@ void Block::fail(const Thread& thread, SimError error, Location where, const std
 
 void Block::stop() {
     flashgen_simulator_error(launch_.report.message);
+    leave();
+}
+
+void Block::give_up() {
+    launch_.report.error = SIM_WAITS;
+    failed_ = true;
+    leave();
+}
+
+void Block::leave() {
     // The other threads' stacks are given up as they are.
     Context nowhere;
     switch_context(nowhere, main_);

@@ -129,7 +129,14 @@ struct Member {
     BlockView view;
     int num_running = 0;
     bool waited = false;  // some thread, for the grids ahead of this one
+    bool launched_ahead = false;  // some thread has launched dependents, and not waited before
     std::vector<Barrier> barriers;
+    // The first ld.acquire of each thread that had not waited: by it a block of a grid ahead tells what it has done.
+    struct Acquire {
+        int thread;
+        uint32_t stamp;
+    };
+    std::vector<Acquire> acquires;
     // The last access of each party from elsewhere, which the block must have heard of when it ends.
     struct Touched {
         int party;
@@ -170,7 +177,8 @@ class Block : public BlockView {
   public:
     Block(LaunchState& launch, unsigned char* shared_memory);
 
-    // Runs one block, or the cluster that begins with it, to its end. Returns false when it found a fault, which the report then has.
+    // Runs one block, or the cluster that begins with it, to its end. Returns false when it found a fault, which the report then has, or
+    // has given up.
     bool run(uint64_t linear_index);
 
     // Ends the simulation with a fault of a thread.
@@ -182,10 +190,15 @@ class Block : public BlockView {
     // For an access of a thread; fails where grids ahead of this one may be at work on it.
     GlobalMemory& global(const Thread& thread, Location where);
     GlobalMemory& any_global() { return launch_.global; }
+    // Whether a thread has waited for the grids ahead, or comes behind an ld.acquire of its block.
+    bool is_behind(const Thread& thread) const;
+    void acquire(const Thread& thread);
+    bool is_early() const { return launch_.launch.flags & SIM_EARLY; }
     // What a load that does not wait for the grids ahead finds at an address where they leave `value`.
     uint32_t perhaps_old(const Thread& thread, const void* address, uint32_t value);
     GlobalMemory& global_to_load(const Thread& thread, const void* address, int size, Location where);
     void launch_dependents(const Thread& thread, Location where);
+    // Under SIM_EARLY, this gives the block up.
     void wait_for_grids(Thread& thread);
     int num_blocks() const { return static_cast<int>(members_.size()); }
     // An access of `party`, at its `stamp`, to the shared memory of the block of that rank, from elsewhere or by what works on its own:
@@ -221,7 +234,7 @@ class Block : public BlockView {
     void pause(Thread& thread);
 
     // The thread has found `value` at an address that it may be waiting at. Fails where nobody is left to change it, or
-    // nobody has for long.
+    // nobody has for long. Under SIM_EARLY, gives the block up where it finds the same again and again.
     void spin(Thread& thread, const void* address, uint32_t value, Location where);
 
     // What the lanes have done comes before what they do next.
@@ -246,6 +259,9 @@ class Block : public BlockView {
     [[noreturn]] void fail_stuck();
     std::string describe_barriers(std::vector<Other>& firsts) const;
     [[noreturn]] void stop();
+    // Ends the call without a fault: the block is to run again.
+    [[noreturn]] void give_up();
+    [[noreturn]] void leave();
     void check_mask(const Thread& thread, Operation operation, bool aligned, uint32_t mask, Location where);
 
     LaunchState& launch_;
@@ -270,7 +286,7 @@ class Block : public BlockView {
     int block_threads_;
     int num_running_ = 0;
     Clock scratch_;
-    bool failed_ = false;
+    bool failed_ = false;  // or given up
 };
 
 inline Thread& running_thread() { return static_cast<Thread&>(this_thread()); }

@@ -71,6 +71,8 @@ uint32_t load_relaxed(const void* address, Location where) {
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_LOAD, reinterpret_cast<uintptr_t>(address), 4, where);
     uint32_t value;
     std::memcpy(&value, address, sizeof value);
+    // It may be waiting here by mistake, and what it waits for does not come meanwhile.
+    if (here.block.is_early()) here.block.spin(here.thread, address, value, where);
     return here.block.perhaps_old(here.thread, address, value);
 }
 
@@ -98,10 +100,11 @@ void add_global(float* address, const float* values, int count, Location where) 
 
 uint32_t load_acquire(const void* address, Location where) {
     Here here;
-    check(here, here.block.global(here.thread, where).load(address, 4, 4), "ld.acquire", 4, where);
+    check(here, here.block.any_global().load(address, 4, 4), "ld.acquire", 4, where);
     here.block.any_global().synchronise(address);
     const uint32_t value =
         std::atomic_ref(*static_cast<uint32_t*>(const_cast<void*>(address))).load(std::memory_order_acquire);
+    here.block.acquire(here.thread);
     here.block.spin(here.thread, address, value, where);
     return value;
 }

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define FLASHGEN_SIMULATOR_ABI 6
+#define FLASHGEN_SIMULATOR_ABI 7
 
 /* What a region of global memory allows, as bits. */
 enum SimRegionAccess {
@@ -49,7 +49,9 @@ typedef struct SimRegion {
 /* As bits. */
 enum SimLaunchFlag {
     SIM_DEPENDENT = 1, /* the grid may begin before those ahead of it have ended */
-    SIM_FOLLOWED = 2   /* the grid behind it is another step of the call */
+    SIM_FOLLOWED = 2,  /* the grid behind it is another step of the call */
+    SIM_EARLY = 4,     /* grids ahead of it have not ended: a block that has to wait for them ends the call with SIM_WAITS */
+    SIM_ALONE = 8      /* no other call runs blocks of the grid meanwhile */
 };
 
 typedef struct SimLaunch {
@@ -88,7 +90,8 @@ enum SimError {
     SIM_MBARRIER = 16,            /* an mbarrier that is not there, or that gets more than it was made for */
     SIM_PROXY = 17,               /* crosses from the generic to the async proxy without a fence */
     SIM_REGISTER_POOL = 18,       /* setmaxnreg beyond what the block has, or not by the whole warpgroup */
-    SIM_DEPENDENCY = 19           /* of a dependent launch: does not wait for the grids ahead of it, or not in time */
+    SIM_DEPENDENCY = 19,          /* of a dependent launch: does not wait for the grids ahead of it, or not in time */
+    SIM_WAITS = 20                /* no fault: under SIM_EARLY, a block has been given up and is to run again from its start */
 };
 
 enum SimAccess {
@@ -147,6 +150,7 @@ typedef struct SimCounters {
     uint64_t shared_wavefronts_ideal;
     uint64_t global_sectors;
     uint64_t global_sectors_ideal;
+    uint64_t grid_waits; /* blocks that have waited for the grids ahead, and have let no other step of the call begin before */
     uint64_t switches; /* from one thread to another: the simulator's own work */
 } SimCounters;
 
