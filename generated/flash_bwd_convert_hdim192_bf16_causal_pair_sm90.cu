@@ -23,7 +23,7 @@ constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kP
 
 struct Params {
     const float* dq_accum;                // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
-    const int32_t* added;                 // a counter for each head of the grid of the main kernel: its thread blocks that have added to dq_accum
+    const int32_t* added;                 // a counter for each head of the grid of the main kernel: its thread blocks that will add no more to dq_accum
     element* dq;                          // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     int64_t dq_batch_stride;              // strides are in elements
     int64_t dq_row_stride;
@@ -83,6 +83,21 @@ __device__ __forceinline__ void store(element* destination, const float (&values
                       pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
 }
 
+// In place of the whole grid before this one, a thread block awaits that grid's blocks of its own head. So dQ of most heads is rounded on
+// multiprocessors that the last blocks of that grid leave idle. A counter is never an old one: this grid begins when all blocks of the main
+// one have come to launch_dependents, behind their wait for the preprocess kernel, which has reset the counters. PTX does not promise that
+// order; the zeros are in L2 by then, where an acquire reads.
+__device__ __forceinline__ void await_added(const Params& params, int head_of_batch) {
+    if (threadIdx.x == 0) {
+        const int32_t* added = params.added + head_of_batch;
+        while (int(load_acquire_32(added)) != params.key_blocks_of_head) {}
+    }
+    __syncthreads();
+    // The last block also awaits the whole grid. The next grid begins when all blocks of this one have come here, so behind the main one.
+    if (block_index() == int(gridDim.x) - 1) griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 flash_bwd_convert_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
     const int head_of_batch = block_index() / params.num_row_blocks;
@@ -94,16 +109,7 @@ flash_bwd_convert_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params p
     const int g = lane / 4;
     const int first_column = lane % 4 * 8;
 
-    // In place of the whole grid before this one, a thread block awaits that grid's blocks of its own head. So dQ of most heads is rounded on
-    // multiprocessors that the last blocks of that grid leave idle.
-    if (threadIdx.x == 0) {
-        const int32_t* added = params.added + head_of_batch;
-        while (int(load_acquire_32(added)) != params.key_blocks_of_head) {}
-    }
-    __syncthreads();
-    // One block does await the whole grid, and the next grid begins when all blocks of this one have come here: behind both.
-    if (block_index() == int(gridDim.x) - 1) griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
+    await_added(params, head_of_batch);
 
     const float* tiles = dq_tiles(params, batch, head, first_row);
     element* dq = params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride;

@@ -76,7 +76,7 @@ struct Params {
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
     int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
     int32_t* cleared;                     // a counter for each head of the grid: thread blocks that have cleared their part of its dq_accum
-    int32_t* added;                       // likewise: its thread blocks that have added to dq_accum
+    int32_t* added;                       // likewise: its thread blocks that will add no more to dq_accum
     int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t seqlen_q;
@@ -525,13 +525,13 @@ __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlo
     while (int(load_acquire_32(params.cleared + head)) != params.num_row_blocks) {}
 }
 
-// The convert kernel rounds dQ of a head as soon as all its thread blocks have added to it, while those of later heads still run. The named
-// barrier of the consumers, which have added, and the warp that counts their thread block:
+// The convert kernel rounds dQ of a head as soon as the thread blocks of the head have added to it, while those of later heads still run. At
+// this named barrier consumers arrive when they have added, and a warp waits that counts the thread block.
 constexpr int kAddedBarrier = 5;
 constexpr int kAddedThreads = 128 * kConsumers + 32;
 
-// Called by a warp of the producer warpgroup. A thread block without steps counts as well. Some thread block of each head has steps, and adds
-// behind the zeros of the head, so a full count says that these are there.
+// Called by a warp of the producer warpgroup. A thread block without steps counts as well. A full count says that the zeros of the head are
+// there, too: some thread block has steps, as the first query attends to a key or the last one does, and adds behind the zeros.
 __device__ __forceinline__ void count_added(const Params& params, const KeyBlock& block, int lane) {
     barrier_sync(kAddedBarrier, kAddedThreads);
     if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);
@@ -682,7 +682,7 @@ __device__ __forceinline__ void pass_turns(const Params& params, const KeyBlock&
     }
 }
 
-// Named barriers of the two consumers, at which each waits to start a step: 3 and 4. Those of stores are 1 and 2.
+// Named barriers of the two consumers, at which each waits to start a step: 3 and 4. Those of stores are 1 and 2, kAddedBarrier is 5.
 constexpr int kStartBarrier = 3;
 
 // A consumer warpgroup: dK and dV of 64 keys, and its part of dQ of each step. The MMAs of a step, in groups as they are awaited:

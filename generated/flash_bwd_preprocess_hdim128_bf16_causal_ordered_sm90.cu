@@ -112,7 +112,7 @@ flash_bwd_preprocess_hdim128_bf16_causal_ordered_sm90(const __grid_constant__ Pa
     float* dq = params.dq_accum + unit_row * kHeadDim;
     constexpr int kTurns = kRowUnit / 64;  // counters of a unit of rows: one for each block of queries
     if (threadIdx.x < kTurns) store_global_32(params.turns + unit_row / kRowUnit * kTurns + threadIdx.x, 0u);
-    // The main kernel has a counter for each head of its grid: no more than query heads.
+    // The main kernel has two counters for each head of its grid: no more heads than query heads.
     if (first_row == 0 && threadIdx.x == 0) {
         store_global_32(params.cleared + head_of_batch, 0u);
         store_global_32(params.added + head_of_batch, 0u);

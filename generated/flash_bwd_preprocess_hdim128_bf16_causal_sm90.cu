@@ -109,7 +109,7 @@ flash_bwd_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Params par
 
     const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     float* dq = params.dq_accum + unit_row * kHeadDim;
-    // The main kernel has a counter for each head of its grid: no more than query heads.
+    // The main kernel has two counters for each head of its grid: no more heads than query heads.
     if (first_row == 0 && threadIdx.x == 0) {
         store_global_32(params.cleared + head_of_batch, 0u);
         store_global_32(params.added + head_of_batch, 0u);

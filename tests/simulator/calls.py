@@ -42,5 +42,11 @@ def check_on(variant, example, seed, source_of=render, **options):
 
 
 def calls_of(faults):
-    """A fault of each variant and shape that some fault has: calls that are right without it."""
-    return list({(fault.variant, fault.shape): fault for fault in faults}.values())
+    """A fault of each variant, shape and number of multiprocessors that some fault has: calls that are right
+    without it.
+    """
+
+    def call_of(fault):
+        return fault.variant, fault.shape, getattr(fault, "multiprocessors", None)
+
+    return list({call_of(fault): fault for fault in faults}.values())

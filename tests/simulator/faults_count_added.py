@@ -13,6 +13,7 @@ from simulator.faults import WRONG
 from simulator.faults_backward import Fault
 
 PLAIN = "flash_bwd_hdim64_bf16_sm90"
+ORDERED = "flash_bwd_hdim64_bf16_ordered_sm90"
 GROUPS = "flash_bwd_hdim64_fp16_causal_gqa_sm90"
 WIDE = "flash_bwd_hdim192_128_bf16_causal_pair_sm90"
 SHAPE = Shape(seqlen_q=150, seqlen_kv=300, heads=4)
@@ -83,6 +84,16 @@ FAULTS = (
         STUCK,
         "        store_global_32(params.added + head_of_batch, 0u);\n",
         "",
+    ),
+    # It polls, and touches no other global memory. The next statement is launch_dependents.
+    CountingFault(
+        "the thread that awaits turns does not wait for grids",
+        ORDERED,
+        "main",
+        SHAPE,
+        TOO_EARLY,
+        "    griddepcontrol_wait();\n",
+        "    if (threadIdx.x != 32) griddepcontrol_wait();\n    if (threadIdx.x != 32)\n",
     ),
     # The convert kernel.
     plain("nothing is awaited", "convert", TOO_EARLY, _POLLS, ""),

@@ -15,7 +15,7 @@ from flashgen.simulator.execute import Report, encode, execute
 from flashgen.simulator.library import Region
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from flashgen.schedule.tensormap import TensorMap
 
@@ -86,9 +86,10 @@ def run(
     cluster: int = 1,
     seed: int = 0,
     threads: int = 1,
+    launch: Callable[..., Report] = execute,
 ) -> Report:
     """Compile and launch a kernel on ``inputs``, which it may only read, and ``outputs``. ``maps`` describes
-    arrays, which must be among them.
+    arrays, which must be among them. ``launch`` takes what ``execute`` does.
     """
     inputs, outputs, maps = inputs or {}, outputs or {}, maps or {}
     arrays = {**inputs, **outputs}
@@ -103,7 +104,7 @@ def run(
     if maps:
         encoded = [encode(described, array.ctypes.data) for described, array in maps.values()]
         params = b"".join([*encoded, params.ljust(-(-len(params) // 64) * 64, b"\0")])
-    return execute(
+    return launch(
         loaded,
         params,
         grid,

@@ -34,7 +34,7 @@ CASES = [
 def check_of(variant, shape, seed, source_of=render, sms=1):
     """The check that found something on a GPU of ``sms`` multiprocessors, or None."""
     device = dataclasses.replace(pretend_for(variant), num_sms=sms)
-    return check_on(variant, make(variant, shape, seed), seed, source_of, device=device, beside=True)
+    return check_on(variant, make(variant, shape, seed), seed, source_of, device=device, overlap=True)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,13 @@ def test_query_heads_of_a_group_in_parts(compiler, fresh_seed):
 
 def test_blocks_that_are_tried_count_once(compiler, fresh_seed):
     variant = MAIN[PLAIN]
-    after, beside = (
-        simulated(variant, make(variant, SHAPE, 0), fresh_seed, beside=beside, threads=1)
-        for beside in (False, True)
+    after, overlapped = (
+        simulated(variant, make(variant, SHAPE, 0), fresh_seed, overlap=overlap, threads=1)
+        for overlap in (False, True)
     )
-    assert beside == after
+    assert overlapped == after
     # Of the convert kernel the last one awaits the grid.
-    assert [report.counters["grid_waits"] for report in beside] == [8, 12, 1]
+    assert [report.counters["grid_waits"] for report in overlapped] == [8, 12, 1]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -69,4 +69,4 @@ def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
 @pytest.mark.parametrize("fault", calls_of(FAULTS), ids=lambda fault: fault.name)
 def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
     for seed in range(fresh_seed, fresh_seed + ORDERS):
-        assert check_of(MAIN[fault.variant], fault.shape, seed) is None
+        assert check_of(MAIN[fault.variant], fault.shape, seed, sms=fault.multiprocessors) is None

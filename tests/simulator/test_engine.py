@@ -7,7 +7,7 @@ import pytest
 
 from flashgen.errors import SimulationError
 from flashgen.simulator import library
-from flashgen.simulator.execute import execute
+from flashgen.simulator.execute import _Grid, execute
 from simulator.kernels import fault, run
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -38,6 +38,15 @@ def words(count):
 def test_launches_that_a_driver_refuses(options, text):
     with pytest.raises(SimulationError, match=text) as caught:
         run("store_shared_32(shared, 1);", **options)
+    assert caught.value.check == "launch"
+
+
+def test_an_empty_grid_is_refused_where_grids_overlap():
+    def launch(*args, threads, **options):
+        _Grid(*args, **options).run_overlapped(None)
+
+    with pytest.raises(SimulationError, match="0 blocks in dimension 0 of the grid") as caught:
+        run("", grid=(0, 1, 1), launch=launch)
     assert caught.value.check == "launch"
 
 

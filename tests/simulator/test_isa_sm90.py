@@ -9,6 +9,8 @@ import pytest
 
 from flashgen.errors import SimulationError
 from flashgen.schedule.tensormap import TensorMap
+from flashgen.simulator.execute import _Grid, execute
+from flashgen.simulator.library import Region
 from simulator.kernels import fault, run
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -714,7 +716,7 @@ DEPENDENT = """
 """
 
 
-def dependently(body, dependent=True, followed=False, seed=0, blocks=1):
+def dependently(body, dependent=True, followed=False, seed=0, blocks=1, launch=execute):
     """Launch ``body`` in two warps a block; ``source`` and ``target`` are boxes of ``values`` and ``out``."""
     values, out = aligned((1, 1, 16, 64), np.uint16), aligned((1, 1, 16, 64), np.float32)
     whole = (64, 16, 1, 1)
@@ -722,7 +724,7 @@ def dependently(body, dependent=True, followed=False, seed=0, blocks=1):
     maps["target"] = (map_of(out.view(np.uint16), whole, 128), out)
     body = DEPENDENT.format(body=body.replace("TMA_DONE", "tma_store_commit(); tma_store_wait_read<0>();"))
     options = {"header": "sm90", "maps": maps, "block": 64, "shared_bytes": 8200, "seed": seed}
-    options |= {"dependent": dependent, "followed": followed, "grid": (blocks, 1, 1)}
+    options |= {"dependent": dependent, "followed": followed, "grid": (blocks, 1, 1), "launch": launch}
     run(body, {"values": values}, {"out": out}, **options)
     return out.reshape(-1)
 
@@ -783,6 +785,21 @@ def test_an_acquire_is_a_wait_for_who_comes_behind_it(access, fresh_seed):
         assert (caught.value.check, caught.value.block, caught.value.thread) == ("dependency", 0, 0)
 
 
+@pytest.mark.parametrize("access", ACCESSES)
+def test_where_threads_of_a_block_wait_each_has_to(access, fresh_seed):
+    """Be it behind what it does, or none if it does nothing."""
+    touch, some_wait = f"if (threadIdx.x == 0) {{ {ACCESSES[access]} }}", f"if (threadIdx.x == 40) {WAIT}"
+    others = f"if (threadIdx.x == 40) {ACQUIRE} __syncthreads();"
+    for body in (f"{ACQUIRE} {touch} {WAIT}", f"{others} {touch} if (threadIdx.x % 40 == 0) {WAIT}"):
+        dependently(body, seed=fresh_seed)
+    acquires = f"if (threadIdx.x == 0) {{ {ACQUIRE} }}"
+    for body in (acquires + some_wait, some_wait + acquires + touch, others + touch + some_wait):
+        with pytest.raises(SimulationError, match=r"ends without griddepcontrol\.wait") as caught:
+            dependently(body, seed=fresh_seed)
+        assert (caught.value.check, caught.value.thread) == ("dependency", 0)
+        assert caught.value.line
+
+
 def test_a_relaxed_load_behind_an_acquire_finds_what_there_is(fresh_seed):
     acquired = f"{ACQUIRE} const uint32_t loaded = load_relaxed_32(params.values);"
     body = f"{acquired} store_global_32(params.out + threadIdx.x, float(loaded)); {WAIT}"
@@ -802,6 +819,50 @@ def test_one_block_of_a_dependent_launch_waits(fresh_seed):
     with pytest.raises(SimulationError, match=r"launch_dependents before griddepcontrol\.wait") as caught:
         dependently(f"{LAST_WAITS} {begin} {ACQUIRE}", followed=True, seed=fresh_seed, blocks=2)
     assert caught.value.check == "dependency"
+
+
+def runs_early(body, seed):
+    """Whether a block runs to its end, and is not given up, while grids ahead of it have not ended."""
+    found = []
+
+    def launch(*args, threads, **options):
+        for region in args[-1]:
+            region.access |= Region.INITIALISED
+        found.append(_Grid(*args, **options).runs_early(0))
+
+    dependently(body, seed=seed, launch=launch)
+    return found[0]
+
+
+def test_a_block_that_waits_is_given_up_where_grids_overlap(fresh_seed):
+    """So is one that finds the same in a word again and again."""
+    assert runs_early(ACQUIRE + ACCESSES["store"], fresh_seed)
+    for load in ("load_acquire_32", "load_relaxed_32"):
+        loads = f"if (threadIdx.x == 40) for (int i = 0; i < COUNT; ++i) {load}(params.values + 4);"
+        assert runs_early(ACQUIRE + loads.replace("COUNT", "8"), fresh_seed)
+        assert not runs_early(ACQUIRE + loads.replace("COUNT", "9"), fresh_seed)
+    for body in (WAIT, f"if (threadIdx.x == 40) {WAIT}", ACQUIRE + ACCESSES["load"] + WAIT):
+        assert not runs_early(body, fresh_seed)
+
+
+WRITES = {
+    "store": ACCESSES["store"],
+    "tensor store": ACCESSES["tensor store"],
+    "red": "red_add(params.out, 1.0f);",
+    "store that releases": "store_release_32(params.out, 1);",
+    "red that releases": "add_release_32(params.out, 1);",
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_block_that_has_written_cannot_be_given_up(write, fresh_seed):
+    written = f"{ACQUIRE} if (threadIdx.x == 0) {{ {WRITES[write]} }}"
+    assert runs_early(written, fresh_seed)
+    for wait in (WAIT, "while (load_acquire_32(params.values + 2) == 0) {}"):
+        with pytest.raises(SimulationError, match="cannot be run again") as caught:
+            runs_early(f"{written} __syncthreads();\n{wait}", fresh_seed)
+        assert (caught.value.check, caught.value.other_thread) == ("dependency", 0)
+        assert caught.value.line == caught.value.other_line + 1
 
 
 def test_a_relaxed_load_may_find_old_values_ahead_of_the_wait(fresh_seed):

@@ -54,7 +54,7 @@ def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
     """
     shares = shares_of(problem, main, device) if main.grid.shares else None
     parts = group_parts(problem, main, device)
-    # Steps that have to know of key tiles read arrays by tensor maps, which need elements: none is empty.
+    # Where steps have to know of key tiles, the main one reads arrays by tensor maps: none of these is empty.
     asked = any(param.name in OF_KEY_TILES for step in main.steps for param in step.params)
     tiles = key_tiles(problem, main, device, parts) if asked else NO_KEY_TILES
     workspace = workspace_of(problem, main, shares, parts)

@@ -112,7 +112,7 @@ def run_steps(
     seed: int = 0,
     device: Device | None = None,
     threads: int | None = None,
-    beside: bool = False,
+    overlap: bool = False,
 ) -> tuple[Report | None, ...]:
     """Simulate each step of the call that dispatch gives ``main`` on the example's arrays; see
     ``execute.simulate``. ``libraries`` has the kernel of each. ``device`` is by default the GPU that the
@@ -125,7 +125,7 @@ def run_steps(
         pointers = (*pointers, memory.ctypes.data)
     taken = {step.variant for step in planned.steps}
     kernels = [library for library, step in zip(libraries, main.steps, strict=True) if step in taken]
-    options = {"seed": seed, "threads": threads, "beside": beside}
+    options = {"seed": seed, "threads": threads, "overlap": overlap}
     reports = iter(simulate(kernels, planned, example.problem, pointers, **options))
     return tuple(next(reports) if step in taken else None for step in main.steps)
 

@@ -97,16 +97,16 @@ def simulate(
     *,
     seed: int = 0,
     threads: int | None = None,
-    beside: bool = False,
+    overlap: bool = False,
 ) -> tuple[Report, ...]:
     """Run the steps of a call on host memory, in order: ``pointers`` are those of the operator's arguments, 0
     where absent, and then that of the workspace, if there is one.
 
     ``libraries`` has the compiled kernel of each step. ``seed`` fixes the order in which the threads of a
     block take their turns. ``threads``, by default as many as there are cores, run blocks side by side;
-    neither changes what a correct kernel computes. ``beside`` runs dependent launches beside the step before
-    them: ahead of each of its blocks, those of the next step are run that have not run yet and need not wait
-    for it. Blocks, or clusters, then run one after another.
+    neither changes what a correct kernel computes. With ``overlap`` a dependent launch
+    overlaps with the step before it: ahead of each block of that step, its own blocks are run that have not
+    run yet and need not wait. Blocks, or clusters, then run one after another, on one core.
 
     Raises SimulationError for the first block that does something wrong, and InternalError where source and
     package disagree on the parameters.
@@ -115,15 +115,15 @@ def simulate(
     written: set[str] = set()  # what an earlier step may have filled
     settled: set[str] = set()  # arguments that the step before, which has waited for others, does not write
     for library, step in zip(libraries, planned.steps, strict=True):
-        variant, grid = step.variant, step.launch
+        variant, launch = step.variant, step.launch
         regions = _regions(problem, pointers, written, settled) + _slices(planned, variant, pointers, written)
         grids.append(
             _Grid(
                 library,
                 _parameters(step, problem, pointers),
-                (grid.blocks, 1, 1),
-                (grid.threads, 1, 1),
-                grid.smem_bytes,
+                (launch.blocks, 1, 1),
+                (launch.threads, 1, 1),
+                launch.smem_bytes,
                 regions,
                 max_shared_bytes=variant.max_smem,
                 dependent=variant.dependent_launch,
@@ -137,8 +137,8 @@ def simulate(
         written |= writes
     reports = []
     for grid, behind in itertools.zip_longest(grids, grids[1:]):
-        if beside:
-            grid.run_beside(behind)
+        if overlap:
+            grid.run_overlapped(behind)
         else:
             grid.run(threads)
         reports.append(grid.report())
@@ -210,8 +210,10 @@ class _Grid:
         self._library = library
         self._dependent, self._cluster = dependent, cluster
         self._blocks = math.prod(grid)
-        self._left: Sequence[int] = range(0, self._blocks, cluster)  # the first blocks of clusters
-        self._raws: list[RawReport] = []
+        # The first blocks of clusters. An empty grid has one, for the engine to refuse.
+        self._left: Sequence[int] = range(0, max(1, self._blocks), cluster)
+        self._counters = dict.fromkeys(COUNTERS, 0)
+        self._sites: dict[tuple[int, int], list[int]] = {}
         self._params = ctypes.create_string_buffer(params, len(params))
         self._regions = (Region * len(regions))(*regions)
         self._launch = {
@@ -235,21 +237,21 @@ class _Grid:
         else:
             with ThreadPoolExecutor(len(shares)) as pool:
                 raws = list(pool.map(self._call, *zip(*shares, strict=True)))
-        self._keep(raws)
+        self._add(raws)
 
-    def run_beside(self, behind: _Grid | None) -> None:
+    def run_overlapped(self, behind: _Grid | None) -> None:
         """Run the blocks that are left, and between them those of the grid behind that need not wait."""
         for first in self._left:
             if behind is not None and behind._dependent:
-                behind._left = [each for each in behind._left if not behind._runs_early(each)]
-            self._keep([self._call(first, self._cluster, Launch.ALONE)])
+                behind._left = [each for each in behind._left if not behind.runs_early(each)]
+            self._add([self._call(first, self._cluster, Launch.ALONE)])
 
-    def _runs_early(self, first: int) -> bool:
+    def runs_early(self, first: int) -> bool:
         """Run a block, or a cluster, to its end, unless it has to wait for grids ahead."""
         raw = self._call(first, self._cluster, Launch.ALONE | Launch.EARLY)
-        if raw.error == RawReport.WAITS:
+        if raw.error == RawReport.GIVEN_UP:
             return False
-        self._keep([raw])
+        self._add([raw])
         return True
 
     def _call(self, first: int, count: int, flags: int = 0) -> RawReport:
@@ -258,16 +260,20 @@ class _Grid:
         self._library.simulate(launch, raw)
         return raw
 
-    def _keep(self, raws: Sequence[RawReport]) -> None:
+    def _add(self, raws: Sequence[RawReport]) -> None:
         for raw in raws:
             if raw.error:
                 raise _error(raw, self._library.name)
-        self._raws += raws
+            for name in COUNTERS:
+                self._counters[name] += getattr(raw.counters, name)
+            for site in raw.sites[: raw.num_sites]:
+                total = self._sites.setdefault((site.line, site.kind), [0, 0, 0, 0])
+                for at, value in enumerate((site.instructions, site.bytes, site.ideal, site.actual)):
+                    total[at] += value
 
     def report(self) -> Report:
         """Of all its blocks, which have run."""
-        merged = _merged(self._raws)
-        if self._dependent and merged.counters["grid_waits"] == 0:
+        if self._dependent and self._counters["grid_waits"] == 0:
             name = self._library.name
             raise SimulationError(
                 f"{name}: no block of a dependent launch has waited for the grids ahead of it before it let "
@@ -275,7 +281,10 @@ class _Grid:
                 check="dependency",
                 kernel=name,
             )
-        return merged
+        accesses = (
+            Access(line, SITE_KINDS[kind], *total) for (line, kind), total in sorted(self._sites.items())
+        )
+        return Report(self._counters, tuple(accesses))
 
 
 def _parameters(step: Step, problem: Problem, pointers: Pointers) -> bytes:
@@ -370,15 +379,3 @@ def _error(raw: RawReport, kernel: str) -> SimulationError:
         other_thread=raw.other_thread if raw.other_thread >= 0 else None,
         other_line=raw.other_line or None,
     )
-
-
-def _merged(raws: Sequence[RawReport]) -> Report:
-    counters = {name: sum(getattr(raw.counters, name) for raw in raws) for name in COUNTERS}
-    sites: dict[tuple[int, int], list[int]] = {}
-    for raw in raws:
-        for site in raw.sites[: raw.num_sites]:
-            total = sites.setdefault((site.line, site.kind), [0, 0, 0, 0])
-            for at, value in enumerate((site.instructions, site.bytes, site.ideal, site.actual)):
-                total[at] += value
-    accesses = tuple(Access(line, SITE_KINDS[kind], *total) for (line, kind), total in sorted(sites.items()))
-    return Report(counters, accesses)

@@ -92,7 +92,9 @@ class RawTensorMap(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    """One launch, or a range of its blocks. ``flags`` is the sum of some of those that stand here first."""
+    """One launch, or a range of its blocks. ``flags`` adds up DEPENDENT, FOLLOWED, EARLY and ALONE; ``abi.h``
+    says what each means.
+    """
 
     DEPENDENT = 1
     FOLLOWED = 2
@@ -186,9 +188,11 @@ SITE_KINDS = (
 
 
 class RawReport(ctypes.Structure):
-    """What one call of the library gives. ``error`` is WAITS where an EARLY launch has given a block up."""
+    """What one call of the library gives. ``error`` is GIVEN_UP, which is none, where a block of an EARLY
+    launch has to wait.
+    """
 
-    WAITS = 20
+    GIVEN_UP = 20
 
     _fields_ = (
         ("error", ctypes.c_int32),

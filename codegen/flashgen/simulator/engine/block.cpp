@@ -128,9 +128,11 @@ bool Block::run(uint64_t linear_index) {
     register_pool_.reset();
     for (Warpgroup& warpgroup : warpgroups_) warpgroup.reset();
     num_running_ = order_.threads();
+    first_write_ = {};
     for (Thread& thread : threads_) {
         thread.waits_for = nullptr;
         thread.finished = thread.waited = thread.at_cluster_barrier = false;
+        thread.unwaited.reset();
         thread.fenced_inits.clear();
         thread.spins_at = nullptr;
         thread.copies.clear();
@@ -200,6 +202,13 @@ void Block::finish_member(Member& member, const Thread& last) {
              "the block of a dependent launch ends and none of its threads has waited for the grids ahead of it, so that "
              "the next one may run beside them");
     }
+    const bool each_waits = launch_.launch.flags & SIM_DEPENDENT && member.waited;
+    for (const Thread& thread : threads_) {
+        if (!each_waits || thread.rank != last.rank || thread.waited || !thread.unwaited) continue;
+        fail(thread, SIM_DEPENDENCY, *thread.unwaited,
+             "ld.acquire, or global memory behind one, in a thread that ends without griddepcontrol.wait: where threads of a block "
+             "wait, each has to");
+    }
     if (member.waited && !(launch_.launch.flags & SIM_FOLLOWED && member.launched_ahead)) ++counters->grid_waits;
 }
 
@@ -251,22 +260,31 @@ bool Block::is_behind(const Thread& thread) const {
     });
 }
 
-// Not of a thread that has waited: where threads wait, each has to.
-void Block::acquire(const Thread& thread) {
+// Not of a thread that has waited: where threads wait, each has to. finish_member() sees to it.
+void Block::acquire(Thread& thread, Location where) {
+    if (thread.waited) return;
+    if (!thread.unwaited) thread.unwaited = where;
     std::vector<Member::Acquire>& acquires = members_[thread.rank].acquires;
-    if (thread.waited || std::ranges::find(acquires, thread.index, &Member::Acquire::thread) != acquires.end()) return;
+    if (std::ranges::find(acquires, thread.index, &Member::Acquire::thread) != acquires.end()) return;
     acquires.push_back({thread.index, order_.stamp(thread.index)});
 }
 
-GlobalMemory& Block::global(const Thread& thread, Location where) {
+GlobalMemory& Block::global(Thread& thread, Location where) {
     if (!is_behind(thread)) {
         fail(thread, SIM_DEPENDENCY, where,
              "global memory before griddepcontrol.wait: in a dependent launch, grids ahead of this one may be at work on it");
     }
+    if (!thread.waited && !thread.unwaited) thread.unwaited = where;
     return launch_.global;
 }
 
-GlobalMemory& Block::global_to_load(const Thread& thread, const void* address, int size, Location where) {
+GlobalMemory& Block::global_to_store(Thread& thread, Location where) {
+    GlobalMemory& memory = global(thread, where);
+    if (is_early() && first_write_.thread < 0) first_write_ = {where, thread.index};
+    return memory;
+}
+
+GlobalMemory& Block::global_to_load(Thread& thread, const void* address, int size, Location where) {
     return launch_.global.settled(address, size) ? launch_.global : global(thread, where);
 }
 
@@ -294,8 +312,8 @@ void Block::launch_dependents(const Thread& thread, Location where) {
     }
 }
 
-void Block::wait_for_grids(Thread& thread) {
-    if (launch_.launch.flags & SIM_EARLY) give_up();
+void Block::wait_for_grids(Thread& thread, Location where) {
+    if (is_early()) give_up(thread, where);
     thread.waited = members_[thread.rank].waited = true;
     pause(thread);
 }
@@ -324,9 +342,9 @@ void launch_dependents(Location where) {
     thread.owner->launch_dependents(thread, where);
 }
 
-void wait_for_grids() {
+void wait_for_grids(Location where) {
     Thread& thread = running_thread();
-    thread.owner->wait_for_grids(thread);
+    thread.owner->wait_for_grids(thread, where);
 }
 
 // A lane has returned, and others may have been waiting for it alone.
@@ -534,10 +552,9 @@ void Block::spin(Thread& thread, const void* address, uint32_t value, Location w
     // Blocks of this call run one after another, those of other calls beside them.
     constexpr uint64_t kSpins = 10000, kEarlySpins = 8;
     constexpr std::chrono::seconds kPatience{60};
-    const uint64_t flags = launch_.launch.flags;
     ++thread.spins;
-    if (flags & SIM_EARLY && thread.spins > kEarlySpins) give_up();
-    if (thread.spins > kSpins && (flags & SIM_ALONE || Clock::now() - thread.spins_since > kPatience)) {
+    if (is_early() && thread.spins > kEarlySpins) give_up(thread, where);
+    if (thread.spins > kSpins && (launch_.launch.flags & SIM_ALONE || Clock::now() - thread.spins_since > kPatience)) {
         fail(thread, SIM_DEADLOCK, where,
              format("ld.acquire finds %u again and again, and no block that is launched earlier is left to change it", value));
     }
@@ -651,8 +668,14 @@ void Block::stop() {
     leave();
 }
 
-void Block::give_up() {
-    launch_.report.error = SIM_WAITS;
+void Block::give_up(const Thread& thread, Location where) {
+    if (first_write_.thread >= 0) {
+        fail(thread, SIM_DEPENDENCY, where,
+             format("has to wait for grids ahead, and thread %d of the block has written at %s before: the block cannot be run again",
+                    first_write_.thread, text_of(first_write_.where).c_str()),
+             first_write_);
+    }
+    launch_.report.error = SIM_GIVEN_UP;
     failed_ = true;
     leave();
 }

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,6 +65,7 @@ struct Thread : ThreadView {
     Location waits_at;
     bool finished = false;
     bool waited = false;  // for the grids ahead of this one
+    std::optional<Location> unwaited;  // its first ld.acquire, or access to global memory behind one, without such a wait
     Clock fenced_inits;   // what it had done at its last fence.mbarrier_init
     bool at_cluster_barrier = false;  // has arrived, and not waited
     uint64_t cluster_phase = 0;       // in which it arrived
@@ -188,18 +190,19 @@ class Block : public BlockView {
     Thread& thread(int index) { return threads_[index]; }
     SharedMemory& shared() { return shared_; }
     // For an access of a thread; fails where grids ahead of this one may be at work on it.
-    GlobalMemory& global(const Thread& thread, Location where);
+    GlobalMemory& global(Thread& thread, Location where);
+    GlobalMemory& global_to_load(Thread& thread, const void* address, int size, Location where);
+    GlobalMemory& global_to_store(Thread& thread, Location where);
     GlobalMemory& any_global() { return launch_.global; }
     // Whether a thread has waited for the grids ahead, or comes behind an ld.acquire of its block.
     bool is_behind(const Thread& thread) const;
-    void acquire(const Thread& thread);
+    void acquire(Thread& thread, Location where);
     bool is_early() const { return launch_.launch.flags & SIM_EARLY; }
     // What a load that does not wait for the grids ahead finds at an address where they leave `value`.
     uint32_t perhaps_old(const Thread& thread, const void* address, uint32_t value);
-    GlobalMemory& global_to_load(const Thread& thread, const void* address, int size, Location where);
     void launch_dependents(const Thread& thread, Location where);
     // Under SIM_EARLY, this gives the block up.
-    void wait_for_grids(Thread& thread);
+    void wait_for_grids(Thread& thread, Location where);
     int num_blocks() const { return static_cast<int>(members_.size()); }
     // An access of `party`, at its `stamp`, to the shared memory of the block of that rank, from elsewhere or by what works on its own:
     // fails where the block has ended, or ends without having heard of it.
@@ -259,8 +262,8 @@ class Block : public BlockView {
     [[noreturn]] void fail_stuck();
     std::string describe_barriers(std::vector<Other>& firsts) const;
     [[noreturn]] void stop();
-    // Ends the call without a fault: the block is to run again.
-    [[noreturn]] void give_up();
+    // Ends the call without a fault: the block is to run again. Fails where it has written, as it would write twice.
+    [[noreturn]] void give_up(const Thread& thread, Location where);
     [[noreturn]] void leave();
     void check_mask(const Thread& thread, Operation operation, bool aligned, uint32_t mask, Location where);
 
@@ -286,6 +289,7 @@ class Block : public BlockView {
     int block_threads_;
     int num_running_ = 0;
     Clock scratch_;
+    Other first_write_;  // to global memory, under SIM_EARLY
     bool failed_ = false;  // or given up
 };
 

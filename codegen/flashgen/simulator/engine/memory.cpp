@@ -71,14 +71,15 @@ uint32_t load_relaxed(const void* address, Location where) {
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_LOAD, reinterpret_cast<uintptr_t>(address), 4, where);
     uint32_t value;
     std::memcpy(&value, address, sizeof value);
-    // It may be waiting here by mistake, and what it waits for does not come meanwhile.
+    // It may be waiting here by mistake, and what it waits for does not come meanwhile. So more than eight loads of one unchanged word in a
+    // row give the block up, whether something waits or not.
     if (here.block.is_early()) here.block.spin(here.thread, address, value, where);
     return here.block.perhaps_old(here.thread, address, value);
 }
 
 void store_global(void* address, const void* value, int size, Location where) {
     Here here;
-    check(here, here.block.global(here.thread, where).store(address, size, size), "store", size, where);
+    check(here, here.block.global_to_store(here.thread, where).store(address, size, size), "store", size, where);
     check(here, here.block.any_global().plain(address, size), "store", size, where);
     std::memcpy(address, value, size);
     here.block.counters->global_bytes_written += size;
@@ -88,7 +89,7 @@ void store_global(void* address, const void* value, int size, Location where) {
 void add_global(float* address, const float* values, int count, Location where) {
     Here here;
     const int size = count * static_cast<int>(sizeof(float));
-    GlobalMemory& memory = here.block.global(here.thread, where);
+    GlobalMemory& memory = here.block.global_to_store(here.thread, where);
     // It reads what it adds to.
     check(here, memory.load(address, size, size), "red", size, where);
     check(here, memory.store(address, size, size), "red", size, where);
@@ -104,21 +105,21 @@ uint32_t load_acquire(const void* address, Location where) {
     here.block.any_global().synchronise(address);
     const uint32_t value =
         std::atomic_ref(*static_cast<uint32_t*>(const_cast<void*>(address))).load(std::memory_order_acquire);
-    here.block.acquire(here.thread);
+    here.block.acquire(here.thread, where);
     here.block.spin(here.thread, address, value, where);
     return value;
 }
 
 void store_release(void* address, uint32_t value, Location where) {
     Here here;
-    check(here, here.block.global(here.thread, where).store(address, 4, 4), "st.release", 4, where);
+    check(here, here.block.global_to_store(here.thread, where).store(address, 4, 4), "st.release", 4, where);
     here.block.any_global().synchronise(address);
     std::atomic_ref(*static_cast<uint32_t*>(address)).store(value, std::memory_order_release);
 }
 
 void add_release(void* address, uint32_t value, Location where) {
     Here here;
-    GlobalMemory& memory = here.block.global(here.thread, where);
+    GlobalMemory& memory = here.block.global_to_store(here.thread, where);
     // It reads what it adds to.
     check(here, memory.load(address, 4, 4), "red.release", 4, where);
     check(here, memory.store(address, 4, 4), "red.release", 4, where);

@@ -272,7 +272,7 @@ void TensorCopies::store(Thread& thread, const void* pointer, uint32_t source, c
                         format("tensor store at %d in dimension %d, where no coordinate may be negative", coordinates[i], i));
         }
     }
-    GlobalMemory& global = block_.global(thread, where);
+    GlobalMemory& global = block_.global_to_store(thread, where);
     // The source may be read at once or as late as the wait for it. What it holds cannot change in between.
     const Party engine(block_.order(), thread.index, block_.order().stamp(thread.index), thread.index, 1);
     uint64_t written = 0;

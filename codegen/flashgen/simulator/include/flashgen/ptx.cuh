@@ -14,7 +14,9 @@ inline int block_index() { return static_cast<int>(flashgen::simulator::this_thr
 
 constexpr bool kGridsOverlap = true;
 
-inline void griddepcontrol_wait() { flashgen::simulator::wait_for_grids(); }
+inline void griddepcontrol_wait(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::wait_for_grids(where);
+}
 
 // Blocks of other launches are not simulated.
 inline void griddepcontrol_launch_dependents(

@@ -50,7 +50,7 @@ typedef struct SimRegion {
 enum SimLaunchFlag {
     SIM_DEPENDENT = 1, /* the grid may begin before those ahead of it have ended */
     SIM_FOLLOWED = 2,  /* the grid behind it is another step of the call */
-    SIM_EARLY = 4,     /* grids ahead of it have not ended: a block that has to wait for them ends the call with SIM_WAITS */
+    SIM_EARLY = 4,     /* grids ahead of it have not ended: a block that has to wait for them ends the call with SIM_GIVEN_UP */
     SIM_ALONE = 8      /* no other call runs blocks of the grid meanwhile */
 };
 
@@ -91,7 +91,7 @@ enum SimError {
     SIM_PROXY = 17,               /* crosses from the generic to the async proxy without a fence */
     SIM_REGISTER_POOL = 18,       /* setmaxnreg beyond what the block has, or not by the whole warpgroup */
     SIM_DEPENDENCY = 19,          /* of a dependent launch: does not wait for the grids ahead of it, or not in time */
-    SIM_WAITS = 20                /* no fault: under SIM_EARLY, a block has been given up and is to run again from its start */
+    SIM_GIVEN_UP = 20             /* no error of the kernel: a block of a SIM_EARLY launch has to wait, and is to run again */
 };
 
 enum SimAccess {

@@ -11,7 +11,7 @@ namespace flashgen::simulator {
 
 // griddepcontrol.wait.
 void launch_dependents(Location where);
-void wait_for_grids();
+void wait_for_grids(Location where);
 
 // mbarriers, by their address in the shared window.
 void mbarrier_init(uint32_t barrier, int arrivals, Location where);
