@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from flashgen.errors import SimulationError
 from flashgen.simulator.example import make, run_steps
 from flashgen.simulator.library import load
@@ -41,12 +43,9 @@ def check_on(variant, example, seed, source_of=render, **options):
     return None if example.judge().ok else WRONG
 
 
-def calls_of(faults):
-    """A fault of each variant, shape and number of multiprocessors that some fault has: calls that are right
-    without it.
+def calls_of(faults, *further):
+    """A fault of each variant and shape, and of each value of ``further`` attributes, that some fault has:
+    calls that are right without it.
     """
-
-    def call_of(fault):
-        return fault.variant, fault.shape, getattr(fault, "multiprocessors", None)
-
+    call_of = attrgetter("variant", "shape", *further)
     return list({call_of(fault): fault for fault in faults}.values())

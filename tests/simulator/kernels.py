@@ -11,13 +11,14 @@ import pytest
 
 from flashgen.errors import SimulationError
 from flashgen.simulator import library
-from flashgen.simulator.execute import Report, encode, execute
+from flashgen.simulator.execute import SimulatedGrid, encode
 from flashgen.simulator.library import Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from flashgen.schedule.tensormap import TensorMap
+    from flashgen.simulator.execute import Report
 
 NAME = "kernel"
 _TYPES = {"float32": "float", "float64": "double", "bool": "bool"}
@@ -68,6 +69,11 @@ def source_of(
     )
 
 
+def run_all(*args: object, threads: int, **options: object) -> Report:
+    """Run all blocks of a ``SimulatedGrid``."""
+    return SimulatedGrid(*args, **options).run(threads)
+
+
 def run(
     body: str,
     inputs: Mapping[str, np.ndarray] | None = None,
@@ -86,10 +92,10 @@ def run(
     cluster: int = 1,
     seed: int = 0,
     threads: int = 1,
-    launch: Callable[..., Report] = execute,
+    launch: Callable[..., Report] = run_all,
 ) -> Report:
     """Compile and launch a kernel on ``inputs``, which it may only read, and ``outputs``. ``maps`` describes
-    arrays, which must be among them. ``launch`` takes what ``execute`` does.
+    arrays, which must be among them. ``launch`` takes what ``run_all`` does.
     """
     inputs, outputs, maps = inputs or {}, outputs or {}, maps or {}
     arrays = {**inputs, **outputs}

@@ -32,21 +32,21 @@ CASES = [
 ]
 
 
-def check_of(variant, shape, seed, source_of=render, sms=1, threads=1):
+def check_of(variant, shape, seed, source_of=render, sms=1, threads=1, overlap=False):
     """The check that found something on a GPU of ``sms`` multiprocessors, or None."""
     example = make(variant, shape, seed)
     device = dataclasses.replace(pretend_for(variant), num_sms=sms)
     assert group_parts(example.problem, variant, device) == 1
     assert clear_distance(example.problem, variant, device) < all_heads(example.problem, variant)
-    return check_on(variant, example, seed, source_of, device=device, threads=threads)
+    return check_on(variant, example, seed, source_of, device=device, threads=threads, overlap=overlap)
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[name for name, _ in CASES])
 def test_within_the_bound(name, shape, compiler, fresh_seed):
-    """With one thread block at a time, and with several."""
-    for threads in (1, 4):
-        found = check_of(MAIN[f"flash_bwd_hdim{name}_sm90"], shape, fresh_seed, threads=threads)
-        assert found is None
+    """With one thread block at a time, with several, and with those of the step behind between them."""
+    for threads, overlap in ((1, False), (4, False), (1, True)):
+        variant = MAIN[f"flash_bwd_hdim{name}_sm90"]
+        assert check_of(variant, shape, fresh_seed, threads=threads, overlap=overlap) is None
 
 
 def test_heads_that_are_cleared_ahead_of_the_main_kernel(compiler, fresh_seed):

@@ -7,7 +7,7 @@ import pytest
 
 from flashgen.errors import SimulationError
 from flashgen.simulator import library
-from flashgen.simulator.execute import _Grid, execute
+from flashgen.simulator.execute import SimulatedGrid
 from simulator.kernels import fault, run
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -43,7 +43,7 @@ def test_launches_that_a_driver_refuses(options, text):
 
 def test_an_empty_grid_is_refused_where_grids_overlap():
     def launch(*args, threads, **options):
-        _Grid(*args, **options).run_overlapped(None)
+        SimulatedGrid(*args, **options).run_overlapped(None)
 
     with pytest.raises(SimulationError, match="0 blocks in dimension 0 of the grid") as caught:
         run("", grid=(0, 1, 1), launch=launch)
@@ -632,7 +632,7 @@ def test_parameters_of_many_types():
     assert loaded.params_bytes == 40
     out = np.zeros(5, np.float32)
     params = struct.pack("=bxxxxxxxdhbxxxxxqq", 1, 2.5, -3, 4, out.ctypes.data, 1 << 40)
-    execute(loaded, params, (1, 1, 1), (1, 1, 1), 0, [])
+    SimulatedGrid(loaded, params, (1, 1, 1), (1, 1, 1), 0, []).run()
     assert out.tolist() == [1, 2.5, -3, 4, 2.0**40]
 
 

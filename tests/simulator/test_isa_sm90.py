@@ -9,9 +9,9 @@ import pytest
 
 from flashgen.errors import SimulationError
 from flashgen.schedule.tensormap import TensorMap
-from flashgen.simulator.execute import _Grid, execute
+from flashgen.simulator.execute import SimulatedGrid
 from flashgen.simulator.library import Region
-from simulator.kernels import fault, run
+from simulator.kernels import fault, run, run_all
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -716,7 +716,7 @@ DEPENDENT = """
 """
 
 
-def dependently(body, dependent=True, followed=False, seed=0, blocks=1, launch=execute):
+def dependently(body, dependent=True, followed=False, seed=0, blocks=1, launch=run_all):
     """Launch ``body`` in two warps a block; ``source`` and ``target`` are boxes of ``values`` and ``out``."""
     values, out = aligned((1, 1, 16, 64), np.uint16), aligned((1, 1, 16, 64), np.float32)
     whole = (64, 16, 1, 1)
@@ -828,7 +828,7 @@ def runs_early(body, seed):
     def launch(*args, threads, **options):
         for region in args[-1]:
             region.access |= Region.INITIALISED
-        found.append(_Grid(*args, **options).runs_early(0))
+        found.append(SimulatedGrid(*args, **options).runs_early(0))
 
     dependently(body, seed=seed, launch=launch)
     return found[0]

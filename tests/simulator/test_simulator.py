@@ -21,7 +21,7 @@ from flashgen.errors import CompileError
 from flashgen.operators.reference import judge
 from flashgen.simulator import hardware, hostcompiler, library
 from flashgen.simulator.example import Shape, make, run
-from flashgen.simulator.execute import CHECKS, _runs, execute
+from flashgen.simulator.execute import CHECKS, SimulatedGrid, _runs
 from flashgen.simulator.figures import masked_tiles
 from flashgen.source.render import render
 from flashgen.toolchain.cache import CubinCache
@@ -111,7 +111,7 @@ def test_source_without_the_kernel_is_refused(compiler):
 def test_parameters_of_another_size_are_refused(compiler):
     loaded = library.load(render(PLAIN), PLAIN.name)
     with pytest.raises(flashgen.InternalError, match=f"{loaded.params_bytes} bytes, and 3 were given"):
-        execute(loaded, b"abc", (1, 1, 1), (128, 1, 1), 0, [])
+        SimulatedGrid(loaded, b"abc", (1, 1, 1), (128, 1, 1), 0, [])
 
 
 # The backend.

@@ -104,9 +104,9 @@ def simulate(
 
     ``libraries`` has the compiled kernel of each step. ``seed`` fixes the order in which the threads of a
     block take their turns. ``threads``, by default as many as there are cores, run blocks side by side;
-    neither changes what a correct kernel computes. With ``overlap`` a dependent launch
-    overlaps with the step before it: ahead of each block of that step, its own blocks are run that have not
-    run yet and need not wait. Blocks, or clusters, then run one after another, on one core.
+    neither changes what a correct kernel computes. With ``overlap`` a dependent launch overlaps with the step
+    before it: ahead of each block of that step, its own blocks are run that have not run yet and need not
+    wait. Blocks, or clusters, then run one after another, on one core.
 
     Raises SimulationError for the first block that does something wrong, and InternalError where source and
     package disagree on the parameters.
@@ -118,7 +118,7 @@ def simulate(
         variant, launch = step.variant, step.launch
         regions = _regions(problem, pointers, written, settled) + _slices(planned, variant, pointers, written)
         grids.append(
-            _Grid(
+            SimulatedGrid(
                 library,
                 _parameters(step, problem, pointers),
                 (launch.blocks, 1, 1),
@@ -135,57 +135,13 @@ def simulate(
         writes = {param.name for param in variant.params if not param.ctype.startswith("const ")}
         settled = {argument.name for argument in problem.operator.arguments} - writes
         written |= writes
-    reports = []
-    for grid, behind in itertools.zip_longest(grids, grids[1:]):
-        if overlap:
-            grid.run_overlapped(behind)
-        else:
-            grid.run(threads)
-        reports.append(grid.report())
-    return tuple(reports)
+    if not overlap:
+        return tuple(grid.run(threads) for grid in grids)
+    return tuple(grid.run_overlapped(behind) for grid, behind in itertools.zip_longest(grids, grids[1:]))
 
 
-def execute(
-    library: Library,
-    params: bytes,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    shared_bytes: int,
-    regions: Sequence[Region],
-    *,
-    max_shared_bytes: int = 0,
-    dependent: bool = False,
-    followed: bool = False,
-    cluster: int = 1,
-    seed: int = 0,
-    threads: int | None = None,
-) -> Report:
-    """Launch any kernel that takes one struct, ``params``; ``regions`` are all the memory that it may touch.
-
-    ``max_shared_bytes`` is what a block may ask for, 0 for what the largest GPU allows. A ``dependent``
-    launch may begin before those ahead of it have ended; a ``followed`` one has another step of its call
-    behind it. ``cluster`` is how many thread blocks a cluster has. The rest, and what is raised, as in
-    ``simulate``.
-    """
-    launched = _Grid(
-        library,
-        params,
-        grid,
-        block,
-        shared_bytes,
-        regions,
-        max_shared_bytes=max_shared_bytes,
-        dependent=dependent,
-        followed=followed,
-        cluster=cluster,
-        seed=seed,
-    )
-    launched.run(threads)
-    return launched.report()
-
-
-class _Grid:
-    """A launch, whose blocks may run in several calls of the library; see ``execute``."""
+class SimulatedGrid:
+    """A launch of any kernel that takes one struct. Its blocks may run in several calls of the library."""
 
     def __init__(
         self,
@@ -196,12 +152,19 @@ class _Grid:
         shared_bytes: int,
         regions: Sequence[Region],
         *,
-        max_shared_bytes: int,
-        dependent: bool,
-        followed: bool,
-        cluster: int,
-        seed: int,
+        max_shared_bytes: int = 0,
+        dependent: bool = False,
+        followed: bool = False,
+        cluster: int = 1,
+        seed: int = 0,
     ) -> None:
+        """``params`` is the struct; ``regions`` are all the memory that the kernel may touch.
+
+        ``max_shared_bytes`` is what a block may ask for, 0 for what the largest GPU allows. A ``dependent``
+        launch may begin before those ahead of it have ended; a ``followed`` one has another step of its call
+        behind it. ``cluster`` is how many thread blocks a cluster has. ``seed``, and what is raised here and
+        by the methods, as in ``simulate``.
+        """
         if len(params) != library.params_bytes:
             raise InternalError(
                 f"{library.name} takes parameters of {library.params_bytes} bytes, and {len(params)} were "
@@ -229,8 +192,8 @@ class _Grid:
         }
         self._flags = dependent * Launch.DEPENDENT | followed * Launch.FOLLOWED
 
-    def run(self, threads: int | None) -> None:
-        """Run all blocks, shared out among threads."""
+    def run(self, threads: int | None = None) -> Report:
+        """Run all blocks, shared out among ``threads``."""
         shares = _shares(self._blocks, threads or processors(), self._cluster)
         if len(shares) == 1:
             raws = [self._call(*shares[0], Launch.ALONE)]
@@ -238,13 +201,15 @@ class _Grid:
             with ThreadPoolExecutor(len(shares)) as pool:
                 raws = list(pool.map(self._call, *zip(*shares, strict=True)))
         self._add(raws)
+        return self._report()
 
-    def run_overlapped(self, behind: _Grid | None) -> None:
-        """Run the blocks that are left, and between them those of the grid behind that need not wait."""
+    def run_overlapped(self, behind: SimulatedGrid | None) -> Report:
+        """Run the blocks that are left, and ahead of each those of the grid behind that need not wait."""
         for first in self._left:
             if behind is not None and behind._dependent:
                 behind._left = [each for each in behind._left if not behind.runs_early(each)]
             self._add([self._call(first, self._cluster, Launch.ALONE)])
+        return self._report()
 
     def runs_early(self, first: int) -> bool:
         """Run a block, or a cluster, to its end, unless it has to wait for grids ahead."""
@@ -271,8 +236,8 @@ class _Grid:
                 for at, value in enumerate((site.instructions, site.bytes, site.ideal, site.actual)):
                     total[at] += value
 
-    def report(self) -> Report:
-        """Of all its blocks, which have run."""
+    def _report(self) -> Report:
+        """Of all blocks, which have run."""
         if self._dependent and self._counters["grid_waits"] == 0:
             name = self._library.name
             raise SimulationError(
