@@ -474,7 +474,6 @@ __device__ __forceinline__ void produce_of_queries(const Params& params, const T
 
 // lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here, so that no kernel has to end ahead of this one. A thread has
 // every kValueThreads-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so that P is 0 there.
-constexpr float kLog2e = 1.4426950408889634f;
 
 constexpr int kValueThreads = 32 * kValueWarps;
 
@@ -510,13 +509,23 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     return sum;
 }
 
+constexpr float kLog2e = 1.4426950408889634f;
+
+// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. Between S and here the LSE is rounded
+// a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
+// LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
+__device__ __forceinline__ float rounded_lse_log2(float lse) {
+    const float lse_log2 = lse * kLog2e;
+    if (lse_log2 == -INFINITY) return INFINITY;
+    return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
+}
+
 // Writes lse_log2 of a thread's rows.
 template <int kRows>
 __device__ __forceinline__ void put_lse(const RowValues<kRows>& values, int value_thread, shared_address lse_smem) {
 #pragma unroll
     for (int i = 0; i < kRows / kValueThreads; ++i) {
-        const float lse_log2 = values.lse[i] == -INFINITY ? INFINITY : values.lse[i] * kLog2e;
-        store_shared_32(lse_smem + (value_thread + i * kValueThreads) * sizeof(float), __float_as_uint(lse_log2));
+        store_shared_32(lse_smem + (value_thread + i * kValueThreads) * sizeof(float), __float_as_uint(rounded_lse_log2(values.lse[i])));
     }
 }
 

@@ -12,7 +12,7 @@
 
 // What the main kernel needs of each row of the forward call, in fp32:
 //
-//     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e)
+//     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e), rounded up
 //
 // so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or lies behind the last one, has
 // lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also resets the counters of the
@@ -27,8 +27,6 @@ constexpr int kVector = 16 / int(sizeof(element));        // elements that a thr
 constexpr int kVectors = kHeadDimV / kVector;             // of a row
 constexpr int kLanes = kVectors < 8 ? 4 : 8;              // threads of a row; 8 of them read 128 bytes at a time, a cache line
 constexpr int kSteps = (kVectors + kLanes - 1) / kLanes;  // vectors of a thread in a row
-
-constexpr float kLog2e = 1.4426950408889634f;
 
 struct Params {
     const element* dout;                  // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
@@ -92,6 +90,17 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     return sum;
 }
 
+constexpr float kLog2e = 1.4426950408889634f;
+
+// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. Between S and here the LSE is rounded
+// a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
+// LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
+__device__ __forceinline__ float rounded_lse_log2(float lse) {
+    const float lse_log2 = lse * kLog2e;
+    if (lse_log2 == -INFINITY) return INFINITY;
+    return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 flash_bwd_preprocess_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params params) {
     const int head_of_batch = block_index() / params.num_row_blocks;
@@ -152,9 +161,8 @@ flash_bwd_preprocess_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params p
 #pragma unroll
             for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
             if (lane != 0) continue;
-            const bool sees_nothing = lse[pass] == -INFINITY;
-            store_global_32(params.delta + unit_row + row_of_unit, sees_nothing ? 0.0f : sum - dlse[pass]);
-            store_global_32(params.lse_log2 + unit_row + row_of_unit, sees_nothing ? INFINITY : lse[pass] * kLog2e);
+            store_global_32(params.delta + unit_row + row_of_unit, lse[pass] == -INFINITY ? 0.0f : sum - dlse[pass]);
+            store_global_32(params.lse_log2 + unit_row + row_of_unit, rounded_lse_log2(lse[pass]));
         }
     }
 }

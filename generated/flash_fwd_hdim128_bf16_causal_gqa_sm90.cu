@@ -50,8 +50,6 @@ constexpr int kVOffset = kKOffset + kStages * kKBytes;
 constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
 constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages);
 
-constexpr float kLn2 = 0.6931471805599453f;
-
 static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kHeadDimV <= kHeadDim, "O fits where its Q was");
@@ -355,7 +353,17 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedP& 
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
+
+constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
 
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
@@ -374,7 +382,8 @@ struct RowState {
 };
 
 // Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
-// before anything is added to it. scale_log2 > 0: the launcher sees to it.
+// before anything is added to it. The block's maximum is rounded up and the limit down, so that P stays within its limit for scores of
+// any size. scale_log2 > 0: the launcher sees to it.
 __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
     float block_max[2];
     bool moves = false;
@@ -385,8 +394,8 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
         for (int j = 1; j < kBlockN / 8; ++j) {
             value = fmaxf(value, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
         }
-        block_max[half] = value * scale_log2;
-        moves |= block_max[half] > rows.row_max[half] + kSlack;
+        block_max[half] = __fmul_ru(value, scale_log2);
+        moves |= block_max[half] > __fadd_rd(rows.row_max[half], kSlack);
     }
     moves = __any_sync(0xffffffff, moves);
     if (moves) {
@@ -394,7 +403,7 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
         for (int half = 0; half < 2; ++half) {
             const float previous = rows.row_max[half];
             rows.row_max[half] = fmaxf(previous, quad_max(block_max[half]));
-            rows.correction[half] = exp2_approx(previous - rows.row_max[half]);
+            rows.correction[half] = rescale_factor(previous, rows.row_max[half]);
             rows.row_sum[half] *= rows.correction[half];
         }
     }
@@ -434,7 +443,7 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
         if (params.lse != nullptr && lane % 4 == 0 && is_row(params, row)) {
             const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
             store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
-                            (rows.row_max[half] + log2_approx(row_sum)) * kLn2);
+                            natural_lse(rows.row_max[half], row_sum));
         }
     }
 }

@@ -44,8 +44,6 @@ constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
 constexpr int kStashBytes = 16;
 constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
-constexpr float kLn2 = 0.6931471805599453f;
-
 static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
@@ -288,7 +286,17 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
+
+constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
 
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
@@ -550,7 +558,7 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
 }
 
 // Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
-// kSlack.
+// kSlack. The maximum is rounded up and the limit down, so that P stays within its limit for scores of any size.
 template <int kTiles>
 __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
                                                 float (&block_max)[kTiles][2]) {
@@ -564,8 +572,8 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
             for (int j = 1; j < kKeyTiles; ++j) {
                 value = fmaxf(value, fmaxf(scores[i][j][2 * row8], scores[i][j][2 * row8 + 1]));
             }
-            block_max[i][row8] = value * scale_log2;
-            exceeds |= block_max[i][row8] > rows[i].row_max[row8] + kSlack;
+            block_max[i][row8] = __fmul_ru(value, scale_log2);
+            exceeds |= block_max[i][row8] > __fadd_rd(rows[i].row_max[row8], kSlack);
         }
     }
     return __any_sync(0xffffffff, exceeds);
@@ -581,7 +589,7 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
         for (int row8 = 0; row8 < 2; ++row8) {
             const float previous = rows[i].row_max[row8];
             rows[i].row_max[row8] = fmaxf(previous, quad_max(block_max[i][row8]));
-            correction[row8] = exp2_approx(previous - rows[i].row_max[row8]);
+            correction[row8] = rescale_factor(previous, rows[i].row_max[row8]);
         }
         rescale(rows[i], correction);
     }
@@ -698,7 +706,7 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
                 store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
-                                (rows[i].row_max[row8] + log2_approx(rows[i].row_sum[row8])) * kLn2);
+                                natural_lse(rows[i].row_max[row8], rows[i].row_sum[row8]));
             }
         }
     }

@@ -52,8 +52,6 @@ constexpr int kTileOffset = kBarrierOffset + 8 * (4 * kQStages + 4 * kStages + 1
 constexpr int kTileBytes = 32;
 constexpr int kSharedBytes = kTileOffset + kQStages * kTileBytes;
 
-constexpr float kLn2 = 0.6931471805599453f;
-
 static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512, "the register file");
@@ -480,7 +478,17 @@ __device__ __forceinline__ void clear_rows(shared_address block, int row) {
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
+
+constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
 
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
@@ -499,7 +507,8 @@ struct RowState {
 };
 
 // Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
-// before anything is added to it. scale_log2 > 0: the launcher sees to it.
+// before anything is added to it. The block's maximum is rounded up and the limit down, so that P stays within its limit for scores of
+// any size. scale_log2 > 0: the launcher sees to it.
 __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
     float block_max[2];
     bool moves = false;
@@ -510,8 +519,8 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
         for (int j = 1; j < kBlockN / 8; ++j) {
             value = fmaxf(value, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
         }
-        block_max[half] = value * scale_log2;
-        moves |= block_max[half] > rows.row_max[half] + kSlack;
+        block_max[half] = __fmul_ru(value, scale_log2);
+        moves |= block_max[half] > __fadd_rd(rows.row_max[half], kSlack);
     }
     moves = __any_sync(0xffffffff, moves);
     if (moves) {
@@ -519,7 +528,7 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
         for (int half = 0; half < 2; ++half) {
             const float previous = rows.row_max[half];
             rows.row_max[half] = fmaxf(previous, quad_max(block_max[half]));
-            rows.correction[half] = exp2_approx(previous - rows.row_max[half]);
+            rows.correction[half] = rescale_factor(previous, rows.row_max[half]);
             rows.row_sum[half] *= rows.correction[half];
         }
     }
@@ -558,7 +567,7 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
         factor[half] = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
         if (params.lse != nullptr && lane % 4 == 0 && is_row(params, row)) {
             store_global_32(params.lse + row_offset(params, tile, row, 1, params.lse_head_stride),
-                            (rows.row_max[half] + log2_approx(row_sum)) * kLn2);
+                            natural_lse(rows.row_max[half], row_sum));
         }
     }
 }

@@ -36,11 +36,9 @@ constexpr int kKOffset = kBlockM * kRowBytes;
 constexpr int kVOffset = kKOffset + kBlockN * kRowBytes;
 constexpr int kSharedBytes = kVOffset + kBlockN * kRowBytes;
 
-constexpr float kLn2 = 0.6931471805599453f;
 // fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
 // factor cancels in O / row_sum and in the LSE.
 constexpr float kPBias = 7.0f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
@@ -218,6 +216,17 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
         if (first + kRowsPerPass < kBlockM) source += kRowsPerPass * params.q_row_stride;
         opaque(source);
     }
+}
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
 }
 
 __device__ __forceinline__ float quad_max(float value) {
@@ -472,7 +481,7 @@ __device__ __forceinline__ void store_results(const Params& params, const Tile& 
     for_each_row(params, tile, rows, warp, lane, [&](int row, const RowTile& of_row, int row8) {
         if (params.lse != nullptr && lane % 4 == 0) {
             store_global_32(params.lse + row_index(params, tile, row),
-                            (of_row.row_max[row8] + log2_approx(of_row.row_sum[row8])) * kLn2);
+                            natural_lse(of_row.row_max[row8], of_row.row_sum[row8]));
         }
         element* out = params.out + tile.batch * params.out_batch_stride +
                        row_offset(params, tile, row, params.out_row_stride, params.out_head_stride) + lane % 4 * 2;
@@ -499,8 +508,8 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
                 largest = fmaxf(largest, fmaxf(scores[i][j][2 * row8], scores[i][j][2 * row8 + 1]));
             }
             const float previous = rows[i].row_max[row8];
-            rows[i].row_max[row8] = fmaxf(previous, fmaf(quad_max(largest), scale_log2, -kPBias));
-            const float correction = exp2_approx(previous - rows[i].row_max[row8]);
+            rows[i].row_max[row8] = fmaxf(previous, __fmaf_ru(quad_max(largest), scale_log2, -kPBias));
+            const float correction = rescale_factor(previous, rows[i].row_max[row8]);
             rows[i].row_sum[row8] *= correction;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {

@@ -28,9 +28,6 @@ constexpr int kPartsAtOnce = 5;                      // parts that a warp has on
 constexpr int kSumsOffset = kWarps * kHeadDimV * 4;  // shared memory: O of each warp, then row_max and row_sum of each
 constexpr int kSharedBytes = kSumsOffset + kWarps * 8;
 
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score
-
 static_assert(kHeadDimV % 8 == 0 && kRowThreads * kWarps <= kThreads, "a row for each warp can be stored at once");
 static_assert(kSharedBytes == 2080, "launcher and kernel agree on shared memory");
 
@@ -66,6 +63,17 @@ static_assert(offsetof(Params, group_size) == 88 && offsetof(Params, rows_q) == 
 static_assert(offsetof(Params, seqlen_q) == 100 && offsetof(Params, seqlen_kv) == 104 && offsetof(Params, head_dim_v) == 108);
 static_assert(offsetof(Params, num_shares) == 112 && offsetof(Params, head_sets_log2) == 116);
 static_assert(offsetof(Params, heads_per_set) == 120 && offsetof(Params, group_size_divisor) == 128);
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
 
 // A tile of the kernel before this one: kBlockM rows of queries.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -322,8 +330,8 @@ struct Sums {
 
 __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, const uint4 (&output)[kLaneVectors]) {
     const float larger = fmaxf(sums.row_max, row_max);
-    const float own_factor = exp2_approx(sums.row_max - larger);
-    const float other_factor = exp2_approx(row_max - larger);
+    const float own_factor = rescale_factor(sums.row_max, larger);
+    const float other_factor = rescale_factor(row_max, larger);
     sums.row_max = larger;
     sums.row_sum = sums.row_sum * own_factor + row_sum * other_factor;
 #pragma unroll
@@ -393,7 +401,7 @@ __device__ __forceinline__ void store_row(const Params& params, const Tile& tile
 #pragma unroll
     for (int i = 0; i < kTeam; ++i) {
         const int warp = first + i;
-        const float factor = exp2_approx(__uint_as_float(load_shared_32(smem + kSumsOffset + warp * 8)) - row_max);
+        const float factor = rescale_factor(__uint_as_float(load_shared_32(smem + kSumsOffset + warp * 8)), row_max);
         row_sum += __uint_as_float(load_shared_32(smem + kSumsOffset + warp * 8 + 4)) * factor;
         const uint4 low = load_shared_128(smem + (warp * kHeadDimV + first_element) * 4);
         const uint4 high = load_shared_128(smem + (warp * kHeadDimV + first_element) * 4 + 16);
@@ -411,7 +419,7 @@ __device__ __forceinline__ void store_row(const Params& params, const Tile& tile
                                            pack<element>(output[6] * factor, output[7] * factor)});
     if (params.lse != nullptr && thread == 0) {
         float* lse = params.lse + row_offset(params, tile, row, 1, params.lse_head_stride);
-        store_global_32(lse, (row_max + log2_approx(row_sum)) * kLn2);
+        store_global_32(lse, natural_lse(row_max, row_sum));
     }
 }
 

@@ -24,9 +24,6 @@ constexpr int kVectors = kHeadDimV / 4;             // of a row of O in fp32
 constexpr int kLaneVectors = (kVectors + 31) / 32;  // of them, those of a lane
 constexpr int kPartsAtOnce = 4;                     // parts that a warp has on their way from global memory
 
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score
-
 static_assert(kHeadDimV % 4 == 0, "a lane stores four elements of a row");
 
 struct Params {
@@ -67,6 +64,17 @@ static_assert(offsetof(Params, head_dim_v) == 112 && offsetof(Params, num_row_bl
 static_assert(offsetof(Params, num_tiles) == 120 && offsetof(Params, num_shares) == 124);
 static_assert(offsetof(Params, num_heads_divisor) == 128 && offsetof(Params, num_row_blocks_divisor) == 136);
 static_assert(offsetof(Params, group_size_divisor) == 144 && offsetof(Params, diagonal_offset) == 152);
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -270,8 +278,8 @@ struct Sums {
 
 __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, const uint4 (&output)[kLaneVectors]) {
     const float larger = fmaxf(sums.row_max, row_max);
-    const float own_factor = exp2_approx(sums.row_max - larger);
-    const float other_factor = exp2_approx(row_max - larger);
+    const float own_factor = rescale_factor(sums.row_max, larger);
+    const float other_factor = rescale_factor(row_max, larger);
     sums.row_max = larger;
     sums.row_sum = sums.row_sum * own_factor + row_sum * other_factor;
 #pragma unroll
@@ -326,7 +334,7 @@ __device__ __forceinline__ void store_row(const Params& params, const Row& row, 
     }
     if (params.lse != nullptr && lane == 0) {
         const int64_t lse_row = row.batch * params.lse_batch_stride + row.head * params.lse_head_stride + row.row_in_entry;
-        store_global_32(params.lse + lse_row, (sums.row_max + log2_approx(sums.row_sum)) * kLn2);
+        store_global_32(params.lse + lse_row, natural_lse(sums.row_max, sums.row_sum));
     }
 }
 

@@ -20,8 +20,6 @@ constexpr int kWarps = 4;  // each has a row
 // fp16 P loses bits below 2^-14. With row_max kPBias below the true maximum P is 2^kPBias larger, so fewer P are subnormal. The factor
 // cancels in O / row_sum and in the LSE.
 constexpr float kPBias = 7.0f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
-constexpr float kLn2 = 0.6931471805599453f;
 
 struct Params {
     float* scores;                        // (batch, num_heads_q, seqlen_q, row_keys(params)), contiguous: S, and then P
@@ -35,6 +33,17 @@ struct Params {
 static_assert(sizeof(Params) == 40 && offsetof(Params, scores) == 0 && offsetof(Params, row_sum) == 8);
 static_assert(offsetof(Params, lse) == 16 && offsetof(Params, seqlen_q) == 24 && offsetof(Params, seqlen_kv) == 28);
 static_assert(offsetof(Params, num_row_blocks) == 32 && offsetof(Params, scale_log2) == 36);
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
 
 // Floats of a row of S: one for each key, rounded up to whole 16-byte chunks of P.
 __device__ __forceinline__ int row_keys(const Params& params) { return (params.seqlen_kv + 7) / 8 * 8; }
@@ -79,7 +88,8 @@ naive_softmax_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
     element* p = reinterpret_cast<element*>(s);
     const int chunks = row_keys(params) / 8;
 
-    // The maximum, in the log2 domain: an element of P is 2^(score * scale_log2 - row_max).
+    // The maximum, in the log2 domain: an element of P is 2^(score * scale_log2 - row_max). Rounded up, so that P stays within its limit
+    // for scores of any size.
     float largest = -INFINITY;
     for (int chunk = lane; chunk < chunks; chunk += 32) {
         float scores[8];
@@ -87,7 +97,7 @@ naive_softmax_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) largest = fmaxf(largest, scores[i]);
     }
-    const float row_max = fmaxf(kNoRowMax, fmaf(warp_max(largest), params.scale_log2, -kPBias));
+    const float row_max = fmaxf(kNoRowMax, __fmaf_ru(warp_max(largest), params.scale_log2, -kPBias));
 
     // P and its sum. A masked score, and with it a key past the last one, becomes 0.
     float sum = 0.0f;
@@ -113,6 +123,6 @@ naive_softmax_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
         const int64_t index = int64_t(head_of_batch) * params.seqlen_q + row;
         store_global_32(params.row_sum + index, sum);
         // lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing.
-        if (params.lse != nullptr) store_global_32(params.lse + index, (row_max + log2_approx(sum)) * kLn2);
+        if (params.lse != nullptr) store_global_32(params.lse + index, natural_lse(row_max, sum));
     }
 }

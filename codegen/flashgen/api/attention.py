@@ -124,8 +124,10 @@ def attention(
         FlashAttention-1; v2 are the kernels for every GPU since Ampere, v3 those for Hopper. None: the
         fastest. Results differ only in rounding. The CPU path checks the name and ignores it.
 
-    Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf. A
-    GPU may give infinities or NaN for scaled scores above 1e7 in size in fp16, above 1e9 in bf16 and fp32.
+    Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
+    Finite scores give finite results, whatever their size. Where all that a row sees has scaled scores beyond
+    1e7 in size in fp16, 1e9 in bf16 and fp32, as a finite mask of -1e10 makes them, fp32 no longer tells them
+    apart: a GPU may give 0 for that row, with an LSE of -inf, in place of a mean of v.
 
     Where a tensor of PyTorch, q, k or v, requires a gradient, autograd records the call. It refuses one with
     out, stream or a KVCache, and a mask or an array of a score that requires a gradient itself. torch.compile

@@ -88,6 +88,13 @@ def _of_kv_head(problem: BackwardProblem, call: Call, task: tuple[int, int]) -> 
     store(call.dv[batch, :, kv_head], dv, problem)
 
 
+def _rounded_up(lse: np.ndarray) -> np.ndarray:
+    """The LSE plus what its rounding may have taken from it, as kernels have it, so that P <= softmax: large
+    LSEs in fp32 would make P many times too large.
+    """
+    return lse + np.maximum(np.float32(2.0**-21) * np.abs(lse) - np.float32(2.0**-18), 0)
+
+
 def _of_rows(
     problem: BackwardProblem,
     call: Call,
@@ -114,7 +121,7 @@ def _of_rows(
     lse = call.lse[batch, heads, part].reshape(-1)
     # The P of a row that sees nothing is exp(-inf); its dlse, which may be infinite or NaN, has no effect.
     sees_nothing = np.isneginf(lse)
-    lse = np.where(sees_nothing, np.float32(np.inf), lse)
+    lse = np.where(sees_nothing, np.float32(np.inf), _rounded_up(lse))
     delta[sees_nothing] = 0
 
     dq = np.zeros_like(queries)
@@ -139,6 +146,7 @@ def _of_rows(
             modified = np.broadcast_to(at.value(np, p.reshape(whole)), whole)  # a constant is one number
             p = np.array(modified, np.float32).reshape(p.shape)
         p -= lse[:, None]
+        np.minimum(p, 0, out=p)  # a score may be larger here than in the forward pass, by its rounding
         np.exp(p, out=p)
         if hidden is not None:
             np.copyto(p.reshape(whole), 0, where=hidden)

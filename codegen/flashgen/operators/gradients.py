@@ -7,7 +7,7 @@ The bound. With the names of `backward` and of `reference`, D_i = sum_c |o_ic do
 v_jc|, u the unit roundoff of the dtype, and ds_ij = p_ij (do_i v_j - delta_i) f'_ij, where f' is the
 derivative of a score modification, 1 without one:
 
-    r_i = 2 e_i + 2^-22 (S_i + |lse_i|)
+    r_i = 2 e_i + 2^-22 (S_i + 3 |lse_i|)
     x_ij = |ds_ij| r_i + |f'_ij| p_ij (2^-21 (G_ij + D_i + |dlse_i|) + e_i sum_j p_ij G_ij)
            + |error of f'_ij| p_ij |do_i v_j - delta_i|
     |error of dv_j| <= 1.05 u (sum_i p_ij |do_i| + |dv_j|) + sum_i (p_ij (r_i + w) + least) |do_i| + least_out
@@ -19,7 +19,8 @@ derivative of a score modification, 1 without one:
 - u p D: delta is made from the result of the forward call, which was rounded. An error of P there moves delta
   by p_ij (do_i v_j), which does not exceed sum_j |ds_ij| + |delta_i|.
 - 1.05: products of two errors, and sums by tensor cores, as in `reference`.
-- r: p = exp(s - lse) is wrong by the errors of s, of the lse of the forward call, and of that of exp.
+- r: p = exp(s - lse) is wrong by the errors of s, of the lse of the forward call, and of that of exp. 2^-21
+  |lse|: kernels add this much to lse, so that its rounding never makes p too large.
 - 2^-21 (G + D + |dlse|): the sums over head_dim and their difference, in fp32. e sum p G: the error of the
   forward result in fp32.
 - w = 2^-19 + 2^-24 sqrt(m): sums of m terms in fp32, as in `reference`.
@@ -230,7 +231,7 @@ def _chain_rule(
     ds = p * terms * slope
     weight = p * xp.abs(slope)
 
-    factor = 2 * row.error + 2.0**-22 * (row.size + xp.abs(lse))
+    factor = 2 * row.error + 2.0**-22 * (row.size + 3 * xp.abs(lse))
     wrong = 2.0**-21 * (size_g + size_d + abs(dlse))
     wrong = wrong + row.error * xp.sum(p * size_g, axis=-1, keepdims=True)
     wrong_ds = xp.abs(ds) * factor + weight * wrong + slope_error * p * xp.abs(terms)

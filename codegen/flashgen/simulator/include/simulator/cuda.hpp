@@ -102,6 +102,21 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
+// a b + c, rounded up. The product is exact in double; the error of the sum is found exactly, too (Knuth's two-sum).
+inline float __fmaf_ru(float a, float b, float c) {
+    const double product = double(a) * b;
+    const double sum = product + c;
+    const float nearest = static_cast<float>(sum);
+    if (!std::isfinite(sum)) return nearest;
+    const double of_c = sum - product;
+    const double error = (product - (sum - of_c)) + (c - of_c);
+    const bool below = nearest < sum || (nearest == sum && error > 0.0);
+    return below ? std::nextafter(nearest, HUGE_VALF) : nearest;
+}
+inline float __fmul_ru(float a, float b) { return __fmaf_ru(a, b, -0.0f); }
+inline float __fsub_ru(float a, float b) { return __fmaf_ru(a, 1.0f, -b); }
+inline float __fadd_rd(float a, float b) { return -__fmaf_ru(-a, 1.0f, -b); }
+
 inline size_t __cvta_generic_to_shared(
     const void* pointer, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     return flashgen::simulator::to_shared_window(pointer, where);
