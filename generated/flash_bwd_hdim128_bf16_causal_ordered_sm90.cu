@@ -28,11 +28,13 @@ constexpr int kStages = 2;  // buffers of Q, and of dO
 constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 keys each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
-// Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
-// thread, in units of 8.
+// Registers of a thread. setmaxnreg moves registers between the warpgroups of a thread block. At launch a thread has at most an equal share of
+// 65,536 registers, rounded down to a multiple of 8. ptxas lowers it to kConsumerRegisters where the share is larger.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
+static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
 
 // K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
 constexpr int kPanelColumns = 64;
@@ -61,7 +63,6 @@ static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumer
 static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
 static_assert(kDsBytes <= kKBytes + kVBytes, "the first step has K and V in place of dS");
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
 static_assert(kSharedBytes + 1024 == 165960, "launcher and kernel agree on shared memory");
 
 struct Params {

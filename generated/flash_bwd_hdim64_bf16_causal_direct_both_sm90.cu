@@ -39,9 +39,8 @@ constexpr int kThreads = 2 * kTileThreads;
 constexpr int kMinBlocks = 1;  // thread blocks of a multiprocessor that registers leave room for
 constexpr int kValueWarps = 2;  // the last ones of the producer, which prepare lse_log2 and delta
 
-// Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
-// thread of kMinBlocks thread blocks, in units of 8.
-// Each tile has half of them.
+// Registers of a thread. setmaxnreg moves registers between the warpgroups of a tile. At launch each thread of the multiprocessor's
+// kMinBlocks thread blocks has an equal share of 65,536 registers, rounded down to a multiple of 8.
 constexpr int kLaunchRegisters = 65536 / (kMinBlocks * kThreads) / 8 * 8;
 constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
@@ -77,6 +76,7 @@ static_assert(kStages >= 2, "rows of the next step are awaited before those of t
 static_assert(kStages * kBlockM >= kBlockN, "O, LSE and delta of a tile of queries fit where those of the stages are");
 static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kConsumerRegisters >= kProducerRegisters && kConsumerRegisters <= 256, "what setmaxnreg takes");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
 static_assert(kSharedBytes + 1024 == 185344, "launcher and kernel agree on shared memory");
 
 struct Params {

@@ -29,11 +29,13 @@ constexpr int kDoutStages = 2;  // of dO
 constexpr int kConsumers = 2;  // warpgroup 1 computes S, P and dV, 2 computes dP, dS and dK, each some columns of dQ
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
-// Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
-// thread, in units of 8.
+// Registers of a thread. setmaxnreg moves registers between the warpgroups of a thread block. At launch a thread has at most an equal share of
+// 65,536 registers, rounded down to a multiple of 8. ptxas lowers it to kConsumerRegisters where the share is larger.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
+static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
 
 // K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
 constexpr int kPanelColumns = 64;
@@ -64,7 +66,6 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 3 * kStages);
 
 static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
 static_assert(kSharedBytes + 1024 == 157760, "launcher and kernel agree on shared memory");
 
 struct Params {

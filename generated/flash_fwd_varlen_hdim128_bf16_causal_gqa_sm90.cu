@@ -30,9 +30,13 @@ constexpr int kStages = 3;  // K buffers, and V buffers
 constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
-// Registers of a thread, by setmaxnreg. 65,536 registers a SM are 512 for each of a warpgroup's 128 threads, shared by all warpgroups.
+// Registers of a thread. setmaxnreg moves registers between the warpgroups of a thread block. At launch a thread has at most an equal share of
+// 65,536 registers, rounded down to a multiple of 8. ptxas lowers it to kConsumerRegisters where the share is larger.
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 160;
+static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
 
 // Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
 
@@ -54,7 +58,6 @@ constexpr int kSharedBytes = kTileOffset + kQStages * kTileBytes;
 
 static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512, "the register file");
 static_assert(kSharedBytes + 1024 == 197864, "launcher and kernel agree on shared memory");
 
 struct Params {

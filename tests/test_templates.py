@@ -6,14 +6,24 @@ import re
 import pytest
 
 from flashgen import paths
+from flashgen.errors import CompileError
 from flashgen.source.render import render
 from flashgen.spec.load import load_specs
+from flashgen.toolchain.compile import compile_ptx
 
 HEADERS = sorted((paths.templates_dir() / "include" / "flashgen").glob("*.cuh"))
 ASM = re.compile(r"\basm\b( volatile)?\s*\((.*?)\);", re.DOTALL)
 # What a kernel has besides its header: the matrix instructions of its shapes.
 IN_KERNEL = re.compile(r"^#ifndef FLASHGEN_SIMULATOR.*?^#endif$", re.DOTALL | re.MULTILINE)
 COMMITTED = [variant for spec in load_specs() for variant in spec.variants() if variant.committed]
+# Of each template for Hopper a variant of each size of thread block, with a dense mask and without.
+SIZES = {
+    (v.template, v.threads, v.mask_type == "dense"): v
+    for spec in load_specs()
+    for v in spec.variants()
+    if v.target == "sm90" and v.is_main
+}
+TRADES = [variant for variant in SIZES.values() if "setmaxnreg" in render(variant)]
 
 
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
@@ -55,3 +65,21 @@ def test_a_kernel_reads_each_of_its_parameters(spec, fresh_seed):
         if names:
             unread[variant.name] = names
     assert unread == {}
+
+
+@pytest.mark.parametrize("variant", TRADES, ids=str)
+def test_a_kernel_that_asks_for_more_registers_than_its_launch_has_does_not_compile(variant):
+    """On a GPU its consumers would wait for ever."""
+    pytest.importorskip("cupy", reason="NVRTC evaluates the assertions")
+    blocks = dict(variant.tile).get("min_blocks", 1)
+    warpgroups = variant.threads // 128 // variant.grid.kinds  # that trade registers with each other
+    at_launch = min(65536 // (blocks * variant.threads) // 8 * 8, 240)
+    # One unit of 8 registers more than the warpgroups have together.
+    consumer = min(at_launch + 8, 240)
+    registers = {"Producer": warpgroups * at_launch - (warpgroups - 1) * consumer + 8, "Consumer": consumer}
+    source = render(variant)
+    for role, count in registers.items():
+        source, found = re.subn(rf"(constexpr int k{role}Registers = ).*;", rf"\g<1>{count};", source)
+        assert found == 1
+    with pytest.raises(CompileError, match="static assertion failed"):
+        compile_ptx(source, variant.name, "sm_90a")
