@@ -85,17 +85,21 @@ __device__ __forceinline__ void store(element* destination, const float (&values
                       pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
 }
 
-// In place of the whole grid before this one, a thread block awaits that grid's blocks of its own head. So dQ of most heads is rounded on
-// multiprocessors that the last blocks of that grid leave idle. A counter is never an old one: this grid begins when all blocks of the main
-// one have come to launch_dependents, behind their wait for the preprocess kernel, which has reset the counters. PTX does not promise that
-// order; the zeros are in L2 by then, where an acquire reads.
+// A thread block awaits the main kernel's thread blocks of its own head, not that whole grid. So dQ of most heads is rounded on multiprocessors
+// that the last thread blocks of the main kernel leave idle. The acquire makes what those thread blocks have added to dQ visible here.
+//
+// No thread block may take the count of an earlier call for that of this one. The preprocess kernel resets the counters. It has ended when this
+// grid starts: all thread blocks of the main kernel have come to launch_dependents by then, after their wait for the preprocess kernel. PTX
+// promises that the zeros are visible after griddepcontrol.wait, which only the last thread block executes. The others rely on the hardware: the
+// zeros are in L2 when the preprocess kernel has ended, and an acquire reads L2.
 __device__ __forceinline__ void await_added(const Params& params, int head_of_batch) {
     if (threadIdx.x == 0) {
         const int32_t* added = params.added + head_of_batch / params.heads_per_part;
         while (int(load_acquire_32(added)) != params.key_blocks_of_head) {}
     }
     __syncthreads();
-    // The last block also awaits the whole grid. The next grid begins when all blocks of this one have come here, so behind the main one.
+    // The last thread block also waits for the whole main kernel. The next grid starts when all thread blocks of this one have come here, so
+    // after the main kernel has ended.
     if (block_index() == int(gridDim.x) - 1) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
 }

@@ -62,7 +62,7 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (1 + 3 * kStages);
 static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
 static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
-static_assert(kDsBytes <= kKBytes + kVBytes, "the first step has K and V in place of dS");
+static_assert(kDsBytes <= kKBytes + kVBytes, "the first step reads what is loaded, K and perhaps V, as dS");
 static_assert(kSharedBytes + 1024 == 166968, "launcher and kernel agree on shared memory");
 
 struct Params {
@@ -759,8 +759,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
 
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
         mma_gradient(dv, packed_p, dout_smem);
-        // dQ of the step before. The first step has none before it: it runs the MMAs on K and V, where dS would be, and discards their
-        // result, since with conditional MMAs ptxas would serialise all of them.
+        // dQ of the step before. The first step has no dS before it. It runs the same MMAs, reads shared memory from K on as dS, and discards
+        // the result: with conditional MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         float* own_dq = dq_of(previous);
@@ -827,8 +827,8 @@ flash_bwd_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params params) {
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
 
     const KeyBlock block = find_key_block(params, block_index());

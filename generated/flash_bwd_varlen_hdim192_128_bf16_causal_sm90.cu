@@ -66,6 +66,7 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 3 * kStages);
 
 static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");
+static_assert(kDsBytes <= kKBytes && kDoutBytes <= kKBytes && kQBytes <= kKBytes, "K is read in place of dS, dO and Q");
 static_assert(kSharedBytes + 1024 == 157760, "launcher and kernel agree on shared memory");
 
 struct Params {
@@ -863,7 +864,8 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& bl
         PackedScores packed_p;
         packed_p.set(p);
 
-        // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
+        // The first step has no dS before it. It runs the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs
+        // ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
         float dq[kDqColumns / 2];
@@ -881,7 +883,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& bl
         pin_registers(dq);
         if (i > 0) add_dq(own_dq, dq, (kDqPanelsOfDv - 1) * kPanelTiles);
 
-        // S of the next step. The last step runs these MMAs on K alone and discards their result.
+        // S of the next step. The last step has no step after it. It runs the same MMAs, reads K in place of Q, and discards the result.
         RingPosition<kStages> next = ring;
         next.advance();
         const bool is_last = i + 1 == count;
@@ -961,7 +963,8 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& bl
         // p_full implies that all warps have written dS of step i - 1 and finished reading that of step i - 2, whose buffer step i takes.
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_row, lane);
 
-        // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
+        // The first step has no dS before it. It runs the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs
+        // ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         // The first of the two panels has the registers of dS, which is packed.
@@ -980,7 +983,8 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& bl
         pin_registers(dq);
         if (i > 0) add_dq(own_dq, dq, kPanelTiles);
 
-        // dP of the next step. The last step runs these MMAs on K alone and discards their result: the other consumer may be storing dV over V.
+        // dP of the next step. The last step has no step after it. It runs the same MMAs, reads K in place of V and dO in shared memory, and
+        // discards the result: the other consumer may be storing dV over V.
         RingPosition<kStages> next = ring;
         next.advance();
         const RingPosition<kStages>& dout_ring = next;
@@ -1038,8 +1042,8 @@ flash_bwd_varlen_hdim192_128_bf16_causal_sm90(const __grid_constant__ Params par
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
 
     const KeyBlock block = load_key_block(params, block_index());

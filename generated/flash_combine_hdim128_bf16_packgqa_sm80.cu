@@ -42,7 +42,7 @@ struct Params {
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t seqlen_q;
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
-    int32_t num_row_blocks;               // rows of one head, as a tile is one row
+    int32_t num_row_blocks;               // rows of one head of the grid, as a tile is one row
     int32_t num_tiles;                    // rows of all heads
     int32_t kv_blocks_per_tile;
     int32_t kv_blocks_per_share;

@@ -84,7 +84,7 @@ struct Params {
     int32_t seqlen_kv;
     int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and out
-    int32_t num_row_blocks;               // tiles of one head
+    int32_t num_row_blocks;               // tiles of one head of the grid
     int32_t first_kv_block;               // KV block of a sequence with which its tiles begin
     int32_t kv_blocks_per_tile;
     int32_t kv_blocks_per_share;          // of one thread block; the last may have fewer
@@ -115,7 +115,7 @@ static_assert(offsetof(Params, heads_per_set) == 200 && offsetof(Params, heads_p
 static_assert(offsetof(Params, num_row_blocks_divisor) == 216 && offsetof(Params, group_size_divisor) == 224);
 static_assert(offsetof(Params, kv_blocks_per_tile_divisor) == 232 && offsetof(Params, scale_log2) == 240);
 
-// A tile: kBlockM rows of queries of a head.
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
@@ -778,8 +778,8 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
 
     // Q is copied ahead of K and V, so that it does not queue behind their copies.

@@ -91,7 +91,7 @@ struct Params {
     int32_t head_dim_v;                   // likewise, of v and out
     int32_t num_heads_q;
     int32_t num_heads_kv;
-    int32_t num_row_blocks;               // tiles of one head
+    int32_t num_row_blocks;               // tiles of one head of the grid
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t num_row_blocks_divisor;
     uint64_t group_size_divisor;
@@ -111,7 +111,7 @@ static_assert(offsetof(Params, num_heads_kv) == 160 && offsetof(Params, num_row_
 static_assert(offsetof(Params, num_heads_divisor) == 168 && offsetof(Params, num_row_blocks_divisor) == 176);
 static_assert(offsetof(Params, group_size_divisor) == 184 && offsetof(Params, scale_log2) == 192);
 
-// A tile: kBlockM rows of queries of a head.
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
@@ -706,8 +706,8 @@ flash_decode_hdim128_bf16_packgqa_sm90(const __grid_constant__ Params params) {
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
     const Tile tile = start.tile;
     Fetch fetch = start.fetch;

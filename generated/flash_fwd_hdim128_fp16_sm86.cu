@@ -10,7 +10,8 @@
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
-// A thread block has kBlockM rows of queries of a head and takes them through the KV blocks that they attend to, the last one first:
+// A thread block has kBlockM rows of queries that attend to the keys of one kv head. It takes them through the KV blocks that they attend to,
+// the last one first:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -74,7 +75,7 @@ struct Params {
     int32_t seqlen_kv;
     int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and out
-    int32_t num_row_blocks;               // tiles of one head
+    int32_t num_row_blocks;               // tiles of one head of the grid
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
@@ -98,7 +99,7 @@ static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_head
 static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
 static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, scale_log2) == 208);
 
-// A tile: kBlockM rows of queries of a head.
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
 struct Tile {
     int batch;
     int head;
@@ -710,8 +711,8 @@ flash_fwd_hdim128_fp16_sm86(const __grid_constant__ Params params) {
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
 
     main_loop(params, tile, blocks, rows, smem, warp, lane);

@@ -10,8 +10,8 @@
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// A tile is kBlockM rows of queries of a head. A thread block takes tile after tile through the KV blocks that its rows attend to, the
-// last one first:
+// A tile is kBlockM rows of queries that attend to the keys of one kv head. A thread block takes tile after tile through the KV blocks that
+// its rows attend to, the last one first:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -70,8 +70,8 @@ struct Params {
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t num_tiles;
-    int32_t num_row_blocks;               // tiles of one head
-    int32_t rows_ahead;                   // rows of a head's first tile ahead of its first query
+    int32_t num_row_blocks;               // tiles of one head of the grid
+    int32_t rows_ahead;                   // rows of a head's first tile ahead of its first query, a multiple of 64
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
@@ -85,7 +85,7 @@ static_assert(offsetof(Params, rows_ahead) == 544 && offsetof(Params, heads_per_
 static_assert(offsetof(Params, num_sections) == 552 && offsetof(Params, diagonal_offset) == 556);
 static_assert(offsetof(Params, scale_log2) == 560);
 
-// A tile: kBlockM rows of queries of a head.
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
 struct Tile {
     int batch;
     int head;
@@ -110,8 +110,8 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     tile.batch = head_of_batch / num_heads;
     tile.head = head_of_batch - tile.batch * num_heads;
     tile.kv_head = tile.head;
-    // Where the last tile is whole and the first is not, the missing rows are those with the fewest keys, and tiles become
-    // shorter by the same from one to the next.
+    // Where rows_ahead is not 0, the last tile ends with the last unit of 64 rows that has a query. The first tile lacks units in its place: its
+    // rows attend to the fewest keys.
     tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM - params.rows_ahead;
     return tile;
 }
@@ -431,7 +431,7 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Whether a tile's row is one of the head's.
+// Whether a row of a tile is that of a query.
 __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row >= 0 && row < num_rows(params);
 }
@@ -477,8 +477,8 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
     fence_proxy_async();  // TMA would not see the writes otherwise
     barrier_sync(kStoreBarrier + consumer, 128);
-    // A TMA load may start at a negative row; a TMA store may not: it is an illegal instruction (docs/tuning.md). Such a warpgroup has
-    // no rows to store.
+    // A TMA load may start at a negative row; a TMA store may not: it is an illegal instruction (docs/tuning.md). The first tile begins a
+    // multiple of 64 rows ahead of the first query, so a warpgroup that begins there has no rows to store.
     const bool stores = threadIdx.x % 128 == 0 && tile.first_row + 64 * consumer >= 0;
     if (stores) {
 #pragma unroll
@@ -600,7 +600,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const Tile tile = find_tile(params, tiles.index);
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
         int block = blocks.last;
-        // The KV blocks of which this warpgroup's own rows see a key: none if they lie before the first query.
+        // The KV blocks of which this warpgroup's own rows see a key: none if they lie before the first query. The first tile begins a multiple
+        // of 64 rows ahead of that query, so all 64 rows lie before it, or none does.
         const int own_row = tile.first_row + 64 * consumer;
         const bool has_rows = own_row >= 0;
         const KvBlocks own = has_rows ? find_kv_blocks(params, own_row, 64) : KvBlocks{0, -1};
@@ -697,8 +698,8 @@ flash_fwd_hdim192_128_bf16_causal_sm90(const __grid_constant__ Params params) {
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {

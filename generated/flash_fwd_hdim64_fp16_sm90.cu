@@ -10,8 +10,8 @@
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// A tile is kBlockM rows of queries of a head. A thread block takes tile after tile through the KV blocks that its rows attend to, the
-// last one first:
+// A tile is kBlockM rows of queries that attend to the keys of one kv head. A thread block takes tile after tile through the KV blocks that
+// its rows attend to, the last one first:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -70,7 +70,7 @@ struct Params {
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t num_tiles;
-    int32_t num_row_blocks;               // tiles of one head
+    int32_t num_row_blocks;               // tiles of one head of the grid
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
@@ -82,7 +82,7 @@ static_assert(offsetof(Params, num_tiles) == 536 && offsetof(Params, num_row_blo
 static_assert(offsetof(Params, heads_per_section) == 544 && offsetof(Params, num_sections) == 548);
 static_assert(offsetof(Params, scale_log2) == 552);
 
-// A tile: kBlockM rows of queries of a head.
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
 struct Tile {
     int batch;
     int head;
@@ -416,7 +416,7 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Whether a tile's row is one of the head's.
+// Whether a row of a tile is that of a query.
 __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
@@ -667,8 +667,8 @@ flash_fwd_hdim64_fp16_sm90(const __grid_constant__ Params params) {
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {

@@ -10,8 +10,8 @@
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// A tile is kBlockM rows of queries of a head. A thread block takes tile after tile through the KV blocks that its rows attend to, the
-// last one first:
+// A tile is kBlockM rows of queries that attend to the keys of one kv head. A thread block takes tile after tile through the KV blocks that
+// its rows attend to, the last one first:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -98,7 +98,7 @@ static_assert(offsetof(Params, rows_kv) == 488 && offsetof(Params, batch_kv) == 
 static_assert(offsetof(Params, seqlen_kv) == 500 && offsetof(Params, head_dim_v) == 504);
 static_assert(offsetof(Params, diagonal_offset) == 508 && offsetof(Params, scale_log2) == 512);
 
-// A tile: kBlockM rows of queries of a head.
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
 struct Tile {
     int batch;
     int head;
@@ -554,7 +554,7 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Whether a tile's row is one of the head's.
+// Whether a row of a tile is that of a query.
 __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row >= 0 && row < num_rows(params);
 }
@@ -741,7 +741,8 @@ struct TileFinder {
         return sequence < params.batch_size ? (rows_of(params, sequence) + kBlockM - 1) / kBlockM : 0;
     }
 
-    // Where the last tile is whole and the first is not, the missing rows are those with the fewest keys.
+    // Where rows_ahead() is not 0, the last tile ends with the last unit of 64 rows that has a query. The first tile lacks units in its place: its
+    // rows attend to the fewest keys.
     __device__ static __forceinline__ int first_row(const Params& params, int sequence, int row_block) {
         return row_block * kBlockM - rows_ahead(params, rows_of(params, sequence));
     }
@@ -885,7 +886,8 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         };
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
         int block = blocks.last;
-        // The KV blocks of which this warpgroup's own rows see a key: none if they lie before the first query.
+        // The KV blocks of which this warpgroup's own rows see a key: none if they lie before the first query. The first tile begins a multiple
+        // of 64 rows ahead of that query, so all 64 rows lie before it, or none does.
         const int own_row = tile.first_row + 64 * consumer;
         const bool has_rows = own_row >= 0;
         const KvBlocks own = has_rows ? find_kv_blocks(params, own_row, 64) : KvBlocks{0, -1};
@@ -994,8 +996,8 @@ flash_fwd_varlen_hdim128_bf16_causal_gqa_sm90(const __grid_constant__ Params par
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {

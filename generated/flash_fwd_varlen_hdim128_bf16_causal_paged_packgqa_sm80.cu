@@ -10,7 +10,8 @@
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
-// A thread block has kBlockM rows of queries of a head and takes them through the KV blocks that they attend to, the last one first:
+// A thread block has kBlockM rows of queries that attend to the keys of one kv head. It takes them through the KV blocks that they attend to,
+// the last one first:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -108,7 +109,7 @@ static_assert(offsetof(Params, num_heads_divisor) == 224 && offsetof(Params, gro
 static_assert(offsetof(Params, page_size_divisor) == 240 && offsetof(Params, diagonal_offset) == 248);
 static_assert(offsetof(Params, scale_log2) == 252);
 
-// A tile: kBlockM rows of queries of a head.
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
@@ -820,8 +821,8 @@ flash_fwd_varlen_hdim128_bf16_causal_paged_packgqa_sm80(const __grid_constant__ 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
 
     const RowBlock row_block = find_row_block(all, block_index(), lane);

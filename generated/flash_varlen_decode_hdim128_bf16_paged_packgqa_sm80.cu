@@ -118,7 +118,7 @@ static_assert(offsetof(Params, num_shares) == 236 && offsetof(Params, head_sets_
 static_assert(offsetof(Params, heads_per_set) == 244 && offsetof(Params, group_size_divisor) == 248);
 static_assert(offsetof(Params, page_size_divisor) == 256 && offsetof(Params, scale_log2) == 264);
 
-// A tile: kBlockM rows of queries of a head.
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
@@ -1062,8 +1062,8 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
     auto stage_address = [&](int stage) { return smem + kStageOffset + stage * kStageBytes; };
 
     const Start start = await_start(all, group, lane);
-    // Programmatic dependent launch: blocks of the next grid may now start wherever this one leaves room. It may rely on every grid before
-    // this one having ended.
+    // Programmatic dependent launch: the next grid may start once all thread blocks of this one have come here or ended. It may rely on every
+    // grid before this one having ended.
     griddepcontrol_launch_dependents();
 
     const Share share = start.share;

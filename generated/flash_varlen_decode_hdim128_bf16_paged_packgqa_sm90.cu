@@ -99,7 +99,7 @@ struct Params {
     int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and out
     int32_t num_heads_kv;
-    int32_t num_row_blocks;               // tiles of one head
+    int32_t num_row_blocks;               // tiles of one head of the grid
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t num_row_blocks_divisor;
     uint64_t group_size_divisor;
@@ -123,7 +123,7 @@ static_assert(offsetof(Params, num_row_blocks) == 220 && offsetof(Params, num_he
 static_assert(offsetof(Params, num_row_blocks_divisor) == 232 && offsetof(Params, group_size_divisor) == 240);
 static_assert(offsetof(Params, page_size_divisor) == 248 && offsetof(Params, scale_log2) == 256);
 
-// A tile: kBlockM rows of queries of a head.
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
@@ -911,8 +911,8 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90(const __grid_constant__ Para
 
     Start start = await_start(all, group);
     const Params& params = start.params;
-    // Programmatic dependent launch: blocks of the next grid may now start wherever this one leaves room. It may rely on every grid before
-    // this one having ended.
+    // Programmatic dependent launch: the next grid may start once all thread blocks of this one have come here or ended. It may rely on every
+    // grid before this one having ended.
     griddepcontrol_launch_dependents();
     if (start.tile.first_row >= num_rows(params)) {  // nor has another thread block of the cluster rows
         cluster_wait();

@@ -113,7 +113,7 @@ static_assert(offsetof(Params, seqlen_q) == 528 && offsetof(Params, seqlen_kv) =
 static_assert(offsetof(Params, num_shares) == 540 && offsetof(Params, diagonal_offset) == 544);
 static_assert(offsetof(Params, scale_log2) == 548);
 
-// A tile: kBlockM rows of queries of a head.
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
@@ -714,7 +714,7 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Whether a tile's row is one of the head's.
+// Whether a row of a tile is that of a query.
 __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
@@ -1172,8 +1172,8 @@ flash_varlen_split_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_constant_
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 from test_sections import CALL
 
 from flashgen.operators.masks import UNBOUNDED
+from flashgen.schedule.grid import rows_ahead
 from flashgen.schedule.visited import visited_keys
 from flashgen.spec.load import load_specs
 from problems import replace
@@ -63,6 +64,23 @@ def test_it_counts_the_blocks_with_a_visible_key(target, gqa, seqlen_q, seqlen_k
     assert most in (most_blocks * block_n, (most_blocks + 1) * block_n)
     assert mean == pytest.approx(sum(lengths) / len(lengths), abs=block_n)
     assert of_tile == pytest.approx(sum(tile_blocks) / len(tile_blocks) * block_n, abs=block_n)
+
+
+FROM_LAST_ROW = {
+    (v.spec, v.gqa, v.tile_value("block_m")): v
+    for spec in load_specs()
+    for v in spec.variants()
+    if v.grid.from_last_row
+}
+
+
+@pytest.mark.parametrize("variant", FROM_LAST_ROW.values(), ids=str)
+@given(st.integers(1, 700), st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16, 64]))
+def test_whole_warpgroups_of_the_first_tile_lie_ahead_of_its_first_query(variant, seqlen_q, group):
+    """The kernels take a warpgroup's 64 rows for rows of queries if the first one is."""
+    call = replace(CALL, seqlen_q=seqlen_q, num_heads_q=64 * group, num_heads_kv=64)
+    assert rows_ahead(call, variant) % 64 == 0
+    assert 0 <= rows_ahead(call, variant) < variant.tile_value("block_m")
 
 
 def test_of_many_row_blocks_a_sample_is_enough():
