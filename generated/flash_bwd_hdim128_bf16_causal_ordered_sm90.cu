@@ -329,13 +329,14 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
     wgmma_commit();
 }
 
-// P^T or dS^T of 64 keys, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+template <int kColumns>
 struct PackedScores {
-    uint32_t fragment[kBlockM / 16][4];
+    uint32_t fragment[kColumns / 16][4];
 
-    __device__ __forceinline__ void set(const float (&scores)[kBlockM / 2]) {
+    __device__ __forceinline__ void set(const float (&scores)[kColumns / 2]) {
 #pragma unroll
-        for (int step = 0; step < kBlockM / 16; ++step) {
+        for (int step = 0; step < kColumns / 16; ++step) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
@@ -346,7 +347,7 @@ struct PackedScores {
 
 // Starts dV += P^T dO or dK += dS^T Q, 64 keys x 128 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
 // eight queries, LBO to the next panel of columns.
-__device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores& scores, shared_address b_smem) {
+__device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
 #pragma unroll
@@ -432,7 +433,7 @@ __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float
 }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
-__device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
+__device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int query = 0; query < kBlockM; query += 16) {
@@ -761,7 +762,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         compute_p(p, lse, params.scale_log2);
         QueryValues delta;
         delta.load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, lane);
-        PackedScores packed_p, packed_ds;
+        PackedScores<kBlockM> packed_p, packed_ds;
         packed_p.set(p);
         mma_gradient(dv, packed_p, dout_smem);
         wgmma_wait<1>();

@@ -435,13 +435,14 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], HeldRow
     wgmma_commit();
 }
 
-// P^T or dS^T of 64 keys, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+template <int kColumns>
 struct PackedScores {
-    uint32_t fragment[kBlockM / 16][4];
+    uint32_t fragment[kColumns / 16][4];
 
-    __device__ __forceinline__ void set(const float (&scores)[kBlockM / 2]) {
+    __device__ __forceinline__ void set(const float (&scores)[kColumns / 2]) {
 #pragma unroll
-        for (int step = 0; step < kBlockM / 16; ++step) {
+        for (int step = 0; step < kColumns / 16; ++step) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
@@ -452,7 +453,7 @@ struct PackedScores {
 
 // Starts dV += P^T dO or dK += dS^T Q, 64 keys x 192 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
 // eight queries, LBO to the next panel of columns.
-__device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores& scores, shared_address b_smem) {
+__device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
 #pragma unroll
@@ -546,7 +547,7 @@ __device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p
 }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
-__device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
+__device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int query = 0; query < kBlockM; query += 16) {
@@ -863,7 +864,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         store_p(p, shared + kPOffset);
         __syncwarp();  // all lanes have written their P, and read LSE of the stage
         release(barriers.p_full());
-        PackedScores packed_p;
+        PackedScores<kBlockM> packed_p;
         packed_p.set(p);
 
         // The first step has no dS before it. It runs the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs
@@ -957,7 +958,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         mbarrier_wait(barriers.p_full(), i % 2);
         load_p(p, shared + kPOffset);
         compute_ds(ds, p, delta);
-        PackedScores packed_ds;
+        PackedScores<kBlockM> packed_ds;
         packed_ds.set(ds);
 
         // p_full of step i implies that ds_ready of step i - 1 is complete: all warps here have written dS of step i - 1, which the MMA of dQ

@@ -356,13 +356,14 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
     wgmma_commit();
 }
 
-// P^T or dS^T of 64 keys, or dS of 64 queries, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+template <int kColumns>
 struct PackedScores {
-    uint32_t fragment[kBlockM / 16][4];
+    uint32_t fragment[kColumns / 16][4];
 
-    __device__ __forceinline__ void set(const float (&scores)[kBlockM / 2]) {
+    __device__ __forceinline__ void set(const float (&scores)[kColumns / 2]) {
 #pragma unroll
-        for (int step = 0; step < kBlockM / 16; ++step) {
+        for (int step = 0; step < kColumns / 16; ++step) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
@@ -373,7 +374,7 @@ struct PackedScores {
 
 // Starts dV += P^T dO, dK += dS^T Q or dQ += dS K, 64 rows x 64 of a warpgroup. dO, Q or K is MN-major, its columns contiguous: SBO leads
 // to the next eight queries or keys, LBO to the next panel of columns.
-__device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& scores, shared_address b_smem) {
+__device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
 #pragma unroll
@@ -688,7 +689,7 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
         const int first_query = steps.block * kBlockM;
         if (needs_mask(first_query)) apply_mask(params, p, warp_key + lane / 4, first_query + lane % 4 * 2);
         compute_p(p, lse, params.scale_log2);
-        PackedScores packed_p, packed_ds;
+        PackedScores<kBlockM> packed_p, packed_ds;
         mbarrier_wait(barriers.delta_full(ring.stage), ring.parity);
         QueryValues delta;
         delta.load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, lane);
@@ -788,7 +789,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
         pin_registers(ds);
 #pragma unroll
         for (int j = 0; j < kBlockM / 2; ++j) ds[j] = p[j] * (ds[j] - delta[j / 2 % 2]);
-        PackedScores packed_ds;
+        PackedScores<kBlockM> packed_ds;
         packed_ds.set(ds);
         mma_gradient(dq, packed_ds, shared + kStepOffset + ring.stage * kStepBytes);
 

@@ -438,13 +438,14 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], HeldRow
     wgmma_commit();
 }
 
-// P^T or dS^T of 64 keys, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+template <int kColumns>
 struct PackedScores {
-    uint32_t fragment[kBlockM / 16][4];
+    uint32_t fragment[kColumns / 16][4];
 
-    __device__ __forceinline__ void set(const float (&scores)[kBlockM / 2]) {
+    __device__ __forceinline__ void set(const float (&scores)[kColumns / 2]) {
 #pragma unroll
-        for (int step = 0; step < kBlockM / 16; ++step) {
+        for (int step = 0; step < kColumns / 16; ++step) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
@@ -455,7 +456,7 @@ struct PackedScores {
 
 // Starts dV += P^T dO, 64 keys x 128 of a warpgroup. B is MN-major, its columns contiguous: SBO leads to the next eight queries, LBO to
 // the next panel of columns.
-__device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores& scores, shared_address b_smem) {
+__device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
 #pragma unroll
@@ -470,7 +471,7 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores& sc
 
 // Starts dK += dS^T Q, 64 keys x 192 of a warpgroup. B is MN-major, its columns contiguous: SBO leads to the next eight queries, LBO to
 // the next panel of columns.
-__device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores& scores, shared_address b_smem) {
+__device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
 #pragma unroll
@@ -625,7 +626,7 @@ __device__ __forceinline__ void clear_tail_of_step(const Params& params, const S
 }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
-__device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
+__device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int query = 0; query < kBlockM; query += 16) {
@@ -861,7 +862,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& bl
         store_p(p, shared + kPOffset);
         __syncwarp();  // all lanes have written their P, and read LSE of the stage
         release(barriers.p_full());
-        PackedScores packed_p;
+        PackedScores<kBlockM> packed_p;
         packed_p.set(p);
 
         // The first step has no dS before it. It runs the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs
@@ -957,7 +958,7 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& bl
         mbarrier_wait(barriers.p_full(), i % 2);
         load_p(p, shared + kPOffset);
         compute_ds(ds, p, delta);
-        PackedScores packed_ds;
+        PackedScores<kBlockM> packed_ds;
         packed_ds.set(ds);
 
         // p_full implies that all warps have written dS of step i - 1 and finished reading that of step i - 2, whose buffer step i takes.

@@ -319,16 +319,17 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_addr
     wgmma_commit();
 }
 
-// P of a KV block, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
-struct PackedP {
-    uint32_t fragment[kBlockN / 16][4];
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+template <int kColumns>
+struct PackedScores {
+    uint32_t fragment[kColumns / 16][4];
 
-    __device__ __forceinline__ void set(const float (&p)[kBlockN / 2]) {
+    __device__ __forceinline__ void set(const float (&scores)[kColumns / 2]) {
 #pragma unroll
-        for (int step = 0; step < kBlockN / 16; ++step) {
+        for (int step = 0; step < kColumns / 16; ++step) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                fragment[step][e] = pack<element>(p[8 * step + 2 * e], p[8 * step + 2 * e + 1]);
+                fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
             }
         }
     }
@@ -336,7 +337,7 @@ struct PackedP {
 
 // Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: SBO leads to the next eight keys, LBO to the
 // next panel of columns.
-__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedP& p, shared_address v_smem) {
+__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem) {
     const uint64_t v = descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes);
     pin_registers(output);
 #pragma unroll
@@ -638,7 +639,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             k_ring.advance();
             finish_scores(scores, block);
             softmax_step(scores, rows, params.scale_log2);
-            PackedP p;
+            PackedScores<kBlockN> p;
             p.set(scores);
 
             for (--block; block >= first_block; --block) {
