@@ -10,6 +10,7 @@ from pathlib import Path
 from flashgen.errors import BadParam, InternalError
 
 BUNDLE_VARIABLE = "FLASHGEN_BUNDLE"  # names bundles of compiled kernels, separated as in PATH
+TRUST_VARIABLE = "FLASHGEN_TRUST"  # names caches and bundles that other users may write, separated as in PATH
 
 _PACKAGE = Path(__file__).resolve().parent
 

@@ -1,9 +1,10 @@
 import errno
 import json
-from pathlib import Path
+import os
 
 import pytest
 
+from flashgen.toolchain import private
 from flashgen.toolchain.cache import CubinCache
 
 KEYS = [f"{n:064x}" for n in range(3)]
@@ -26,8 +27,9 @@ def read_only(filled, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    for name in ("mkdir", "unlink", "replace", "write_bytes"):
-        monkeypatch.setattr(Path, name, refuse)
+    for name in ("mkdir", "unlink", "rename"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(private, "write", refuse)
     return filled
 
 
@@ -60,18 +62,32 @@ def test_verify_finds_and_removes_damage(filled, flashgen):
 
 def test_verify_leaves_what_it_cannot_read(filled, flashgen, monkeypatch):
     closed = next(path for path in filled.root.rglob(KEYS[1]) if path.is_file())
-    read_bytes = Path.read_bytes
+    read = private.read
 
-    def refused(path):
-        if path == closed:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return read_bytes(path)
+    def refused(name, folder):
+        if name == closed.name:
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return read(name, folder)
 
-    monkeypatch.setattr(Path, "read_bytes", refused)
+    monkeypatch.setattr(private, "read", refused)
     found = flashgen("cache", "verify")
     assert found.exit_code == 1
-    assert f"cannot be read (Permission denied): {closed}" in found.stdout
+    assert f"not used (Permission denied): {closed}" in found.stdout
     assert closed.is_file()
+
+
+def test_a_cache_that_others_may_write_is_a_failure_of_each_command(filled, flashgen):
+    filled.root.chmod(0o777)
+    said = "every user may write to it (mode 777); make it yours alone"
+    for command in (["info"], ["verify"], ["clear", "--yes"]):
+        result = flashgen("cache", *command)
+        assert result.exit_code == 1
+        assert said in result.stdout + result.stderr
+    doctor = flashgen("doctor")
+    assert doctor.exit_code == 1
+    assert said in " ".join(doctor.stdout.split())
+    trusted = flashgen("cache", "verify", FLASHGEN_TRUST=str(filled.root))
+    assert (trusted.exit_code, trusted.stdout) == (0, "3 entries are intact, 0 were damaged\n")
 
 
 def test_clear_asks_first(filled, flashgen):

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from flashgen.errors import BadParam, CacheWarning
 from flashgen.toolchain import cache as fcache
+from flashgen.toolchain import private
 from flashgen.toolchain.cache import CubinCache, key_for
 
 
@@ -48,7 +49,7 @@ def entry(cache: CubinCache, key: str) -> Path:
 
 
 def python(script: str, *arguments: object) -> subprocess.Popen:
-    env = os.environ | {"PYTHONPATH": str(Path(fcache.__file__).parent.parent)}
+    env = os.environ | {"PYTHONPATH": str(Path(fcache.__file__).parents[2])}
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
@@ -105,13 +106,176 @@ def test_verify_finds_and_removes_exactly_the_damaged(cache):
         cache.put(key_of(n), payload_of(key_of(n)))
     victim = entry(cache, key_of(3))
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
-    foreign = victim.with_name("notes.txt")
-    foreign.write_text("hello")
     report = cache.verify()
     assert report.intact == 9
-    assert set(report.damaged) == {victim, foreign}
+    assert report.damaged == (victim,)
+    assert not victim.exists()
     assert cache.verify().damaged == ()
     assert cache.info().entries == 9
+
+
+@pytest.fixture
+def foreign(cache, tmp_path):
+    """A cache with files of others in and beside it, some of them behind links; ``foreign()`` is what is left
+    of these, with their content and the time of the last change.
+    """
+    cache.put(key_of(0), payload_of(key_of(0)))
+    key, other, temporary = key_of(60), key_of(61), "0" * 24
+    theirs = tmp_path / "theirs"
+    folders = {name: theirs / name for name in ("tmp", "shelf", "entry")}
+    files = [
+        folders["tmp"] / temporary,
+        folders["shelf"] / other,
+        folders["entry"] / "thesis.tex",
+        cache.root / "thesis.tex",
+        cache.root / "tmp" / "thesis.tex",
+        cache.root / "tmp" / f"{temporary}.tex",
+        cache.root / "tmp" / "folder" / temporary,
+        cache.root / "entries" / "notes.txt",
+        cache.root / "entries" / "2024" / "notes.txt",
+        cache.root / "entries" / "2024" / key,
+        cache.root / "entries" / key[:2] / "notes.txt",
+        cache.root / "entries" / key[:2] / f"{key}.bak",
+        cache.root / "entries" / key[:2] / other,
+        cache.root / "locks" / "thesis.tex",
+    ]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("irreplaceable")
+        os.utime(file, (0, 0))
+    links = {
+        cache.root / "entries" / key[:2] / key: folders["entry"] / "thesis.tex",
+        cache.root / "entries" / other[:2]: folders["shelf"],
+        cache.root / "tmp" / ("1" * 24): folders["entry"] / "thesis.tex",
+    }
+    for link, target in links.items():
+        link.symlink_to(target)
+    before = dict.fromkeys(files, ("irreplaceable", 0.0))
+
+    def now():
+        return {file: (file.read_text(), file.stat().st_mtime) for file in files if file.exists()}
+
+    assert now() == before
+    yield now
+    assert now() == before
+    assert all(link.is_symlink() for link in links)
+
+
+def evict(cache):
+    small = CubinCache(cache.root, max_bytes=1)
+    for n in range(10, 14):
+        small.put(key_of(n), payload_of(key_of(n)))
+    assert small.info().entries == 1
+
+
+ACTS = {
+    "verify": lambda cache: cache.verify(),
+    "clear": lambda cache: cache.clear(),
+    "clear some": lambda cache: cache.clear(lambda payload: True, unused_for=60),
+    "evict": evict,
+    "write": lambda cache: CubinCache(cache.root).put(key_of(7), b"new"),
+    "read": lambda cache: [cache.get(key_of(n)) for n in (0, 60, 61)],
+    "look": lambda cache: cache.info(),
+    "lock": lambda cache: cache.get_or_build(key_of(8), lambda: b"new"),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.filterwarnings("ignore::flashgen.errors.CacheWarning")
+def test_files_of_others_stay(cache, foreign, act):
+    ACTS[act](cache)
+
+
+@pytest.mark.parametrize("part", ["tmp", "entries", "locks"])
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.filterwarnings("ignore::flashgen.errors.CacheWarning")
+def test_no_part_of_a_cache_is_reached_through_a_link(cache, tmp_path, act, part):
+    cache.get_or_build(key_of(0), lambda: b"x")
+    theirs = tmp_path / "theirs"
+    (cache.root / part).replace(theirs)
+    files = [theirs / ("0" * 24), theirs / "abc.lock", theirs / key_of(1)[:2] / key_of(1)]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("irreplaceable")
+        os.utime(file, (0, 0))
+    (cache.root / part).symlink_to(theirs)
+    before = {path: path.stat().st_mtime_ns for path in theirs.rglob("*")}
+    ACTS[act](cache) if act != "evict" else CubinCache(cache.root, max_bytes=1).put(key_of(9), b"x")
+    assert {path: path.stat().st_mtime_ns for path in theirs.rglob("*")} == before
+
+
+def test_a_folder_with_other_files_gets_one_for_the_cache_within_it(tmp_path):
+    for part in ("tmp", "entries/2024", "locks"):
+        (tmp_path / part).mkdir(parents=True)
+    files = [tmp_path / "tmp" / "thesis.tex", tmp_path / "entries" / "2024" / "notes.txt"]
+    for file in files:
+        file.write_text("irreplaceable")
+        os.utime(file, (0, 0))
+    cache = CubinCache(tmp_path)
+    assert cache.root == tmp_path / "flashgen-cache"
+    assert cache.get_or_build(key_of(1), lambda: b"x") == b"x"
+    cache.verify()
+    cache.clear()
+    assert all(file.read_text() == "irreplaceable" for file in files)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["entries", "flashgen-cache", "locks", "tmp"]
+    assert CubinCache(tmp_path).root == cache.root
+    assert CubinCache(cache.root).root == cache.root
+
+
+def test_a_cache_stays_where_it_is_when_other_files_come(cache):
+    cache.put(key_of(1), b"x")
+    (cache.root / "notes.txt").write_text("irreplaceable")
+    again = CubinCache(cache.root)
+    assert again.root == cache.root
+    assert again.get(key_of(1)) == b"x"
+
+
+def test_where_even_that_folder_has_other_files_nothing_is_written(tmp_path):
+    files = [tmp_path / "thesis.tex", tmp_path / "flashgen-cache" / "thesis.tex"]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("irreplaceable")
+    cache = CubinCache(tmp_path)
+    with pytest.warns(CacheWarning, match=r"it holds other files.*FLASHGEN_CACHE_DIR"):
+        cache.put(key_of(1), b"x")
+    assert cache.get(key_of(1)) == b"x"
+    assert "it holds other files" in cache.info().problem
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == files
+
+
+def test_files_that_come_while_there_is_no_cache_yet_keep_it_out(cache):
+    cache.root.mkdir()
+    (cache.root / "thesis.tex").write_text("irreplaceable")
+    with pytest.warns(CacheWarning, match="it holds other files"):
+        cache.put(key_of(1), b"x")
+    assert [path.name for path in cache.root.iterdir()] == ["thesis.tex"]
+
+
+def test_the_cache_of_an_earlier_version_is_known(cache):
+    cache.get_or_build(key_of(1), lambda: b"x")
+    marker = cache.root / ".flashgen-cache"
+    marker.unlink()
+    again = CubinCache(cache.root)
+    assert again.root == cache.root
+    assert again.get(key_of(1)) == b"x"
+    assert again.info().entries == 1
+    assert again.clear() == (1, 0, "")
+    assert marker.is_file()
+
+
+@pytest.mark.parametrize("umask", [0, 0o002, 0o022, 0o077, 0o277, 0o777], ids=oct)
+def test_nobody_else_can_read_or_write_it_whatever_the_umask(tmp_path, umask):
+    root = tmp_path / "new" / "folders" / "cache"
+    before = os.umask(umask)
+    try:
+        CubinCache(root).get_or_build(key_of(1), lambda: b"x")
+    finally:
+        os.umask(before)
+    made = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+    assert {path.name for path in made} >= {"folders", "cache", "entries", "tmp", "locks", ".flashgen-cache"}
+    for path in made:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+    assert CubinCache(root).get(key_of(1)) == b"x"
 
 
 class Cleared(dict):
@@ -132,7 +296,7 @@ def test_clear_leaves_locks_that_are_held_and_files_that_are_being_written(cache
     cache.put(key_of(1), b"1")
     with cache._locked(key_of(2)):
         held = list((cache.root / "locks").iterdir())
-        written, left_over = cache.root / "tmp" / "written", cache.root / "tmp" / "left over"
+        written, left_over = cache.root / "tmp" / ("a" * 24), cache.root / "tmp" / ("b" * 24)
         for path in (written, left_over):
             path.write_bytes(b"")
         os.utime(left_over, (0, 0))
@@ -145,7 +309,8 @@ def test_clear_leaves_nothing_but_locks(cache):
     for n in range(3):
         cache.get_or_build(key_of(n), lambda: b"x")
     assert cache.clear() == (3, 0, "")
-    assert {path.parent.name for path in cache.root.rglob("*") if path.is_file()} == {"locks"}
+    left = {path for path in cache.root.rglob("*") if path.is_file()} - {cache.root / ".flashgen-cache"}
+    assert {path.parent.name for path in left} == {"locks"}
     assert cache.info().bytes == 0
 
 
@@ -153,7 +318,7 @@ KILLED = """
 import sys, hashlib
 from pathlib import Path
 from flashgen.toolchain.cache import CubinCache
-cache = CubinCache(Path(sys.argv[1]))
+cache = CubinCache(Path(sys.argv[1]), max_bytes=1_000_000)
 print("ready", flush=True)
 n = int(sys.argv[2])
 while True:
@@ -163,24 +328,28 @@ while True:
 """
 
 
-def test_a_kill_at_any_moment_leaves_no_wrong_entry(cache):
-    for n in range(12):
-        process = python(KILLED, cache.root, n * 7)
-        process.stdout.readline()
-        time.sleep(0.002 + 0.0047 * n)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+def test_kills_at_any_moment_leave_no_wrong_entry_and_touch_no_other_file(cache, foreign):
+    for group in range(8):
+        # Writers, which evict as well, side by side; each is killed a little later than the one before.
+        processes = [python(KILLED, cache.root, n * 7) for n in range(group * 8, group * 8 + 8)]
+        for process in processes:
+            process.stdout.readline()
+        for process in processes:
+            time.sleep(0.001 + 0.0007 * group)
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = [key_of(n) for n in range(50) if cache.get(key_of(n)) is not None]
         assert found
         assert all(cache.get(key) == payload_of(key) for key in found)
-    assert cache.verify().damaged == ()
+    report = cache.verify()
+    assert (report.damaged, report.unreadable) == ((), ())
 
 
 def test_what_killed_writers_left_goes_when_it_is_old(cache):
     cache.put(key_of(1), b"x")
-    old, fresh = cache.root / "tmp" / "old", cache.root / "tmp" / "fresh"
+    old, fresh = cache.root / "tmp" / ("a" * 24), cache.root / "tmp" / ("b" * 24)
     old.write_bytes(b"half")
     fresh.write_bytes(b"half")
     os.utime(old, (time.time() - 7200,) * 2)
@@ -309,12 +478,15 @@ def test_reading_touches_at_most_once_an_hour(cache):
 
 
 def test_a_full_disk_warns_once_and_goes_on_in_memory(cache, monkeypatch):
-    def full(path: Path, data: bytes) -> None:
-        with path.open("wb") as file:
-            file.write(data[:1])
+    write = private.write
+
+    def full(name: str, data: bytes, folder: int) -> None:
+        write(name, data[:1], folder)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    cache.put(key_of(9), b"")
+    cache.clear()
+    monkeypatch.setattr(private, "write", full)
     with pytest.warns(CacheWarning, match="No space left on device") as caught:
         results = [cache.get_or_build(key_of(n), lambda n=n: payload_of(key_of(n))) for n in range(3)]
     assert results == [payload_of(key_of(n)) for n in range(3)]
@@ -332,9 +504,9 @@ def test_a_read_only_folder_is_read_without_a_word(cache, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    for name in ("mkdir", "unlink", "replace"):
-        monkeypatch.setattr(Path, name, refuse)
-    monkeypatch.setattr(os, "utime", refuse)
+    for name in ("mkdir", "unlink", "rename", "utime"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(private, "write", refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cache.get_or_build(key_of(1), lambda: b"never") == b"x"
@@ -376,7 +548,7 @@ from flashgen.toolchain.cache import CubinCache
 assert CubinCache().get_or_build(sys.argv[1], None) == b"x"
 print({"filelock", "cupy", "numpy"} & set(sys.modules))
 """
-    env = {"FLASHGEN_CACHE_DIR": str(cache.root), "PYTHONPATH": str(Path(fcache.__file__).parent.parent)}
+    env = {"FLASHGEN_CACHE_DIR": str(cache.root), "PYTHONPATH": str(Path(fcache.__file__).parents[2])}
     command = [sys.executable, "-c", script, key_of(1)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | env)
     assert run.stdout == "set()\n"

@@ -31,6 +31,9 @@ Examples:
 FLASHGEN_CACHE_DIR puts it elsewhere, FLASHGEN_CACHE_SIZE (500MB, 4GB) bounds it. It is content-addressed, so
 an entry is never out of date: a kernel whose source, options, compiler or architecture changed has another
 key.
+
+A folder or an entry that another user could have written is not used, unless FLASHGEN_TRUST names the folder.
+Files that the cache did not write stay, whatever is cleared.
 """,
 )
 def command() -> None:
@@ -93,7 +96,7 @@ def verify(as_json: bool) -> None:
     """Read every entry and check it.
 
     Damaged entries are removed, and built again when needed. Exit code 1 if there was one, or one that cannot
-    be read.
+    be read or may be another user's.
     """
     from flashgen.cli.output import print_json
     from flashgen.toolchain.cache import CubinCache
@@ -112,7 +115,7 @@ def verify(as_json: bool) -> None:
         for path in report.damaged:
             click.echo(f"damaged, {'and cannot be removed' if path in report.left else 'removed'}: {path}")
         for path, why in report.unreadable:
-            click.echo(f"cannot be read ({why}): {path}")
+            click.echo(f"not used ({why}): {path}")
         click.echo(f"{report.intact} entries are intact, {len(report.damaged)} were damaged")
     if report.damaged or report.unreadable:
         sys.exit(1)
@@ -175,7 +178,9 @@ def clear(
         click.echo(f"{cleared.removed} entries removed from {cache.root}")
         if cleared.left:
             click.echo(f"{cleared.left} entries could not be removed: {cleared.problem}", err=True)
-    if cleared.left:
+        elif cleared.problem:
+            click.echo(f"nothing was looked at: {cleared.problem}", err=True)
+    if cleared.problem:
         sys.exit(1)
 
 

@@ -1,10 +1,11 @@
 """Compiled kernels, and checked specs, on disk: content-addressed, verified on read, bounded, never a reason
 for a wrong answer.
 
-An entry is one file (`flashgen.toolchain.entry`). It appears under its name by an atomic rename, so a reader
-sees all of it or none, even if the writer is killed. A write does not wait for the disk: what a loss of power
-leaves of an entry, the SHA-256 tells from a whole one. Trouble with it costs speed and a `CacheWarning`, not
-correctness: what cannot be written is kept in memory, what cannot be trusted is built again.
+An entry is one file (`flashgen.toolchain.entry`) of the cache's folder (`flashgen.toolchain.cachefolder`).
+It appears under its name by an atomic rename, so a reader sees all of it or none, even if the writer is
+killed. A write does not wait for the disk: what a loss of power leaves of an entry, the SHA-256 tells from a
+whole one. Trouble with it costs speed and a `CacheWarning`, not correctness: what cannot be written is kept
+in memory, what is damaged, or may be another user's, is built again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen import paths
 from flashgen.errors import BadParam, CacheWarning
+from flashgen.toolchain.cachefolder import CacheFolder
 from flashgen.toolchain.entry import pack, unpack
+from flashgen.toolchain.private import Distrusted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +55,7 @@ class CacheInfo(NamedTuple):
 
 class CacheReport(NamedTuple):
     """What `CubinCache.verify` found: intact entries, the damaged files, which it removed, those of them that
-    it could not remove, and what could not be read, with why.
+    it could not remove, and what could not be read, or may be another user's, with why.
     """
 
     intact: int
@@ -62,7 +65,9 @@ class CacheReport(NamedTuple):
 
 
 class CacheCleared(NamedTuple):
-    """What `CubinCache.clear` did: entries removed, entries that could not be, and why ("" if all were)."""
+    """What `CubinCache.clear` did: entries removed, entries that could not be, and why; why as well where
+    it did not look, as others may write to the folder.
+    """
 
     removed: int
     left: int
@@ -78,11 +83,12 @@ def default() -> CubinCache:
     """The cache of this process in the folder that `paths.cache_dir` names now, over the bundles of
     FLASHGEN_BUNDLE.
     """
-    return _at(paths.cache_dir(), bound(), os.environ.get(paths.BUNDLE_VARIABLE, ""))
+    bundles, trust = (os.environ.get(name, "") for name in (paths.BUNDLE_VARIABLE, paths.TRUST_VARIABLE))
+    return _at(paths.cache_dir(), bound(), bundles, trust)
 
 
 @functools.cache
-def _at(root: Path, size: int, bundles: str) -> CubinCache:
+def _at(root: Path, size: int, bundles: str, trust: str) -> CubinCache:
     if not bundles:
         return CubinCache(root, size)
     from flashgen.toolchain.bundle import active
@@ -107,7 +113,8 @@ def bound() -> int:
 class CubinCache:
     """Byte strings by 64-digit hexadecimal key, shared by all processes and threads that use one folder.
 
-    ``root`` is by default `paths.cache_dir`; it is created when something is stored. The least recently read
+    ``root`` is by default `paths.cache_dir`; it is created when something is stored. A folder that holds
+    other files gets one for the cache within it (`cachefolder.place`). The least recently read
     entries go when the entries exceed ``max_bytes``, by default `bound`; each writing process may
     be a 64th late to notice. What the folder lacks is looked for in ``bundles``.
     """
@@ -115,7 +122,8 @@ class CubinCache:
     def __init__(
         self, root: Path | None = None, max_bytes: int | None = None, bundles: Sequence[Bundle] = ()
     ) -> None:
-        self.root = Path(root) if root is not None else paths.cache_dir()
+        self._folder = CacheFolder(paths.cache_dir() if root is None else Path(root))
+        self.root = self._folder.root
         self.max_bytes = bound() if max_bytes is None else max_bytes
         self.bundles = tuple(bundles)
         self._memory: dict[str, bytes] = {}
@@ -124,70 +132,73 @@ class CubinCache:
         self._guard = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
 
-    def get(self, key: str) -> bytes | None:
-        """The payload under ``key``, or None. A damaged entry is removed, with a warning, and is none."""
+    def get(self, key: str, bundled: bool = True) -> bytes | None:
+        """The payload under ``key``, or None. A damaged entry is removed, with a warning, and is none; so is
+        one that may be another user's. Bundles are not looked into without ``bundled``.
+        """
         payload = self._memory.get(key)
         if payload is None:
             payload = self._on_disk(key)
-        for bundle in self.bundles:
+        for bundle in self.bundles if bundled else ():
             if payload is None:
                 payload = bundle.get(key)
         return payload
 
     def _on_disk(self, key: str) -> bytes | None:
-        path = self._path(key)
         try:
-            data = path.read_bytes()
+            data, used = self._folder.read(key)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            self._warn_once("read", f"cannot read the kernel cache in {self.root} ({_reason(error)})")
+            self._warn_of(error, "read", f"cannot read the kernel cache in {self.root} ({_reason(error)})")
             return None
+        self._warn_if_shared()
         payload = unpack(data, key)
         if payload is None:
-            _remove(path)
-            warnings.warn(f"{path} is damaged; it will be built again", CacheWarning, stacklevel=2)
+            self._remove(key)
+            message = f"{self._folder.path(key)} is damaged; it will be built again"
+            warnings.warn(message, CacheWarning, stacklevel=2)
             return None
-        _touch(path)
+        if time.time() - used > _TOUCH_AFTER:
+            with contextlib.suppress(OSError):
+                self._folder.touch(key)
         return payload
 
     def put(self, key: str, payload: bytes) -> None:
         """Store ``payload``; on any failure of the disk keep it in this process instead, with one warning."""
-        path = self._path(key)
-        temporary = self._temporary()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.parent.mkdir(exist_ok=True)
-            temporary.write_bytes(pack(key, payload))
-            temporary.replace(path)
+            self._folder.write(key, pack(key, payload))
         except OSError as error:
-            _remove(temporary)
             self._memory[key] = payload
             message = f"cannot write the kernel cache in {self.root} ({_reason(error)}); {_LOST}"
-            self._warn_once("write", message)
+            self._warn_of(error, "write", message)
         else:
+            self._warn_if_shared()
             # As one: a thread that tidies meanwhile, and has not seen this entry, gives the room anew.
             with self._guard:
                 self._room -= len(payload)
                 full = self._room < 0
             if full:
-                self._tidy(path)
+                self._tidy(key)
 
     def keeps(self, key: str) -> bool:
         """Whether later processes will find ``key``: it is on disk or in a bundle."""
-        return self._path(key).is_file() or any(bundle.get(key) for bundle in self.bundles)
+        with contextlib.suppress(OSError):
+            self._folder.read(key)
+            return True
+        return any(bundle.get(key) for bundle in self.bundles)
 
-    def get_or_build(self, key: str, build: Callable[[], bytes]) -> bytes:
-        """The payload under ``key``, else what ``build`` returns, which is stored.
+    def get_or_build(self, key: str, build: Callable[[], bytes], bundled: bool = True) -> bytes:
+        """The payload under ``key``, as `get` has it, else what ``build`` returns, which is stored.
 
         Among the processes and threads that ask at once, one builds and the others wait for it. An exception
         of ``build`` passes through and the next in line builds.
         """
-        payload = self.get(key)
+        payload = self.get(key, bundled)
         if payload is not None:
             return payload
         with self._locked(key):
-            payload = self.get(key)
+            payload = self.get(key, bundled)
             if payload is None:
                 payload = build()
                 self.put(key, payload)
@@ -195,32 +206,33 @@ class CubinCache:
 
     def info(self) -> CacheInfo:
         """Size and state. Whether it can be written is tried out."""
-        sizes = [size for _, size, _ in self._entries()]
+        sizes = [entry.bytes for entry in self._folder.entries()]
         return CacheInfo(self.root, len(sizes), sum(sizes), self.max_bytes, self._write_problem())
 
     def verify(self) -> CacheReport:
         """Read every entry, check it, and remove the damaged ones. What cannot be read may be sound, and
-        stays.
+        stays; so does what may be another user's.
         """
+        closed: list[tuple[Path, OSError]] = []
         damaged, left = [], []
-        unreadable = _closed_folders(self.root / "entries")
         intact = 0
-        for name, _, _ in self._entries():
-            path = Path(name)
+        for key in [entry.name for entry in self._folder.entries(closed)]:
+            path = self._folder.path(key)
             try:
-                sound = unpack(path.read_bytes(), path.name) is not None
+                sound = unpack(self._folder.read(key)[0], key) is not None
             except FileNotFoundError:
                 continue
             except OSError as error:
-                unreadable.append((path, _reason(error)))
+                closed.append((path, error))
                 continue
             if sound:
                 intact += 1
             else:
                 damaged.append(path)
-                if not _remove(path):
+                if not self._remove(key):
                     left.append(path)
-        return CacheReport(intact, tuple(damaged), tuple(left), tuple(unreadable))
+        unreadable = tuple((path, _reason(error)) for path, error in closed)
+        return CacheReport(intact, tuple(damaged), tuple(left), unreadable)
 
     def clear(self, wanted: Callable[[bytes], bool] | None = None, unused_for: float = 0.0) -> CacheCleared:
         """Remove the entries of whose payload ``wanted`` is true, and that nobody read for so many seconds,
@@ -229,13 +241,17 @@ class CubinCache:
         """
         removed, left, problem = 0, 0, ""
         everything = wanted is None and not unused_for
-        for name, _, used in self._entries():
+        try:
+            self._folder.check()
+        except Distrusted as error:
+            return CacheCleared(0, 0, _reason(error))
+        for key, _, used in list(self._folder.entries()):
             if unused_for and time.time() - used < unused_for:
                 continue
-            if wanted is not None and not self._is_wanted(Path(name), wanted):
+            if wanted is not None and not self._is_wanted(key, wanted):
                 continue
             try:
-                Path(name).unlink()
+                self._folder.remove(key)
                 removed += 1
             except FileNotFoundError:  # another process was faster
                 continue
@@ -246,32 +262,27 @@ class CubinCache:
             self._remove_stale()
         return CacheCleared(removed, left, problem)
 
-    def _is_wanted(self, path: Path, wanted: Callable[[bytes], bool]) -> bool:
+    def _is_wanted(self, key: str, wanted: Callable[[bytes], bool]) -> bool:
         try:
-            payload = unpack(path.read_bytes(), path.name)
+            payload = unpack(self._folder.read(key)[0], key)
         except OSError:
             return False
         return payload is not None and wanted(payload)
 
-    def _path(self, key: str) -> Path:
-        return self.root / "entries" / key[:2] / key
+    def _remove(self, key: str) -> bool:
+        with contextlib.suppress(OSError):
+            self._folder.remove(key)
+            return True
+        return False
 
-    def _temporary(self) -> Path:
-        return self.root / "tmp" / os.urandom(12).hex()
-
-    def _entries(self) -> Iterator[tuple[str, int, float]]:
-        """Path, bytes and time of last use of each entry."""
-        for folder in _folders(self.root / "entries"):
-            yield from _files(folder)
-
-    def _tidy(self, fresh: Path) -> None:
+    def _tidy(self, fresh: str) -> None:
         """Drop what killed processes left and the least recently used beyond the bound, but not ``fresh``."""
         self._remove_stale()
-        entries = list(self._entries())
-        total = sum(size for _, size, _ in entries)
+        entries = list(self._folder.entries())
+        total = sum(entry.bytes for entry in entries)
         if total > self.max_bytes:
-            for name, size, _ in sorted(entries, key=lambda entry: entry[2]):
-                if Path(name) != fresh and _remove(Path(name)):
+            for key, size, _ in sorted(entries, key=lambda entry: entry.used):
+                if key != fresh and self._remove(key):
                     total -= size
                 if total <= _KEEP * self.max_bytes:
                     break
@@ -279,9 +290,7 @@ class CubinCache:
 
     def _remove_stale(self) -> None:
         """Drop what killed processes left; a younger temporary file may be one that is being written."""
-        for name, _, used in _files(self.root / "tmp"):
-            if time.time() - used > _STALE_AFTER:
-                _remove(Path(name))
+        self._folder.remove_left_over(time.time() - _STALE_AFTER)
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
@@ -289,10 +298,8 @@ class CubinCache:
         import filelock
 
         # A lock file cannot be removed safely, so keys share 4096; sharing one only makes a build wait.
-        path = self.root / "locks" / f"{key[:3]}.lock"
-        lock = filelock.FileLock(path, timeout=_LOCK_TIMEOUT)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(self._folder.lock(key[:3]), timeout=_LOCK_TIMEOUT, mode=0o600)
             held = lock.acquire(poll_interval=0.01)
         except (OSError, NotImplementedError, filelock.Timeout):
             with self._guard:
@@ -301,64 +308,28 @@ class CubinCache:
             yield
 
     def _write_problem(self) -> str:
-        probe = self._temporary()
         try:
-            probe.parent.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"probe")
+            self._folder.try_to_write()
         except OSError as error:
             return _reason(error)
-        finally:
-            _remove(probe)
         return ""
+
+    def _warn_of(self, error: OSError, kind: str, message: str) -> None:
+        """Warn of what the disk says; of what may be another user's in a sentence of its own."""
+        if isinstance(error, Distrusted):
+            kind, message = "distrusted", f"{error.filename} is not used: {error.strerror}"
+        self._warn_once(kind, message)
+
+    def _warn_if_shared(self) -> None:
+        if self._folder.allowed:
+            message = f"{self.root} is used, as {paths.TRUST_VARIABLE} says: {self._folder.allowed}"
+            self._warn_once("shared", message)
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, CacheWarning, stacklevel=3)
+            warnings.warn(message, CacheWarning, stacklevel=4)
 
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
-
-
-def _touch(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        if time.time() - path.stat().st_mtime > _TOUCH_AFTER:
-            os.utime(path)
-
-
-def _remove(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        path.unlink()
-        return True
-    return False
-
-
-def _closed_folders(root: Path) -> list[tuple[Path, str]]:
-    """Folders of entries that this user cannot list, and why."""
-    closed = []
-    for folder in (root, *_folders(root)):
-        try:
-            os.scandir(folder).close()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            closed.append((folder, _reason(error)))
-    return closed
-
-
-def _folders(root: Path) -> list[Path]:
-    with contextlib.suppress(OSError), os.scandir(root) as found:
-        return [Path(entry.path) for entry in found if entry.is_dir(follow_symlinks=False)]
-    return []
-
-
-def _files(folder: Path) -> list[tuple[str, int, float]]:
-    """Path, bytes and modification time of each; what another process removes meanwhile is left out."""
-    files = []
-    with contextlib.suppress(OSError), os.scandir(folder) as found:
-        for entry in found:
-            with contextlib.suppress(OSError):
-                status = entry.stat(follow_symlinks=False)
-                files.append((entry.path, status.st_size, status.st_mtime))
-    return files

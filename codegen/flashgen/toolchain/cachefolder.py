@@ -1,0 +1,237 @@
+"""The folder of the disk cache: where it is, which files in it are the cache's, and reaching these alone.
+
+    .flashgen-cache     the marker: the cache made this folder, or found it empty
+    entries/ab/KEY      an entry; ``ab`` is how its key begins, which has 64 hexadecimal digits
+    tmp/NAME            an entry that is being written; 24 hexadecimal digits
+    locks/abc.lock      the lock of the keys that begin with ``abc``
+
+Only regular files of these names are read, counted or removed, in a folder that has the marker. All else
+there is somebody else's and stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashgen.toolchain import private
+from flashgen.toolchain.private import Distrusted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MARKER = ".flashgen-cache"
+SUBFOLDER = "flashgen-cache"
+_MARKED = b"The disk cache of flashgen is in this folder. `flashgen cache clear` empties it.\n"
+_KEY = re.compile(r"[0-9a-f]{64}")
+_SHELF = re.compile(r"[0-9a-f]{2}")
+_TEMPORARY = re.compile(r"[0-9a-f]{24}")
+_LOCK = re.compile(r"[0-9a-f]{3}\.lock")
+_PARTS = {"entries": _SHELF, "tmp": _TEMPORARY, "locks": _LOCK}
+
+
+class File(NamedTuple):
+    """A file of the cache: its name, its bytes, and when it was last used, in seconds since the epoch."""
+
+    name: str
+    bytes: int
+    used: float
+
+
+def place(named: Path) -> Path:
+    """Where the cache goes for somebody who names this folder: there, if it is not there yet, is a cache, or
+    is empty and nobody else may write to it; else into a folder of its own within.
+    """
+    if os.path.lexists(named / MARKER):
+        return named
+    try:
+        with private.opened(named, follow_link=True) as folder:
+            own = _is_cache(folder)
+            if own and not any(_names(folder)) and private.distrust(os.fstat(folder)):
+                own = private.is_trusted(named)
+    except OSError:  # it is not there, no folder, or closed to this user: reading or writing will say so
+        return named
+    return named if own else named / SUBFOLDER
+
+
+class CacheFolder:
+    """Reads, writes, lists and removes the files of one cache. Everything raises OSError: of the class
+    Distrusted where another user could have written what it is about.
+    """
+
+    def __init__(self, named: Path) -> None:
+        self.root = place(named)
+        self.allowed = ""  # why the folder would not be used, if FLASHGEN_TRUST did not name it
+        self._checked = False
+
+    def path(self, key: str) -> Path:
+        """The file of an entry, which need not be there."""
+        return self.root / "entries" / key[:2] / key
+
+    def read(self, key: str) -> tuple[bytes, float]:
+        """The bytes of an entry, and when it was last used."""
+        path = self.path(key)
+        with private.opened(path.parent) as shelf:
+            data, status = private.read(key, shelf)
+        self.check()
+        self._judge(status, path)
+        return data, status.st_mtime
+
+    def touch(self, key: str) -> None:
+        """Say that an entry was used now."""
+        os.utime(self.path(key), follow_symlinks=False)
+
+    def write(self, key: str, data: bytes) -> None:
+        """Put an entry in its place, whole."""
+        temporary = os.urandom(12).hex()
+        with self._part("tmp") as tmp, self._part("entries", key[:2]) as shelf:
+            try:
+                private.write(temporary, data, tmp)
+                os.rename(temporary, key, src_dir_fd=tmp, dst_dir_fd=shelf)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    private.remove(temporary, tmp)
+                raise
+
+    def try_to_write(self) -> None:
+        """Write a file and remove it."""
+        name = os.urandom(12).hex()
+        with self._part("tmp") as tmp:
+            try:
+                private.write(name, b"probe", tmp)
+            finally:
+                with contextlib.suppress(OSError):
+                    private.remove(name, tmp)
+
+    def remove(self, key: str) -> None:
+        """Remove an entry."""
+        with self._part("entries", key[:2], make=False) as shelf:
+            private.remove(key, shelf)
+
+    def entries(self, closed: list[tuple[Path, OSError]] | None = None) -> Iterator[File]:
+        """Every entry; what another process removes meanwhile is left out. A folder that cannot be listed
+        goes to ``closed``.
+        """
+        with self._listed(closed, "entries") as entries:
+            shelves = [] if entries is None else list(filter(_SHELF.fullmatch, _names(entries)))
+        for shelf in shelves:
+            with self._listed(closed, "entries", shelf) as folder:
+                found = [] if folder is None else list(_files(folder))
+            yield from (file for file in found if _KEY.fullmatch(file.name) and file.name[:2] == shelf)
+
+    def remove_left_over(self, before: float) -> None:
+        """Remove the files of writers that were killed: those that nobody wrote to since ``before``."""
+        with contextlib.suppress(OSError), self._part("tmp", make=False) as tmp:
+            for file in list(_files(tmp)):
+                if _TEMPORARY.fullmatch(file.name) and file.used < before:
+                    with contextlib.suppress(OSError):
+                        private.remove(file.name, tmp)
+
+    def lock(self, name: str) -> Path:
+        """The lock file ``name``, in a folder that is there."""
+        with self._part("locks"):
+            return self.root / "locks" / f"{name}.lock"
+
+    def check(self) -> None:
+        """Raise Distrusted where others may write to the folder; looked at once. Nothing is said of one that
+        is not there.
+        """
+        if self._checked:
+            return
+        try:
+            status = self.root.stat()
+        except OSError:
+            return
+        self._judge(status, self.root)
+        self._checked = True
+
+    def _judge(self, status: os.stat_result, path: Path) -> None:
+        why = private.distrust(status)
+        if why and not private.is_trusted(path):
+            raise Distrusted(path, why)
+        self.allowed = self.allowed or why
+
+    @contextlib.contextmanager
+    def _part(self, *names: str, make: bool = True) -> Iterator[int]:
+        """A folder of the cache to write to, held open, with all that is around it: made where it is not
+        there.
+        """
+        with contextlib.ExitStack() as stack:
+            if make:
+                private.make_folders(self.root)
+            folder = stack.enter_context(private.opened(self.root, follow_link=True))
+            self._mark(folder)
+            path = self.root
+            for name in names:
+                if make:
+                    private.make_folder(name, folder)
+                path = path / name
+                folder = stack.enter_context(private.opened(name, folder))
+                self._judge(os.fstat(folder), path)
+            yield folder
+
+    @contextlib.contextmanager
+    def _listed(self, closed: list[tuple[Path, OSError]] | None, *names: str) -> Iterator[int | None]:
+        """A folder of the cache to read, held open; None where it is not there or cannot be listed."""
+        with contextlib.ExitStack() as stack:
+            folder: int | None = None
+            try:
+                folder = stack.enter_context(private.opened(self.root, follow_link=True))
+                self.check()
+                for name in names:
+                    folder = stack.enter_context(private.opened(name, folder))
+            except (FileNotFoundError, NotADirectoryError):
+                folder = None
+            except OSError as error:
+                folder = None
+                if closed is not None:
+                    closed.append((self.root.joinpath(*names), error))
+            yield folder
+
+    def _mark(self, root: int) -> None:
+        """See to it that the root has the marker."""
+        self.check()
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(MARKER, dir_fd=root, follow_symlinks=False)
+            return
+        if not _is_cache(root):
+            why = f"it holds other files, and no {MARKER}; FLASHGEN_CACHE_DIR names another folder"
+            raise OSError(errno.ENOTEMPTY, why, str(self.root))
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            private.write(MARKER, _MARKED, root)
+
+
+def _is_cache(folder: int) -> bool:
+    """Whether a folder without a marker has nothing but what the cache writes: one of an earlier version of
+    flashgen, or an empty one.
+    """
+    for part in _names(folder):
+        if part not in _PARTS:
+            return False
+        try:
+            with private.opened(part, folder) as inside:
+                if not all(map(_PARTS[part].fullmatch, _names(inside))):
+                    return False
+        except NotADirectoryError:
+            return False
+    return True
+
+
+def _names(folder: int) -> Iterator[str]:
+    with os.scandir(folder) as found:
+        for entry in found:
+            yield entry.name
+
+
+def _files(folder: int) -> Iterator[File]:
+    """The regular files of a folder."""
+    with os.scandir(folder) as found:
+        for entry in found:
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if entry.is_file(follow_symlinks=False):
+                    yield File(entry.name, status.st_size, status.st_mtime)
