@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from flashgen.toolchain.bundle import Bundle
+from flashgen.toolchain.bundle import Bundle, Held, write
 
 WANTED = ("--select", "tiny_fwd_hdim64_fp16_sm80", "--arch", "sm_90", "--arch", "sm_80")
 
@@ -18,6 +18,7 @@ def test_a_bundle_says_what_it_holds(tiny, flashgen, tmp_path):
         {"variant": "tiny_fwd_hdim64_fp16_sm80", "arch": arch} for arch in ("sm_80", "sm_90")
     ]
     assert shown["compiler"] == Bundle(path).compiler
+    assert (shown["specs"], shown["refused"]) == (["tiny"], "")
     found = json.loads(flashgen("doctor", "--json", FLASHGEN_BUNDLE=str(path)).stdout)
     assert found["bundles"] == [{"path": str(path), "kernels": 2, "compiler": shown["compiler"]}]
     built = json.loads(
@@ -26,6 +27,22 @@ def test_a_bundle_says_what_it_holds(tiny, flashgen, tmp_path):
         ).stdout
     )
     assert [each["cached"] and each["kept"] for each in built["kernels"]] == [True, True]
+
+
+def test_a_bundle_that_others_may_write_is_shown_and_said_to_be_refused(flashgen, tmp_path):
+    path = tmp_path / "kernels.zip"
+    key = "0" * 64
+    write(path, "nvrtc 13.0", {key: b"machine code"}, [Held("kernel", "sm_90", key)])
+    path.chmod(0o666)
+    result = flashgen("bundle", "--show", path)
+    assert result.exit_code == 1
+    assert "1 kernel, 0 checked specs" in result.stderr
+    assert "FLASHGEN_BUNDLE would not use it: every user may write to it (mode 666)" in result.stderr
+    assert json.loads(flashgen("bundle", "--show", path, "--json").stdout)["refused"]
+    assert flashgen("bundle", "--show", path, FLASHGEN_TRUST=str(path)).exit_code == 0
+    doctor = flashgen("doctor", FLASHGEN_BUNDLE=str(path))
+    assert doctor.exit_code == 1
+    assert "every user may write to it" in doctor.stdout
 
 
 def test_kernels_with_a_score_modification_go_into_a_bundle(flashgen, tmp_path):

@@ -16,13 +16,14 @@ from flashgen.toolchain.cache import CubinCache, key_for
 
 KEYS = [key_for(str(n), "sm_90", (), "nvrtc 13.0") for n in range(3)]
 HELD = [bundle.Held(f"kernel{n}", "sm_90", KEYS[n]) for n in range(2)]
+SPECS = [bundle.HeldSpec("tiny", KEYS[2])]
 
 
 @pytest.fixture
 def made(tmp_path):
-    """A bundle of two kernels and one more entry."""
+    """A bundle of two kernels and a spec."""
     path = tmp_path / "kernels.zip"
-    bundle.write(path, "nvrtc 13.0", {key: key.encode() * 9 for key in KEYS}, HELD)
+    bundle.write(path, "nvrtc 13.0", {key: key.encode() * 9 for key in KEYS}, HELD, SPECS)
     return path
 
 
@@ -40,12 +41,13 @@ def rewritten(path, change):
 def test_what_is_written_is_read(made):
     opened = bundle.Bundle(made)
     assert opened.kernels == tuple(HELD)
+    assert opened.specs == tuple(SPECS)
     assert opened.compiler == "nvrtc 13.0"
     assert [opened.get(key) for key in KEYS] == [key.encode() * 9 for key in KEYS]
     assert opened.get("0" * 64) is None
     opened.verify()
     first = made.read_bytes()
-    bundle.write(made, "nvrtc 13.0", {key: key.encode() * 9 for key in KEYS}, HELD)
+    bundle.write(made, "nvrtc 13.0", {key: key.encode() * 9 for key in KEYS}, HELD, SPECS)
     assert made.read_bytes() == first, "equal kernels make equal files"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,8 @@ Examples:
 
 FLASHGEN_BUNDLE names bundles, separated as in PATH. A call takes its kernel from the disk cache, then from
 the bundles, and only then compiles it. So a container needs neither NVRTC nor a writable folder. A bundle
-serves the version of flashgen that made it, with the same specs and templates.
+serves the version of flashgen that made it, with the same specs and templates. One that another user could
+have written is refused, unless FLASHGEN_TRUST names it.
 
 Kernels are taken from the disk cache, or compiled as by `flashgen build`; no GPU is needed. Exit code 1: a
 kernel does not compile, or with --show the bundle cannot be used.
@@ -96,14 +98,14 @@ def command(
     # What other bundles hold is not read: one that no longer serves is what this command is to replace.
     os.environ.pop(paths.BUNDLE_VARIABLE, None)
     atomic.check(out)
-    results, snapshots = _built(selections, archs, jobs, specs, score)
+    results, loaded = _built(selections, archs, jobs, specs, score)
     failed = [built for built in results if built.failure]
     if failed:
         raise click.ClickException(
             f"{len(failed)} of {len(results)} kernels failed, and nothing was written. "
             f"{failed[0].variant.name} for {failed[0].arch}: {failed[0].failure}"
         )
-    _write(out, results, snapshots)
+    _write(out, results, loaded)
     _show(out, as_json)
 
 
@@ -113,44 +115,54 @@ def _built(
     jobs: int | None,
     specs: Path | None,
     score: str | None,
-) -> tuple[list[Built], dict[str, bytes]]:
-    """Every kernel that a chosen variant launches, compiled; and the checked specs, by their keys."""
+) -> tuple[list[Built], tuple[Spec, ...]]:
+    """Every kernel that a chosen variant launches, compiled; and the specs."""
     from flashgen.cli.kernels import compiled
     from flashgen.cli.options import with_score
-    from flashgen.spec.bases import whole_text
     from flashgen.spec.load import load_specs
     from flashgen.spec.selection import select
-    from flashgen.spec.snapshot import encode, snapshot_key
 
-    loaded: tuple[Spec, ...] = load_specs(specs)
+    loaded = load_specs(specs)
     chosen = select([variant for spec in loaded for variant in spec.variants()], selections)
     chosen = with_score(chosen, specs, score)
     steps = dict.fromkeys(step for variant in chosen for step in variant.steps)
-    results = compiled([*steps], archs, jobs)
-    return results, {snapshot_key(whole_text(spec.path, spec.text)): encode(spec.content) for spec in loaded}
+    return compiled([*steps], archs, jobs), loaded
 
 
-def _write(out: Path, results: Sequence[Built], snapshots: dict[str, bytes]) -> None:
-    from flashgen.toolchain.bundle import Held, write
+def _write(out: Path, results: Sequence[Built], specs: Sequence[Spec]) -> None:
+    from flashgen.spec.bases import whole_text
+    from flashgen.spec.snapshot import encode, snapshot_key
+    from flashgen.toolchain.bundle import Held, HeldSpec, write
     from flashgen.toolchain.compile import compiler_version
     from flashgen.toolchain.obtain import cache_key
 
     held = [Held(built.variant.name, built.arch, cache_key(built.variant, built.arch)) for built in results]
     entries = {each.key: built.compiled.to_bytes() for each, built in zip(held, results, strict=True)}
-    write(out, compiler_version(), snapshots | entries, held)
+    checked = [HeldSpec(spec.name, snapshot_key(whole_text(spec.path, spec.text))) for spec in specs]
+    entries |= {each.key: encode(spec.content) for each, spec in zip(checked, specs, strict=True)}
+    write(out, compiler_version(), entries, held, checked)
 
 
 def _show(path: Path, as_json: bool) -> None:
     from flashgen.cli.output import Column, counted, note, print_json, print_table, size
     from flashgen.toolchain.bundle import Bundle
+    from flashgen.toolchain.private import Distrusted, is_trusted
 
     bundle = Bundle(path)
     bundle.verify()
+    refused = "" if is_trusted(path) else bundle.distrust
     found: dict[str, Any] = {"bundle": str(path), "bytes": path.stat().st_size, "compiler": bundle.compiler}
+    specs = [each.spec for each in bundle.specs]
     if as_json:
         kernels = [{"variant": each.variant, "arch": each.arch} for each in bundle.kernels]
-        print_json(found | {"kernels": kernels})
-        return
-    print_table([Column("variant"), Column("arch")], [[each.variant, each.arch] for each in bundle.kernels])
-    count = counted(len(bundle.kernels), "kernel")
-    note(f"{path}: {count}, {size(found['bytes'])}, compiled by {bundle.compiler}; every entry is intact")
+        print_json(found | {"kernels": kernels, "specs": specs, "refused": refused})
+    else:
+        print_table(
+            [Column("variant"), Column("arch")], [[each.variant, each.arch] for each in bundle.kernels]
+        )
+        count = f"{counted(len(bundle.kernels), 'kernel')}, {counted(len(specs), 'checked spec')}"
+        note(f"{path}: {count}, {size(found['bytes'])}, compiled by {bundle.compiler}; every entry is intact")
+        if refused:
+            note(f"FLASHGEN_BUNDLE would not use it: {Distrusted(path, refused).strerror}")
+    if refused:
+        sys.exit(1)

@@ -260,7 +260,8 @@ def load(source: str, name: str, cache: CubinCache | None = None) -> Library:
             options = (*_KERNEL_OPTIONS, "-s", f"-ffile-prefix-map={folder}/=")
             return _build(compiler, source, name, definitions, Path(folder), options, cache).read_bytes()
 
-    payload = (cache or caches.default()).get_or_build(key, build)
+    # This is host code, and runs in this process: none of it comes from a bundle.
+    payload = (cache or caches.default()).get_or_build(key, build, bundled=False)
     with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
         path = Path(folder, f"{name}-{key[:12]}.so")
         path.write_bytes(payload)
@@ -317,9 +318,8 @@ def _engine(compiler: HostCompiler, cache: CubinCache | None) -> bytes:
             hostcompiler.build(compiler, ("-r",), objects, output, "the simulator's engine")
             return output.read_bytes()
 
-    return (cache or caches.default()).get_or_build(
-        _key(compiler, _ENGINE_OPTIONS, ("engine", _tree_digest())), build
-    )
+    key = _key(compiler, _ENGINE_OPTIONS, ("engine", _tree_digest()))
+    return (cache or caches.default()).get_or_build(key, build, bundled=False)
 
 
 def _definitions(source: str, name: str) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Bundles: compiled kernels in one file, a read-only layer under the disk cache.
 
-A bundle is a zip file: ``manifest.json`` says what it holds, which flashgen and which compiler made it, and
-``entries/`` has entries of the disk cache, each under its key and with its SHA-256. Where ``FLASHGEN_BUNDLE``
-names bundles, a kernel in one of them needs neither NVRTC nor a disk cache that can be written.
+A bundle is a zip file: ``manifest.json`` lists its kernels and its checked specs, and says which flashgen and
+which compiler made it; ``entries/`` has entries of the disk cache, each under its key and with its SHA-256.
+What the manifest does not list is not served. Where ``FLASHGEN_BUNDLE`` names bundles, a kernel in one of
+them needs neither NVRTC nor a disk cache that can be written.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ import io
 import json
 import os
 import re
+import warnings
 import zipfile
 import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen import __version__, paths
-from flashgen.errors import BadParam
-from flashgen.toolchain import atomic
+from flashgen.errors import BadParam, CacheWarning
+from flashgen.toolchain import atomic, private
 from flashgen.toolchain.entry import pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST = "manifest.json"
 _FOLDER = "entries/"
 _REMEDY = "copy it again, or make it anew with `flashgen bundle`"
@@ -51,8 +53,16 @@ class Held(NamedTuple):
     key: str
 
 
+class HeldSpec(NamedTuple):
+    """One checked spec of a bundle: the spec's name, and the key of its snapshot in the cache."""
+
+    spec: str
+    key: str
+
+
 class Bundle:
     """A bundle that was opened and checked: of this version of flashgen, with an entry for all that it lists.
+    ``distrust`` says why another user could have written it, "" if only this user and root could.
 
     Raises BadParam where it is not; the message says what would do. Threads may share it.
     """
@@ -60,13 +70,16 @@ class Bundle:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            data, status = private.read(path.resolve())
+            self.distrust = private.distrust(status)
             # In memory: a process that is forked would share the position in an open file.
-            self._file = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+            self._file = zipfile.ZipFile(io.BytesIO(data))
             manifest = json.loads(self._file.read(_MANIFEST))
             made = manifest["format"], manifest["flashgen"]
             if made == (FORMAT, __version__):
                 self.compiler: str = manifest["compiler"]
                 self.kernels = tuple(Held(**each) for each in manifest["kernels"])
+                self.specs = tuple(HeldSpec(**each) for each in manifest["specs"])
         except FileNotFoundError:
             raise BadParam(
                 f"{path} does not exist; `flashgen bundle --select ... -o {path}` writes a bundle"
@@ -80,14 +93,16 @@ class Bundle:
             )
         # Whoever packs it anew may add folders and files of their own.
         members = (name.removeprefix(_FOLDER) for name in self._file.namelist() if name.startswith(_FOLDER))
-        self._held = {name for name in members if _KEY.fullmatch(name)}
-        missing = [each.variant for each in self.kernels if each.key not in self._held]
+        held = {name for name in members if _KEY.fullmatch(name)}
+        listed = {each.key: each[0] for each in (*self.kernels, *self.specs)}
+        missing = [name for key, name in listed.items() if key not in held]
         if missing:
             raise BadParam(f"{path} lists {missing[0]} and does not hold it; {_REMEDY}")
+        self._listed = frozenset(listed)
 
     def get(self, key: str) -> bytes | None:
         """The payload under ``key``, or None. Raises BadParam where it is damaged."""
-        if key not in self._held:
+        if key not in self._listed:
             return None
         try:
             data = self._file.read(_FOLDER + key)
@@ -100,16 +115,23 @@ class Bundle:
 
     def verify(self) -> None:
         """Read every entry. Raises BadParam for a damaged one."""
-        for key in self._held:
+        for key in self._listed:
             self.get(key)
 
 
-def write(path: Path, compiler: str, entries: Mapping[str, bytes], kernels: Iterable[Held]) -> None:
-    """Write a bundle of ``entries``, payloads by their keys, of which ``kernels`` are some. It appears under
-    its name when it is whole.
+def write(
+    path: Path,
+    compiler: str,
+    entries: Mapping[str, bytes],
+    kernels: Iterable[Held],
+    specs: Iterable[HeldSpec] = (),
+) -> None:
+    """Write a bundle of ``kernels`` and ``specs``, whose payloads are ``entries``, by their keys. It appears
+    under its name when it is whole.
     """
     manifest: dict[str, Any] = {"format": FORMAT, "flashgen": __version__, "compiler": compiler}
     manifest["kernels"] = [each._asdict() for each in kernels]
+    manifest["specs"] = [each._asdict() for each in specs]
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr(_member(_MANIFEST), json.dumps(manifest, indent=2))
@@ -121,16 +143,26 @@ def write(path: Path, compiler: str, entries: Mapping[str, bytes], kernels: Iter
 def active(value: str | None = None) -> tuple[Bundle, ...]:
     """The bundles that ``value`` names, separated as in PATH; None: FLASHGEN_BUNDLE. Opened once each.
 
-    Raises BadParam for one that cannot be used.
+    Raises BadParam for one that cannot be used, and for one that another user could have written; where
+    FLASHGEN_TRUST names that one, it is used, with a CacheWarning.
     """
     value = os.environ.get(paths.BUNDLE_VARIABLE, "") if value is None else value
     named = [part for part in value.split(os.pathsep) if part]
-    return tuple(_open(paths.expanded(paths.BUNDLE_VARIABLE, part)) for part in named)
+    trust = os.environ.get(paths.TRUST_VARIABLE, "")
+    return tuple(_open(paths.expanded(paths.BUNDLE_VARIABLE, part), trust) for part in named)
 
 
 @functools.cache
-def _open(path: Path) -> Bundle:
-    return Bundle(path)
+def _open(path: Path, trust: str) -> Bundle:
+    """``trust`` is what FLASHGEN_TRUST says now."""
+    bundle = Bundle(path)
+    if bundle.distrust and not private.is_trusted(path):
+        refused = private.Distrusted(path, bundle.distrust)
+        raise BadParam(f"{path} is not used: {refused.strerror}")
+    if bundle.distrust:
+        message = f"{path} is used, as {paths.TRUST_VARIABLE} says: {bundle.distrust}"
+        warnings.warn(message, CacheWarning, stacklevel=2)
+    return bundle
 
 
 def _member(name: str) -> zipfile.ZipInfo:
