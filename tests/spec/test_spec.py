@@ -45,6 +45,12 @@ WRONG = {
         "operator:",
         ["operator: ", "'convolution'", "allowed: append, attention, attention_backward, merge, varlen"],
     ),
+    "option that writes a file": (
+        "no_spills: true",
+        "options:\n  - -lineinfo\n  - --time=/tmp/written\nno_spills: true",
+        "  - --time",
+        ["options[1]: found '--time=/tmp/written'; expected an option of NVRTC that changes code alone"],
+    ),
     "axis that nobody claims": (
         "  gqa: [mha, gqa, packed]",
         "  gqa: [mha, gqa, packed]\n  cap: [tanh, none]",
@@ -466,6 +472,69 @@ WRONG = {
         ["'lots'"],
     ),
 }
+
+OPTIONS = [
+    "--use_fast_math",
+    "-use_fast_math",
+    "--ftz=true",
+    "--prec-div=false",
+    "--prec-sqrt=false",
+    "--fmad=false",
+    "--maxrregcount=64",
+    "-maxrregcount=64",
+    "--restrict",
+    "--extra-device-vectorization",
+    "--device-int128",
+    "--ptxas-options=-O1",
+    "--ptxas-options=--allow-expensive-optimizations=true",
+    "-DX",
+    "-DX=3",
+    "-D_x=1.5e-3f",
+    "--define-macro=X=3",
+    "-UX",
+    "--undefine-macro=X",
+    "--diag-suppress=177",
+    "-w",
+    "-lineinfo",
+    "--generate-line-info",
+    "-G",
+    "--device-debug",
+]
+REFUSED = [
+    *("--time=/tmp/x", "-time=/tmp/x", "--fdevice-time-trace=/tmp/x", "-fdevice-time-trace=/tmp/x"),
+    *("--create-pch=/tmp/x", "--use-pch=/tmp/x", "--pch", "--pch-dir=/tmp", "-pch-dir=/tmp"),
+    *("-I/tmp", "-I /tmp", "--include-path=/tmp", "--pre-include=/etc/passwd", "-include=/etc/passwd"),
+    *("--ptxas-options=-o/tmp/x", "--ptxas-options=-v,-o,/tmp/x", "--ptxas-options=@/tmp/x", "-Xptxas=-o"),
+    *("-lineinfo --time=/tmp/x", "-lineinfo\n", "\n-lineinfo", "-w\n--time=/tmp/x", "-DX=$(id)", "-DX=1 -I/"),
+    *("-DX=/tmp/x", "-D", "--maxrregcount=", "--maxrregcount=64,1", "--ftz=maybe", "--std=c++20"),
+    *("-arch=sm_80", "", " ", "@/tmp/options", "--options-file=/tmp/x", "-dlto"),
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_that_changes_code_alone_is_taken(option, edit_spec):
+    path = edit_spec("no_spills: true", f"no_spills: true\noptions: [{json.dumps(option)}]")
+    assert load_spec(path).variants()[0].options == (option,)
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_every_other_option_is_refused(option, edit_spec):
+    path = edit_spec("no_spills: true", f"no_spills: true\noptions: [{json.dumps(option)}]")
+    with pytest.raises(
+        SpecError, match=r"tiny\.yaml:\d+: options\[0\]: found .*; expected an option of NVRTC"
+    ):
+        load_spec(path)
+
+
+def test_nvrtc_takes_the_options_and_writes_no_file(tmp_path, monkeypatch):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    from flashgen.toolchain.compile import compile_cubin
+
+    monkeypatch.chdir(tmp_path)
+    before = list(tmp_path.iterdir())
+    for option in OPTIONS:
+        assert compile_cubin('extern "C" __global__ void kernel() {}', "kernel", "sm_90", [option], {}).cubin
+    assert list(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -19,6 +19,27 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Number = int | Annotated[str, msgspec.Meta(description="an expression")]
+# NVRTC has options that read and write files, so only these are passed on: they change the code, and no file.
+_OPTIONS = (
+    r"--?(use_fast_math|restrict|extra-device-vectorization|device-int128|device-debug|generate-line-info)",
+    r"--?(ftz|prec-div|prec-sqrt|fmad)=(true|false)",
+    r"--?maxrregcount=[0-9]+",
+    r"--ptxas-options=-O[0-3]",
+    r"--ptxas-options=--allow-expensive-optimizations=(true|false)",
+    r"--?diag-suppress=[0-9]+",
+    r"(-D|--define-macro=)[A-Za-z_][A-Za-z0-9_]*(=[A-Za-z0-9_.+-]*)?",
+    r"(-U|--undefine-macro=)[A-Za-z_][A-Za-z0-9_]*",
+    "-G|-lineinfo|-w",
+)
+_OPTION = (
+    "an option of NVRTC that changes code alone: --use_fast_math, --ftz=, --prec-div=, --prec-sqrt=, --fmad= "
+    "(true or false), --maxrregcount=N, --restrict, --extra-device-vectorization, --device-int128, "
+    "--ptxas-options=-O3, --ptxas-options=--allow-expensive-optimizations=true, -DNAME=VALUE, -UNAME, "
+    "--diag-suppress=N, -w, -lineinfo or -G"
+)
+Option = Annotated[
+    str, msgspec.Meta(pattern=rf"\A(?:{'|'.join(f'(?:{each})' for each in _OPTIONS)})\Z", description=_OPTION)
+]
 AxisValue = Count | ShortName
 AxisValues = Annotated[list[AxisValue], msgspec.Meta(min_length=1)]
 
@@ -170,7 +191,7 @@ class File(msgspec.Struct, forbid_unknown_fields=True):
     tune: list[Any] = []
     no_spills: bool = False
     dispatch: Dispatch = msgspec.field(default_factory=Dispatch)
-    options: list[str] = []
+    options: list[Option] = []
     extends: Name | None = None
 
 
