@@ -56,7 +56,10 @@ from flashgen.spec.scores import load_scores, read_scores, reserved_names
 from flashgen.toolchain import disassemble
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 KERNELS = ROOT / "docs" / "kernels.md"
 REFERENCE = ROOT / "docs" / "spec-reference.md"

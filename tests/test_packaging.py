@@ -99,6 +99,13 @@ def test_an_installed_flashgen_renders_from_its_own_data(wheel, tmp_path):
     assert rendered == "True"
 
 
+def test_the_source_archive_has_every_page_of_the_repository():
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
+    held = hatch["build"]["targets"]["sdist"]["include"]
+    assert {f"/{page.name}" for page in ROOT.glob("*.md")} <= set(held)
+    assert "/SECURITY.md" in held
+
+
 def test_a_hint_names_packages_that_there_are(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     program = "from flashgen.installing import command; print(command('cuda12')); print(command('no'))"

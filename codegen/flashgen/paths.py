@@ -11,6 +11,8 @@ from flashgen.errors import BadParam, InternalError
 
 BUNDLE_VARIABLE = "FLASHGEN_BUNDLE"  # names bundles of compiled kernels, separated as in PATH
 TRUST_VARIABLE = "FLASHGEN_TRUST"  # names caches and bundles that other users may write, separated as in PATH
+# The name of a file below a folder: relative, and without a step upwards.
+INSIDE = r"\A(?!/)(?!(?:.*/)?\.\.(?:/|\Z))[^\0\n\\]+\Z"
 
 _PACKAGE = Path(__file__).resolve().parent
 

@@ -221,6 +221,87 @@ def test_a_template_that_is_no_text_is_named(action, file, tiny_folder, variant)
         action(variant)
 
 
+OUTSIDE = ["/etc/passwd", "../../secret.j2", "lib/../../../secret.j2", "..", "lib/.."]
+
+
+@pytest.mark.parametrize("action", [render, source_digest])
+@pytest.mark.parametrize("name", [*OUTSIDE, "{folder}/../secret.j2"])
+@pytest.mark.parametrize(
+    "how", ['//% include "{name}"', '{{% include "{name}" %}}', '//% import "{name}" as x']
+)
+def test_a_template_includes_nothing_outside_its_folders(action, how, name, tiny_folder, variant):
+    (tiny_folder / "secret.j2").write_text("secret")
+    (tiny_folder.parent / "secret.j2").write_text("secret")
+    template = tiny_folder / "templates" / "tiny.cu.j2"
+    name = name.format(folder=tiny_folder / "templates")
+    text = template.read_text()
+    template.write_text(text + how.format(name=name) + "\n")
+    line = text.count("\n") + 1
+    with pytest.raises(SpecError) as caught:
+        action(variant)
+    said = f"{template}:{line}: {name!r} is no name of a file below the folders {tiny_folder / 'templates'}"
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_computed_name_leads_no_further(name, tiny_folder, variant):
+    (tiny_folder.parent / "secret.j2").write_text("secret")
+    template = tiny_folder / "templates" / "tiny.cu.j2"
+    template.write_text(template.read_text() + f'//% include "{name[:2]}" ~ "{name[2:]}"\n')
+    with pytest.raises(SpecError, match=r"tiny\.cu\.j2:\d+: .* is no name of a file below the folders"):
+        render(variant)
+
+
+def test_a_header_includes_nothing_outside_its_folder(tiny_folder, variant, edit):
+    (tiny_folder / "secret.cuh").write_text("secret")
+    path = edit("templates/include/flashgen/tiny.cuh", "flashgen/types.cuh", "flashgen/../../../secret.cuh")
+    for action in (source_digest, lambda v: headers(render(v), include_dirs(v))):
+        with pytest.raises(SpecError, match=rf"^{re.escape(str(path))}:\d+: 'flashgen/\.\./.* is no name"):
+            action(variant)
+
+
+@pytest.mark.parametrize(
+    "link", ["lib/names.j2", "lib", "include/flashgen/tiny.cuh", "include/flashgen", "include"]
+)
+def test_a_link_leads_nowhere_outside(link, tiny_folder, variant):
+    path = tiny_folder / "templates" / link
+    elsewhere = tiny_folder / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    with pytest.raises(SpecError, match=rf"{re.escape(str(path))} is a link out of .*; put the file itself"):
+        source_digest(variant)
+    with pytest.raises(SpecError, match="is a link out of"):
+        headers(render(variant), include_dirs(variant))
+
+
+def test_a_link_within_the_folder_and_a_linked_folder_are_as_good_as_a_file(tiny_folder, variant):
+    expected = render(variant)
+    path = tiny_folder / "templates" / "lib" / "names.j2"
+    path.rename(path.with_name("others.j2"))
+    path.symlink_to("others.j2")
+    assert render(variant) == expected
+    (tiny_folder / "templates").rename(tiny_folder / "elsewhere")
+    (tiny_folder / "templates").symlink_to(tiny_folder / "elsewhere")
+    assert render(variant) == expected
+    source_digest(variant)
+
+
+def test_an_installer_may_link_the_shipped_templates(tiny_folder, variant, monkeypatch):
+    shipped = tiny_folder / "shipped"
+    header = Path("include/flashgen/types.cuh")
+    shutil.copy(templates_dir() / header, tiny_folder / "templates" / header)
+    for file in [path for path in (tiny_folder / "templates").rglob("*") if path.is_file()]:
+        link = shipped / file.relative_to(tiny_folder / "templates")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        store = tiny_folder / "store" / link.name
+        store.parent.mkdir(exist_ok=True)
+        file.rename(store)
+        link.symlink_to(store)
+    monkeypatch.setattr("flashgen.source.render.templates_dir", lambda: shipped)
+    assert headers(render(variant), include_dirs(variant))
+    source_digest(variant)
+
+
 @pytest.mark.parametrize("action", [render, source_digest])
 @pytest.mark.parametrize("what", ["a link to nothing", "no file"])
 def test_what_is_no_file_does_not_give_way_to_a_shipped_template(action, what, tiny_folder, variant):

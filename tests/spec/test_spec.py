@@ -51,6 +51,24 @@ WRONG = {
         "  - --time",
         ["options[1]: found '--time=/tmp/written'; expected an option of NVRTC that changes code alone"],
     ),
+    "template outside the folders": (
+        "template: tiny.cu.j2",
+        "template: /etc/passwd",
+        "template:",
+        ["template: found '/etc/passwd'; expected the name of a file below the folders of templates"],
+    ),
+    "template above the folders": (
+        "template: tiny.cu.j2",
+        "template: lib/../../tiny.cu.j2",
+        "template:",
+        ["template: found 'lib/../../tiny.cu.j2'; expected the name of a file below"],
+    ),
+    "header above the folders": (
+        "header: flashgen/tiny.cuh",
+        "header: ../tiny.cuh",
+        "header:",
+        ["header: found '../tiny.cuh'; expected the name of a file below"],
+    ),
     "axis that nobody claims": (
         "  gqa: [mha, gqa, packed]",
         "  gqa: [mha, gqa, packed]\n  cap: [tanh, none]",

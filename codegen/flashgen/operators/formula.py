@@ -1,7 +1,7 @@
 """The language of score modifications: an arithmetic expression, checked, as a tree.
 
 Allowed are names and numbers, ``+ - * /``, comparisons, ``and or not``, ``tanh exp log abs min max``,
-``where(condition, a, b)`` and elements of declared arrays, ``slope[b, h]``. Nothing else is read, so a spec
+``where(condition, a, b)`` and elements of declared arrays, ``slope[b, h]``. Nothing else is read: a formula
 cannot run code. ``q``, ``kv``, ``h`` and ``b`` are integers, and so are their sums, differences, ``abs``,
 ``min`` and ``max``, and ``where`` under a condition of integers; products and quotients are floats.
 """

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.arch import range_of
 from flashgen.errors import FlashgenError, InternalError, SpecError, TemplateWarning
-from flashgen.paths import code_digest, specs_dir, templates_dir
+from flashgen.paths import INSIDE, code_digest, specs_dir, templates_dir
 from flashgen.source.params import struct_text
 
 if TYPE_CHECKING:
@@ -53,11 +53,15 @@ _BLANK_LINES = r"\n(?:[ \t]*\n){2,}"
 _PRAGMA_ONCE = r"(?m)^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n"
 
 
+class _Outside(SpecError):
+    """A name leads out of the folder that it is looked for in."""
+
+
 def render(variant: Variant) -> str:
     """The CUDA source of one variant; ends with a newline.
 
-    Raises SpecError when there is no such template in its ``search_path``, or one of the user's own is wrong,
-    and InternalError when a shipped one is: the message names its file and line.
+    Raises SpecError when there is no such template in its ``search_path``, or outside of it, or one of the
+    user's own is wrong, and InternalError when a shipped one is: the message names its file and line.
     """
     import jinja2
 
@@ -71,6 +75,8 @@ def render(variant: Variant) -> str:
     except jinja2.TemplateNotFound as error:
         at = "" if error.name == variant.template else _template_line(error, folders)
         raise _missing(error.name, _spec_file(variant), folders, at) from error
+    except _Outside as error:
+        raise SpecError(f"{_template_line(error, folders) or _spec_file(variant)}: {error}") from error
     except SpecError:
         raise
     except Exception as error:
@@ -321,7 +327,10 @@ def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) ->
         name, at = waiting.pop(0)
         if name in found:
             continue
-        path = _find(name, folders)
+        try:
+            path = _find(name, folders)
+        except _Outside as error:
+            raise SpecError(f"{at or spec}: {error}") from error
         if path is None:
             raise _missing(name, spec, folders, at)
         found[name] = text = _read(path)
@@ -371,8 +380,13 @@ def _line_of(match: re.Match[str]) -> int:
 
 
 def _including(folders: Sequence[str]) -> tuple[str, ...]:
-    paths = (Path(folder, "include") for folder in folders)
-    return tuple(str(path) for path in paths if path.is_dir())
+    found = []
+    for folder in folders:
+        path = Path(folder, "include")
+        if path.is_dir():
+            _check_link("include", folder)
+            found.append(str(path))
+    return tuple(found)
 
 
 def _include_dirs(include_dirs: Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
@@ -380,15 +394,34 @@ def _include_dirs(include_dirs: Sequence[str | os.PathLike[str]] | None) -> tupl
 
 
 def _find(name: str, folders: Sequence[str]) -> Path | None:
-    """The first that is there. Raises SpecError where that is no file: the next one is not what was meant."""
+    """The first that is there. Raises SpecError where that is no file, as the next one is not what was meant,
+    and where the name, or a link, leads out of the folder.
+    """
+    if re.search(INSIDE, name) is None:
+        raise _Outside(f"{name!r} is no name of a file below the folders {', '.join(folders)}")
     for folder in folders:
         path = Path(folder, name)
         if path.is_file():
+            _check_link(name, folder)
             return path
         if os.path.lexists(path):
             what = "a link to nothing" if path.is_symlink() and not path.exists() else "no file"
             raise SpecError(f"{path} is {what}; put a file there, or remove it")
     return None
+
+
+def _check_link(name: str, folder: str) -> None:
+    """Raise SpecError where a link below a folder of the user leads out of it. Installers may link the
+    shipped ones.
+    """
+    path = folder
+    for part in Path(name).parts:
+        path = os.path.join(path, part)  # noqa: PTH118 - this is on the way to a kernel on disk
+        if os.path.islink(path):  # noqa: PTH114
+            real = os.path.realpath(Path(folder, name))
+            inside = Path(real).is_relative_to(os.path.realpath(folder))
+            if not inside and Path(folder) not in (templates_dir(), templates_dir() / "include"):
+                raise _Outside(f"{path} is a link out of {folder}; put the file itself there")
 
 
 def _read(path: Path) -> str:
@@ -399,7 +432,10 @@ def _read(path: Path) -> str:
 
 
 def _locate(name: str, folders: Sequence[str], at: str) -> Path:
-    path = _find(name, folders)
+    try:
+        path = _find(name, folders)
+    except _Outside as error:
+        raise SpecError(f"{at}: {error}") from error
     if path is None:
         raise _wrong(at, f'#include "{name}": no such header; searched {", ".join(folders) or "no folder"}')
     return path

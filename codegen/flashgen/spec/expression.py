@@ -1,7 +1,8 @@
 """Integer expressions in spec files, such as ``(block_m + 2 * stages * block_n) * head_dim * element_bytes``.
 
 Allowed are names, integers, strings to compare with, ``+ - * // %``, comparisons, ``and or not``, ``a if c
-else b``, ``min`` and ``max``. Nothing else is evaluated, so a spec cannot run code.
+else b``, ``min`` and ``max``. Nothing else is evaluated, so an expression cannot run code;
+the templates of a spec can.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from flashgen.operators import OPERATORS
+from flashgen.paths import INSIDE
 from flashgen.spec.grid import SCHEDULES
 from flashgen.spec.params import CTYPES
 
@@ -19,6 +20,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Number = int | Annotated[str, msgspec.Meta(description="an expression")]
+_INSIDE = "the name of a file below the folders of templates, without / at its start and without .."
+FileName = Annotated[str, msgspec.Meta(pattern=INSIDE, description=_INSIDE)]
 # NVRTC has options that read and write files, so only these are passed on: they change the code, and no file.
 _OPTIONS = (
     r"--?(use_fast_math|restrict|extra-device-vectorization|device-int128|device-debug|generate-line-info)",
@@ -126,7 +129,7 @@ class StepRow(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     name: ShortName
-    template: str
+    template: FileName
     threads: Number
     smem_bytes: Number
     grid: GridRow
@@ -167,14 +170,14 @@ class File(msgspec.Struct, forbid_unknown_fields=True):
 
     family: Name
     operator: Literal[tuple(OPERATORS)]
-    header: str
+    header: FileName
     axes: dict[str, Any]
     targets: dict[str, Any]
     element_bytes: dict[str, Any]
     tile_keys: Annotated[list[Name], msgspec.Meta(min_length=1)]
     tiles: list[Any]
     algorithm: ShortName | None = None
-    template: str | None = None
+    template: FileName | None = None
     threads: Number | None = None
     smem_bytes: Number | None = None
     grid: GridRow | None = None
