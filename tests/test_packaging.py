@@ -13,6 +13,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -231,8 +234,70 @@ def test_both_commands_of_the_readme_set_up_from_nothing():
         assert set(extras) <= set(METADATA["optional-dependencies"])
 
 
+LOCK = ROOT / ".ci" / "requirements.txt"
+CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def locked() -> dict[str, list[tuple[Requirement, int]]]:
+    """What the lock pins, by name, each with the number of its hashes; several where versions of Python
+    differ.
+    """
+    found: dict[str, list[tuple[Requirement, int]]] = {}
+    text = re.sub(r"^ *#.*\n", "", LOCK.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for line in text.replace("\\\n", " ").splitlines():
+        requirement, *hashes = re.split(r" +--hash=sha256:(?=[0-9a-f]{64}\b)", line)
+        pinned = Requirement(requirement)
+        found.setdefault(canonicalize_name(pinned.name), []).append((pinned, len(hashes)))
+    return found
+
+
+def test_every_line_of_the_lock_pins_a_version_and_its_hashes():
+    assert locked()
+    for name, pinned in locked().items():
+        for requirement, hashes in pinned:
+            assert re.fullmatch(r"==[^,*]+", str(requirement.specifier)), name
+            assert hashes > 0, name
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_lock_has_a_version_of_all_that_ci_installs(python, machine):
+    extras = METADATA["optional-dependencies"]
+    wanted = [*METADATA["dependencies"], *extras["cuda13"], *extras["test"]]
+    here = {
+        **default_environment(),
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "platform_machine": machine,
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+    }
+    for requirement in map(Requirement, wanted):
+        pinned = [each for each, _ in locked().get(canonicalize_name(requirement.name), [])]
+        fitting = [each for each in pinned if each.marker is None or each.marker.evaluate(here)]
+        assert len(fitting) == 1, f"{requirement}: make the lock anew with the command at its top"
+        version = str(fitting[0].specifier).removeprefix("==")
+        assert requirement.specifier.contains(version), f"{requirement}: the lock has {version}"
+
+
+def test_no_version_of_filelock_that_follows_links_will_do():
+    (filelock,) = (each for each in map(Requirement, METADATA["dependencies"]) if each.name == "filelock")
+    assert not any(filelock.specifier.contains(old) for old in ("3.13.0", "3.20.0", "3.20.2"))
+    assert filelock.specifier.contains("3.20.3")
+
+
+def test_ci_installs_the_lock_before_the_command_of_the_readme():
+    locked_install = CI.index(".venv/bin/pip install --require-hashes -r .ci/requirements.txt")
+    assert locked_install < CI.index('step "README: install and test"')
+    # What the README's command then asks for beyond the lock cannot be fetched.
+    assert re.search(r"^readme_tests\(\) \{ PIP_NO_INDEX=1 ", CI, re.MULTILINE)
+
+
 def test_no_file_that_installs_names_a_package_index():
     """Which one, pip is told by whoever installs."""
+    index = re.compile(r"index-url|find-links|PIP_(?!NO_)|pypi\.org|pythonhosted|https?://")
+    for path in (ROOT / "pyproject.toml", ROOT / ".ci" / "run", LOCK):
+        text = path.read_text(encoding="utf-8").replace("--no-emit-index-url", "")
+        assert not index.search(text), path
     index = re.compile(r"index-url|find-links|PIP_|pypi\.org|pythonhosted")
-    for path in (ROOT / "README.md", ROOT / "pyproject.toml", ROOT / ".ci" / "run"):
-        assert not index.search(path.read_text(encoding="utf-8")), path
+    assert not index.search((ROOT / "README.md").read_text(encoding="utf-8"))
