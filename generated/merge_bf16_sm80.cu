@@ -30,11 +30,11 @@ static_assert(kThreads == kBlockM * kLanes, "each row has its threads");
 
 struct Params {
     const element* o1;                    // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
-    const float* lse1;                    // (batch, num_heads_q, seqlen_q), contiguous; natural logarithm, -inf for a row without keys
+    const float* lse1;                    // (batch, num_heads_q, seqlen_q), contiguous; natural logarithm, -inf or +inf for a row without keys
     const element* o2;                    // as o1
     const float* lse2;                    // as lse1
     element* out;                         // as o1
-    float* lse_out;                       // as lse1
+    float* lse_out;                       // as lse1, but always -inf for a row without keys
     int64_t o1_batch_stride;              // strides are in elements
     int64_t o1_row_stride;
     int64_t o1_head_stride;
@@ -58,6 +58,12 @@ static_assert(offsetof(Params, out_batch_stride) == 96 && offsetof(Params, out_r
 static_assert(offsetof(Params, out_head_stride) == 112 && offsetof(Params, num_heads_q) == 120);
 static_assert(offsetof(Params, seqlen_q) == 124 && offsetof(Params, head_dim_v) == 128);
 static_assert(offsetof(Params, num_row_blocks) == 132);
+
+// The LSE of a row: -inf where its part saw no key, which flash-attn marks with +inf.
+__device__ __forceinline__ float load_lse(const float* lse) {
+    const float loaded = __uint_as_float(load_global_32(lse));
+    return loaded == INFINITY ? -INFINITY : loaded;
+}
 
 // Adds scale * values, elements as they lie in memory, to a sum.
 __device__ __forceinline__ void add_scaled(float (&sum)[kVector], uint4 values, float scale) {
@@ -92,8 +98,8 @@ merge_bf16_sm80(const __grid_constant__ Params params) {
     const int query = row / params.num_heads_q;
     const int head = row - query * params.num_heads_q;
     const int64_t lse_row = (int64_t(batch) * params.num_heads_q + head) * params.seqlen_q + query;
-    const float lse1 = __uint_as_float(load_global_32(params.lse1 + lse_row));
-    const float lse2 = __uint_as_float(load_global_32(params.lse2 + lse_row));
+    const float lse1 = load_lse(params.lse1 + lse_row);
+    const float lse2 = load_lse(params.lse2 + lse_row);
 
     // Where neither part saw a key the terms are 0 as well: -inf minus itself would be NaN.
     const float larger = fmaxf(lse1, lse2);

@@ -1,3 +1,5 @@
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,12 +14,13 @@ DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
 
 
 def part(rng, shape, dtype, spread):
-    """Random o and lse; rows that saw no key have -inf, and NaN in o."""
+    """Random o and lse; rows that saw no key have -inf or, as in flash-attn, +inf, and NaN in o."""
     batch, seqlen, heads, _ = shape
     lse = spread * rng.standard_normal((batch, heads, seqlen), np.float32)
-    lse[rng.random(lse.shape) < 0.3] = -np.inf
+    empty = rng.random(lse.shape) < 0.3
+    lse[empty] = rng.choice([-np.inf, np.inf], empty.sum())
     o = rng.standard_normal(shape, np.float32).astype(dtype)
-    o[np.isneginf(lse).swapaxes(1, 2)] = np.nan
+    o[np.isinf(lse).swapaxes(1, 2)] = np.nan
     return o, lse
 
 
@@ -30,10 +33,34 @@ def test_within_the_bound_of_float64(dtype, spread):
     out, lse = flashgen.merge(parts)
     verdict = judge(normalise(*(view(x, "x") for x in flat)), *flat, out, lse)
     assert verdict.ok, verdict
-    both = np.isneginf(flat[1]) & np.isneginf(flat[3])
+    both = np.isinf(flat[1]) & np.isinf(flat[3])
     assert both.any()
     assert np.isneginf(lse[both]).all()
     assert not out[both.swapaxes(1, 2)].any()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_without_keys_has_no_weight_whichever_infinity_marks_it(dtype, count):
+    """All mixes of a part that saw keys, one marked as flashgen does, and one marked as flash-attn does."""
+    rng = np.random.default_rng()
+    mixes = np.array(list(itertools.product((0.0, -np.inf, np.inf), repeat=count)), np.float32)
+    parts = []
+    for of_part in mixes.T:
+        lse = (of_part + np.where(np.isinf(of_part), 0, rng.standard_normal(len(mixes))))[None, None]
+        o = rng.standard_normal((1, len(mixes), 1, 8)).astype(DTYPES[dtype])
+        o[0, np.isinf(of_part)] = np.nan
+        parts.append((o, lse.astype(np.float32)))
+    of_flashgen = [(o, np.where(np.isinf(lse), np.float32(-np.inf), lse)) for o, lse in parts]
+    out, lse = flashgen.merge(parts)
+    for found, right in zip((out, lse), flashgen.merge(of_flashgen), strict=True):
+        np.testing.assert_array_equal(found, right)
+    nothing = np.isinf(mixes).all(axis=1)
+    assert not out[0, nothing].any()
+    assert np.isneginf(lse[0, 0, nothing]).all()
+    assert np.isfinite(lse[0, 0, ~nothing]).all()
+    alone = np.isinf(mixes[:, 1:]).all(axis=1) & np.isfinite(mixes[:, 0])
+    np.testing.assert_array_equal(out[0, alone], parts[0][0][0, alone])
 
 
 def test_a_matrix_is_an_array():

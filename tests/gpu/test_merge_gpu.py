@@ -35,12 +35,14 @@ def normal(random, *shape, dtype=torch.float32):
 
 
 def part(random, shape, dtype, spread):
-    """Random o and lse; a tenth of the rows saw no key: -inf, and NaN in o."""
+    """Random o and lse; a tenth of the rows saw no key: -inf or, as in flash-attn, +inf, and NaN in o."""
     batch, seqlen, heads, _ = shape
     lse = spread * normal(random, batch, heads, seqlen)
-    lse[torch.rand(lse.shape, generator=random, device="cuda") < 0.1] = -torch.inf
+    drawn = torch.rand(lse.shape, generator=random, device="cuda")
+    lse[drawn < 0.1] = -torch.inf
+    lse[drawn < 0.05] = torch.inf
     o = normal(random, *shape, dtype=dtype)
-    o[torch.isneginf(lse).swapaxes(1, 2)] = torch.nan
+    o[torch.isinf(lse).swapaxes(1, 2)] = torch.nan
     return o, lse
 
 

@@ -93,7 +93,8 @@ def test_the_reference_is_softmax_over_all_keys():
     whole, whole_lse = softmax_parts(rng, scores, v)
     arrays = []
     for o, lse in parts:
-        arrays += [np.where(np.isneginf(lse)[:, None], np.nan, o)[None, :, None], lse[None, None]]
+        marked = np.where(np.isneginf(lse) & (np.arange(50) % 2 > 0), np.inf, lse)  # as flash-attn marks them
+        arrays += [np.where(np.isneginf(lse)[:, None], np.nan, o)[None, :, None], marked[None, None]]
     found = expected(*arrays, "fp32")
     np.testing.assert_allclose(found.out[0, :, 0], whole, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(found.lse[0, 0], whole_lse, rtol=1e-12)

@@ -30,6 +30,8 @@ FAULTS = (
           "if (true) values2"),
     fault("-inf minus itself", NAME, Shape(200, heads=3, head_dim=8), (WRONG,),
           "larger == -INFINITY ? 0.0f : larger", "larger"),
+    fault("flash-attn's mark of a row without keys weighs", NAME, SHAPE, (WRONG,),
+          "loaded == INFINITY ? -INFINITY : loaded", "loaded"),
     fault("a part not divided by the sum", NAME, SHAPE, (WRONG,),
           "add_scaled(merged, values2, term2 * factor)",
           "add_scaled(merged, values2, term2)"),

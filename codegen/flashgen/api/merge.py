@@ -28,7 +28,7 @@ def merge(
         num_heads_q, head_dim_v), or without batch; fp16, bf16 or fp32; any strides, but the last dimension is
         contiguous and rows are 16-byte aligned. lse: (batch, num_heads_q, seqlen_q), or without batch; fp32,
         contiguous, natural logarithm. All parts are of one shape, dtype, device and library. A row of a part
-        that saw no key has lse -inf; its o is not looked at.
+        that saw no key has lse -inf or, as in flash-attn, +inf; its o is not looked at.
     out, lse_out: receive the results; of the shape and dtype of an o and an lse, in memory of their own.
     stream, backend: as in ``attention``.
 

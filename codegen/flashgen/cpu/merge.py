@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashgen.operators.merge_reference import with_empty_rows_at_minus_infinity
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.runtime.hostarrays import check_writable, host_array
 
@@ -33,6 +34,7 @@ def merge(
     """Fill ``out`` and ``lse_out``. Arrays have the shapes of the contract; bfloat16 elements are their bits
     in uint16.
     """
+    lse1, lse2 = with_empty_rows_at_minus_infinity(lse1), with_empty_rows_at_minus_infinity(lse2)
     larger = np.maximum(lse1, lse2)
     # Where neither part saw a key the terms are 0: -inf must not be subtracted from itself.
     base = np.where(np.isneginf(larger), np.float32(0), larger)

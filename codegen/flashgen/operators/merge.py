@@ -4,7 +4,8 @@ With l_1 and l_2 the log-sum-exps of a row (natural logarithm) and m the larger 
 
     lse = m + log(e^(l_1 - m) + e^(l_2 - m)),  out = e^(l_1 - lse) o_1 + e^(l_2 - lse) o_2
 
-(https://arxiv.org/abs/2501.01005, section 2.2). A part whose l is -inf has seen no key: its o is not read.
+(https://arxiv.org/abs/2501.01005, section 2.2). A part whose l is -inf has seen no key: it has a weight of 0,
+and its o is not read. So it is where l is +inf, flash-attn's mark of a row without keys.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def make(variant: Variant, shape: Shape, seed: int) -> MergeExample:
     """Normal random parts for ``variant``, their LSEs ``shape.spread`` times as wide; outputs, and what lies
     between rows, are NaN. Of ``shape`` keys and what belongs to them have no say.
 
-    A tenth of the rows of each part saw no key: their LSE is -inf and their o NaN. Raises what the contract
-    raises.
+    A tenth of the rows of each part saw no key: their LSE is -inf or, as in flash-attn, +inf, and their o is
+    NaN. Raises what the contract raises.
     """
     rng = np.random.default_rng(seed)
     width = shape.head_dim_v or shape.head_dim or _HEAD_DIM
@@ -62,7 +62,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> MergeExample:
         o = random_rows(rng, size, variant.dtype, 1.0, shape.gap)
         lse = shape.spread * rng.standard_normal((shape.batch, shape.heads, shape.seqlen_q), np.float32)
         empty = rng.random(lse.shape) < _EMPTY
-        lse[empty] = -np.inf
+        lse[empty] = rng.choice([-np.inf, np.inf], empty.sum())
         o[empty.swapaxes(1, 2)] = 0xFFFF if variant.dtype == "bf16" else np.nan
         parts += [o, lse]
     out, lse_out = (
