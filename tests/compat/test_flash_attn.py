@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -424,8 +425,8 @@ def test_parts_of_a_packed_array_are_named_by_it():
     packed = X.reshape(18, 3, 4, 32)
     with pytest.raises(errors.BadTensorDtype, match=r"^cu_seqlens has dtype int64"):
         flash_attn_varlen_qkvpacked_func(packed, ENDS.astype(np.int64), 9)
-    with pytest.raises(errors.BadParam, match=r"^sequence 0 has length 9; max_seqlen says"):
-        flash_attn_varlen_qkvpacked_func(packed, ENDS, 8)
+    with pytest.raises(errors.BadParam, match=r"^sequence 1 has length 12; max_seqlen says"):
+        flash_attn_varlen_qkvpacked_func(packed, np.array([0, 6, 18], np.int32), 9)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -627,6 +628,61 @@ def test_sequences_of_several_lengths(array, page_size, options, slopes):
         of_q, of_k = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
         right = oracle(q[of_q], k[of_k], v[of_k], options, slopes_of(slopes, b))
         close((np.asarray(out)[of_q], np.asarray(lse)[:, of_q]), right)
+
+
+@pytest.mark.parametrize("options", VISIBLE, ids=str)
+@pytest.mark.parametrize("page_size", [None, 7], ids=lambda size: f"pages{size}")
+def test_a_bound_that_is_too_small_cuts_no_key(array, page_size, options):
+    rng = np.random.default_rng()
+    k_lengths = [57, 3, 0, 20]
+    q, k, v = (x[0] for x in qkv(rng, seqlen_q=20, seqlen_k=80, batch=1))
+    cu_q, cu_k = ends([5] * 4), ends(k_lengths)
+    paged_options = {}
+    if page_size:
+        seed = rng.integers(2**32)
+        parts = [np.split(x, cu_k[1:-1]) for x in (k, v)]
+        (k, table), (v, _) = (paged(np.random.default_rng(seed), part, page_size) for part in parts)
+        paged_options = {"block_table": array(table)}
+    given = [array(x) for x in (q, k, v, cu_q, cu_k)]
+    call = partial(flash_attn_varlen_func, return_attn_probs=True, **paged_options, **options)
+    right = call(*given, 5, 57)[:2]
+    for bound in (0, 1, 7, 16, 56):
+        for found, x in zip(call(*given, 5, bound)[:2], right, strict=True):
+            np.testing.assert_array_equal(np.asarray(found), np.asarray(x))
+
+
+def test_more_queries_than_the_bound_allows_are_all_computed(array):
+    rng = np.random.default_rng()
+    q, k, v = (x[0] for x in qkv(rng, seqlen_q=57, seqlen_k=57, batch=1))
+    cu = ends([50, 7])
+    given = [array(x) for x in (q, k, v, cu, cu)]
+    right = flash_attn_varlen_func(*given, 50, 50, causal=True)
+    for bound in (0, 16, 28):
+        found = flash_attn_varlen_func(*given, bound, 1, causal=True)
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(right))
+    with pytest.raises(errors.BadParam, match=r"^sequence 0 has length 50; max_seqlen_q says"):
+        flash_attn_varlen_func(*given, 29, 50, causal=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_reach_keys_past_a_bound(compiled):
+    torch = pytest.importorskip("torch")
+    torch.compiler.reset()
+    q, k, v = (torch.randn(40, heads, 16) for heads in (4, 2, 2))
+    cu = torch.tensor([0, 30, 40], dtype=torch.int32)
+
+    def gradients(max_q, max_k):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        call = partial(flash_attn_varlen_func, causal=True, window_size=(25, 0))
+        if compiled:
+            call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        out = call(*leaves, cu, cu, max_q, max_k)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+
+    right = gradients(30, 30)
+    for bounds in ((30, 16), (16, 16), (1, 0)):
+        for found, x in zip(gradients(*bounds), right, strict=True):
+            torch.testing.assert_close(found, x, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("width", [1, 20, 36])

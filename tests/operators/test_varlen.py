@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashgen import errors
-from flashgen.operators.arguments import ArrayView
+from flashgen.operators.arguments import ArrayView, Expected
 from flashgen.operators.masks import UNBOUNDED, Band
 from flashgen.operators.sequences import sequences
 from flashgen.operators.varlen import normalise
@@ -120,6 +120,31 @@ def test_what_arrays_hold_bounds_lengths():
         call(PACKED, max_seqlen_q=99, max_seqlen_kv=12).sizes.items()
         >= {"seqlen_q": 20, "seqlen_kv": 12}.items()
     )
+
+
+@pytest.mark.parametrize("given", [PADDED, PACKED, PAGED])
+def test_an_expected_bound_chooses_the_kernel_and_cuts_no_key(given):
+    without = call(given)
+    for bound in (0, 3, 7, 99):
+        problem = call(given, max_seqlen_kv=Expected(bound))
+        assert problem.seqlen_kv == min(bound, without.capacity)
+        assert problem.values({})["seqlen_kv"] == problem.most_keys == without.capacity
+        fixed = call(given, max_seqlen_kv=bound)
+        assert fixed.values({})["seqlen_kv"] == fixed.most_keys == fixed.seqlen_kv == problem.seqlen_kv
+    assert call(given, max_seqlen_kv=Expected(None)) == without
+
+
+@pytest.mark.parametrize(("bound", "seqlen_q"), [(None, 20), (0, 20), (6, 20), (7, 7), (19, 19), (99, 20)])
+def test_an_expected_bound_cuts_queries_only_where_the_tokens_do_not_contradict_it(bound, seqlen_q):
+    assert call(PACKED, max_seqlen_q=Expected(bound)).seqlen_q == seqlen_q
+
+
+@given(st.integers(0, 6), st.integers(0, 30), st.integers(-1, 8), st.integers(-1, 8), st.booleans())
+def test_an_expected_bound_hides_the_keys_of_the_window(q_length, kv_length, left, right, causal):
+    options = {"causal": causal, "window_size": (left, min(right, 0) if causal else right)}
+    fixed = call(PACKED, max_seqlen_q=6, **options)
+    expected = call(PACKED, max_seqlen_q=6, max_seqlen_kv=Expected(5), **options)
+    np.testing.assert_array_equal(hidden(expected, q_length, kv_length), hidden(fixed, q_length, kv_length))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Which calls with lengths on the device take the kernels that split the keys of many queries."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from test_dispatch import H200
 
 from flashgen.bench.grids import GRIDS
-from flashgen.operators.arguments import view_of_shape
+from flashgen.operators.arguments import Expected, view_of_shape
 from flashgen.operators.attention import normalise as rectangle
 from flashgen.operators.splits import SplitEvery
 from flashgen.operators.varlen import normalise
@@ -20,7 +21,9 @@ SPECS = load_specs()
 SPLIT = "flash_varlen_split"
 
 
-def chunks(batch, queries, keys, *, heads=(32, 8), head_dim=128, tokens=None, page_size=None, **options):
+def chunks(
+    batch, queries, keys, *, heads=(32, 8), head_dim=128, tokens=None, page_size=None, bound=None, **options
+):
     """Packed sequences of at most so many queries, and as many keys or pages for them."""
 
     def integers(*shape):
@@ -29,16 +32,34 @@ def chunks(batch, queries, keys, *, heads=(32, 8), head_dim=128, tokens=None, pa
     q = view_of_shape((tokens or batch * queries, heads[0], head_dim), "bf16", 0)
     if page_size is None:
         kv = view_of_shape((tokens or batch * keys, heads[1], head_dim), "bf16", 0)
-        lengths = {"cu_seqlens_kv": integers(batch + 1), "max_seqlen_kv": keys}
+        lengths = {"cu_seqlens_kv": integers(batch + 1)}
+        bound = keys if bound is None else bound
     else:
         pages = -(-keys // page_size)
         kv = view_of_shape((batch * pages, page_size, heads[1], head_dim), "bf16", 0)
         lengths = {"kv_lengths": integers(batch), "pages": integers(batch, pages)}
+    lengths["max_seqlen_kv"] = bound
     return normalise(q, kv, kv, cu_seqlens_q=integers(batch + 1), max_seqlen_q=queries, **lengths, **options)
 
 
 def chosen(problem, device=H200):
     return select(problem, device, offers(problem, device, SPECS))
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("queries", [1, 4, 32, 128, 700])
+def test_an_expected_bound_makes_the_grid_of_a_bound(queries, page_size):
+    """Of caches with room for far more keys than sequences have."""
+    for batch, keys in itertools.product((1, 8, 64), (200, 2000, 8192)):
+        given = {"tokens": batch * (queries + 8192), "page_size": page_size}
+        plans = [
+            plan_steps(problem, chosen(problem), H200)
+            for kind in (int, Expected)
+            for problem in [chunks(batch, queries, 8192, bound=kind(keys), **given)]
+        ]
+        assert [step.variant for step in plans[0].steps] == [step.variant for step in plans[1].steps]
+        assert [step.launch for step in plans[0].steps] == [step.launch for step in plans[1].steps]
+        assert plans[0].workspace.nbytes == plans[1].workspace.nbytes
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward, named_score, names_given
 from flashgen.api.calls import call
 from flashgen.errors import BadParam, DeviceTypeNotSupported, FlashgenError, NullPointer, rename
-from flashgen.operators.arguments import ROW_ALIGNMENT, flag, length_bound, shown
+from flashgen.operators.arguments import ROW_ALIGNMENT, Expected, flag, length_bound, shown
 from flashgen.operators.contract import check_rank, scale_of
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
@@ -37,7 +37,7 @@ class Options(NamedTuple):
     """What is no tensor of a call, in types that a graph can hold. ``score`` and ``array_names`` are names
     joined by commas, ``numbers`` such as "cap=30.0,other=2.0": autograd takes no list of floats. Where
     ``score`` is empty they are "alibi_slopes" and "softcap=30.0", as errors are to call them. ``splits`` is
-    "auto", "4", or "every 256".
+    "auto", "4", or "every 256". Where ``bounds_expected``, the bounds of lengths are `Expected`.
     """
 
     causal: bool
@@ -54,12 +54,18 @@ class Options(NamedTuple):
     algorithm: str | None
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
+    bounds_expected: bool
 
     @property
     def splitting(self) -> Splits:
         if self.splits.startswith(_EVERY):
             return SplitEvery(int(self.splits.removeprefix(_EVERY)))
         return self.splits if self.splits == AUTO else int(self.splits)
+
+    @property
+    def bounds(self) -> tuple[Any, Any]:
+        bounds = self.max_seqlen_q, self.max_seqlen_kv
+        return tuple(map(Expected, bounds)) if self.bounds_expected else bounds
 
     @property
     def masking(self) -> tuple[Any, ...]:
@@ -90,15 +96,15 @@ class Options(NamedTuple):
     ) -> Asked:
         """What a call with these options asks for, of q, k, v, mask and out."""
         options = *self.masking, return_lse, self.splitting
-        bounds = self.max_seqlen_q, self.max_seqlen_kv
-        return asked(*tensors, options, self.softmax_scale, self.of_score(arrays), (*lengths, *bounds))
+        lengths = *lengths, *self.bounds
+        return asked(*tensors, options, self.softmax_scale, self.of_score(arrays), lengths)
 
 
 # Its fields in the schemas of the operators, in their order.
 SCHEMA = (
     "bool causal, str? mask_type, SymInt window_left, SymInt window_right, float? softmax_scale, str score, "
     "str array_names, str numbers, str splits, bool deterministic, str? backend, str? algorithm, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_kv"
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_kv, bool bounds_expected"
 )
 # The arrays of lengths, behind those of a score modification.
 LENGTHS_SCHEMA = "Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv"
@@ -194,6 +200,8 @@ def options_of(
     """
     check_rank(q.shape)
     score, array_names, numbers, arrays = _written(of_score, masking)
+    expected = isinstance(bounds[0], Expected)
+    max_seqlen_q, max_seqlen_kv = (x.bound if expected else x for x in bounds)
     causal, mask_type, window_size = masking
     left, right = window_of(window_size)
     return arrays, Options(
@@ -209,8 +217,9 @@ def options_of(
         deterministic or torch.are_deterministic_algorithms_enabled(),
         backend,
         algorithm,
-        _whole("max_seqlen_q", bounds[0]),
-        _whole("max_seqlen_kv", bounds[1]),
+        _whole("max_seqlen_q", max_seqlen_q),
+        _whole("max_seqlen_kv", max_seqlen_kv),
+        expected,
     )
 
 
@@ -386,7 +395,7 @@ def differentiate(
             options.masking,
             options.softmax_scale,
             options.of_score(arrays),
-            (*lengths, options.max_seqlen_q, options.max_seqlen_kv),
+            (*lengths, *options.bounds),
             options.deterministic or torch.are_deterministic_algorithms_enabled(),
         )
         return call(*wanted, stream=None, backend=options.backend)

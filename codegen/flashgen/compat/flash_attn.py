@@ -20,7 +20,7 @@ from flashgen.compat.libraries import int32s, is_tensor, is_zero, module_of, sha
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, missing, readable_rows
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, naming
-from flashgen.operators.arguments import flag, shown_shape
+from flashgen.operators.arguments import Expected, flag, shown_shape
 from flashgen.operators.maskoptions import window_of
 
 if TYPE_CHECKING:
@@ -191,7 +191,10 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), on the device of q: sequence b has the queries from
         cu_seqlens_q[b] to cu_seqlens_q[b + 1], likewise the keys. Nothing on the host reads them; any length
         may be 0.
-    max_seqlen_q, max_seqlen_k: no sequence is longer. Queries of one that is may be left out.
+    max_seqlen_q, max_seqlen_k: the lengths of the longest sequences, by which kernels are chosen. No key is
+        lost where max_seqlen_k is too small. Queries past max_seqlen_q may be left out on a GPU, as in
+        flash-attn, and are an error in host memory; where q has more rows than batch max_seqlen_q, all are
+        computed.
     block_table: int32, (batch, max_num_blocks_per_seq): k and v are (num_blocks, page_block_size, nheads_k,
         headdim), and block block_table[b, j] has the keys of sequence b from j page_block_size. Of
         cu_seqlens_k the differences count, the lengths of keys. A block has any size; entries behind the
@@ -218,8 +221,8 @@ def flash_attn_varlen_func(
     _check_rank("q", q, "total_q, nheads, headdim")
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
         "cu_seqlens_q": cu_seqlens_q,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_kv": max_seqlen_k,
+        "max_seqlen_q": Expected(max_seqlen_q),
+        "max_seqlen_kv": Expected(max_seqlen_k),
         "return_lse": return_attn_probs,
         "deterministic": deterministic,
     }

@@ -195,10 +195,20 @@ def flag(name: str, value: Any) -> bool:
     raise BadParam(f"{name} is {value!r}; expected True or False")
 
 
-def length_bound(name: str, given: Any) -> int | None:
+class Expected(NamedTuple):
+    """A bound of lengths that a caller may have wrong, as in flash-attn: it chooses the kernel. Longer
+    sequences lose no key.
+    """
+
+    bound: Any
+
+
+def length_bound(name: str, given: Any) -> int | Expected | None:
     """A bound of lengths as an int, which the element of a tensor is not: it may change. Raises BadParam for
     what is neither an integer nor None, such as True.
     """
+    if isinstance(given, Expected):
+        return Expected(length_bound(name, given.bound))
     if given is None:
         return None  # ahead of the error, which Dynamo of PyTorch 2.11 does not catch
     if not isinstance(given, bool):

@@ -61,7 +61,7 @@ def sequences(problem: VarlenProblem, lengths: Mapping[str, np.ndarray | None]) 
             raise BadParam(f"kv_lengths[{b}] is {kv_length}; expected 0 to {problem.capacity}, the room in k")
         for name, length, bound in (
             ("max_seqlen_q", q_length, problem.seqlen_q),
-            ("max_seqlen_kv", kv_length, problem.seqlen_kv),
+            ("max_seqlen_kv", kv_length, problem.most_keys),
         ):
             if length > bound:
                 raise BadParam(f"sequence {b} has length {length}; {name} says that none is above {bound}")

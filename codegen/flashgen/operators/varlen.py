@@ -17,6 +17,7 @@ from flashgen.operators import attention, contract, maskoptions
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
     Argument,
+    Expected,
     check_devices,
     check_strides,
     flag,
@@ -92,9 +93,11 @@ class VarlenProblem(AttentionProblem):
     """One call with lengths on the device.
 
     ``seqlen_q`` and ``seqlen_kv`` are bounds of the sequences' lengths; mask and window are those of a
-    sequence of these lengths, and move with the others' ends (`of_sequence`). ``batch_q`` and ``rows_q``,
-    ``batch_kv`` and ``rows_kv`` are the first two extents of the arrays: 1 and all tokens where sequences are
-    packed, pages and their size where there are pages.
+    sequence of these lengths, and move with the others' ends (`of_sequence`). Kernels and grids are chosen by
+    them. ``most_keys`` is the length to which kernels cut keys: ``seqlen_kv``, or all that the arrays hold
+    where ``seqlen_kv`` is only `Expected`. ``batch_q`` and ``rows_q``, ``batch_kv`` and ``rows_kv`` are the
+    first two extents of the arrays: 1 and all tokens where sequences are packed, pages and their size where
+    there are pages.
     """
 
     lengths_on_device: ClassVar[bool] = True
@@ -104,6 +107,7 @@ class VarlenProblem(AttentionProblem):
     batch_kv: int
     rows_kv: int
     max_pages: int
+    most_keys: int
 
     @property
     def operator(self) -> Operator:
@@ -177,9 +181,10 @@ class VarlenProblem(AttentionProblem):
 
     def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
         """``diagonal_offset`` is how far the diagonal of a sequence lies right of the one that ends with it;
-        ``page_size`` means something where there are pages.
+        ``page_size`` means something where there are pages. The ``seqlen_kv`` of a kernel is ``most_keys``.
         """
         return AttentionProblem.values(self, axes) | {
+            "seqlen_kv": self.most_keys,
             "diagonal_offset": self.shift,
             "page_size": self.rows_kv,
         }
@@ -239,14 +244,16 @@ def normalise(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     return_lse: bool = False,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
+    max_seqlen_q: int | Expected | None = None,
+    max_seqlen_kv: int | Expected | None = None,
     splits: Splits = AUTO,
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
     score_scalars: Sequence[Any] = (),
 ) -> VarlenProblem:
-    """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``.
+    """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``; the
+    bounds may be `Expected`. Packed queries are not cut by such a bound if there are more tokens than it
+    allows.
 
     Raises as `attention.normalise`.
     """
@@ -271,10 +278,13 @@ def normalise(
     pages_of_one = None if pages is None else sizes["max_pages"]
     capacity = _capacity(batch, sizes["batch_kv"], sizes["rows_kv"], pages_of_one)
     sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, sizes["rows_q"], cu_seqlens_q is None)
+    if isinstance(max_seqlen_q, Expected) and batch * sizes["seqlen_q"] < sizes["rows_q"]:
+        sizes["seqlen_q"] = sizes["rows_q"]
     if invariant and cu_seqlens_q is not None:
         # Also above the tokens that there are: a few of them would choose another kernel.
         sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, contract.MAX_SEQLEN, False)
     sizes["seqlen_kv"] = _bound("max_seqlen_kv", max_seqlen_kv, capacity, False)
+    most_keys = capacity if isinstance(max_seqlen_kv, Expected) else sizes["seqlen_kv"]
     contract.check_extents(sizes, dtype)
     contract.check_out(out, q, v)
     for argument in ARGUMENTS:
@@ -282,7 +292,7 @@ def normalise(
         if view is not None:
             check_strides(argument, view, DTYPE_BYTES[view.dtype])
     kind, offset, left, right = _band(
-        causal, mask_type, window_size, mask is not None, sizes["seqlen_q"], sizes["seqlen_kv"], invariant
+        causal, mask_type, window_size, mask is not None, sizes, None if invariant else most_keys
     )
     if mask is not None:
         _check_mask(mask, given, sizes, max_seqlen_kv is not None)
@@ -293,6 +303,7 @@ def normalise(
     arrays = views | given | masks | own
     problem = VarlenProblem(
         **sizes,
+        most_keys=most_keys,
         dtype=dtype,
         mask_type=kind,
         diagonal_offset=offset,
@@ -409,7 +420,7 @@ def _capacity(batch: int, batch_kv: int, rows_kv: int, pages: int | None) -> int
 
 def _bound(name: str, given: Any, most: int, fixed: bool) -> int:
     """The bound of a length: what the caller says, at most what the arrays hold."""
-    bound = length_bound(name, given)
+    bound = length_bound(name, given.bound if isinstance(given, Expected) else given)
     if bound is None:
         return most
     if bound < 0 or (fixed and bound != most):
@@ -456,26 +467,26 @@ def _band(
     mask_type: int | str | None,
     window_size: tuple[int, int],
     has_mask: bool,
-    seqlen_q: int,
-    seqlen_kv: int,
-    invariant: bool,
+    sizes: Mapping[str, int],
+    most_keys: int | None,
 ) -> tuple[str, int, int, int]:
-    """The mask type that a kernel must implement, and the band of a sequence of these lengths.
+    """The mask type that a kernel must implement, and the band of a sequence of these sizes.
 
     All bands are aligned with the ends of their sequences. A side is unbounded where that hides nothing from
-    a sequence of any lengths up to these; where the kernel must be ``invariant``, whatever seqlen_kv.
+    a sequence of up to seqlen_q queries and ``most_keys`` keys; None: of any number of keys.
     """
+    seqlen_q = sizes["seqlen_q"]
     name = maskoptions.mask_type_name(mask_type)
     if name == "causal_top_left":
         raise BadParam(
             f"mask_type is {name!r}; sequences of several lengths take 'causal_bottom_right' or a window"
         )
     kind, offset, left, right = maskoptions.mask_semantics(
-        causal, mask_type, window_size, has_mask, seqlen_q, seqlen_kv
+        causal, mask_type, window_size, has_mask, seqlen_q, sizes["seqlen_kv"]
     )
     if right >= seqlen_q - 1:
         right = UNBOUNDED
-    if left >= seqlen_kv - 1 and not invariant:
+    if most_keys is not None and left >= most_keys - 1:
         left = UNBOUNDED
     if kind == "dense":
         return kind, offset, left, right

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen.operators import attention, backward, contract, varlen
-from flashgen.operators.arguments import Argument, check_devices, flag, view_of_shape
+from flashgen.operators.arguments import Argument, Expected, check_devices, flag, view_of_shape
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.backward import BackwardProblem
 from flashgen.operators.operator import Operator, Value
@@ -113,8 +113,8 @@ def normalise(
     mask_type: int | str | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
+    max_seqlen_q: int | Expected | None = None,
+    max_seqlen_kv: int | Expected | None = None,
     deterministic: bool = False,
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),

@@ -18,7 +18,7 @@ from flashgen.operators.varlen_backward import LENGTH_ARRAYS, VarlenBackwardProb
 from flashgen.simulator.attention_backward_example import BackwardExample
 from flashgen.simulator.attention_example import check_sizes, score_arrays_of, score_scalars_of, score_views
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
-from flashgen.simulator.varlen_example import boundaries, masked, random_lengths, window_for
+from flashgen.simulator.varlen_example import boundaries, expected_keys, masked, random_lengths, window_for
 
 if TYPE_CHECKING:
     from flashgen.operators.sequences import Sequence
@@ -178,6 +178,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenBackwardExample:
     problem = normalise(
         **views,
         window_size=window_for(variant, shape),
+        max_seqlen_kv=None if variant.score and variant.score.arrays else expected_keys(rng, shape),
         deterministic=dict(variant.axes).get("dq_order") == "ordered",
         score=variant.score,
         score_arrays=score_views(score_arrays),

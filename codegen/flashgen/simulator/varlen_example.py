@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.errors import BadParam
+from flashgen.operators.arguments import Expected
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.reference import Largest, Verdict, judge
 from flashgen.operators.sequences import sequences
@@ -24,6 +25,7 @@ from flashgen.simulator.attention_example import (
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
+    from flashgen.operators.splits import Splits
     from flashgen.simulator.example import Shape, Window
     from flashgen.spec.variant import Variant
 
@@ -106,9 +108,10 @@ class VarlenExample:
 
 def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
     """Normal random inputs for ``variant``, sequences of random lengths up to those of ``shape``, the first
-    of which has these. Queries and keys are packed or padded, as the seed will, or padded with a dense mask;
-    outputs, what lies between rows, packed rows behind the last sequence, slots past a length and pages of no
-    sequence are NaN, and entries of the page table past a length are garbage.
+    of which has these. Queries and keys are packed or padded, as the seed will, or padded with a dense mask.
+    The kernel may be chosen by fewer keys than sequences have, as the seed will. Outputs, what lies between
+    rows, packed rows behind the last sequence, slots past a length and pages of no sequence are NaN, and
+    entries of the page table past a length are garbage.
 
     Raises BadParam for sizes that are not the variant's, and for a diagonal that starts top left; and what
     the contract raises.
@@ -166,7 +169,9 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         out=view_of(out, dtype),
         window_size=window_for(variant, shape),
         max_seqlen_q=shape.seqlen_q if (packed_q and splits != AUTO) or "seqlen_q" in bounded else None,
-        max_seqlen_kv=shape.seqlen_kv if dense or "seqlen_kv" in bounded else None,
+        max_seqlen_kv=shape.seqlen_kv
+        if dense or "seqlen_kv" in bounded
+        else expected_keys(rng, shape, splits),
         return_lse=shape.return_lse,
         splits=splits,
         score=variant.score,
@@ -175,6 +180,11 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
     )
     problem = masked(problem, variant, shape)
     return VarlenExample(problem, q, k, v, lengths, out, lse, mask, score_arrays)
+
+
+def expected_keys(rng: np.random.Generator, shape: Shape, splits: Splits = AUTO) -> Expected | None:
+    """A bound of keys below that of ``shape``, which must cut none, or no bound."""
+    return Expected(int(rng.integers(shape.seqlen_kv + 1))) if splits == AUTO and rng.integers(2) else None
 
 
 def window_for(variant: Variant, shape: Shape) -> Window:
