@@ -4,6 +4,7 @@ GPU that only keeps what it is asked to launch."""
 import os
 import secrets
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,6 @@ def fake_gpu(driver, monkeypatch, forget_plans):
     monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device=-1: cupy.cuda.Stream.null)
     # These keep what they have bound or seen.
     monkeypatch.setattr(arrays, "_KINDS", {})
-    monkeypatch.setattr(arrays, "_KIND_BY_TYPE", {})
+    monkeypatch.setattr(arrays, "_kind_of_type", cache(arrays._kind_of_type.__wrapped__))
     forget_plans()
     return driver

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flashgen import torchimport
+
 if TYPE_CHECKING:
     from flashgen.api.append import AppendPlan, append
     from flashgen.api.attention import attention, plan
@@ -92,6 +94,9 @@ _HOMES = {
     "plan_backward": "flashgen.api.backward",
     "warmup": "flashgen.api.explain",
 }
+
+
+torchimport.follow()
 
 
 def __getattr__(name: str) -> Any:

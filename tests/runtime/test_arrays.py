@@ -1,5 +1,6 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -52,7 +53,7 @@ def test_cupy_needs_no_gpu_to_be_read(dtype):
 def test_threads_that_meet_a_library_at_once_have_one_kind(library, monkeypatch):
     pytest.importorskip(library)
     monkeypatch.setattr(arrays, "_KINDS", {})
-    monkeypatch.setattr(arrays, "_KIND_BY_TYPE", {})
+    monkeypatch.setattr(arrays, "_kind_of_type", cache(arrays._kind_of_type.__wrapped__))
     name, find = {
         "numpy": ("NumpyKind", lambda: arrays.kind_of(np.empty(1))),
         "cupy": ("CupyKind", arrays.cupy_kind),

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from typing import Any
 
 from flashgen.errors import BadTensorDtype, FlashgenError
-from flashgen.runtime.arrays import kind_of, view
+from flashgen.runtime.arrays import kind_of, tensor_kind, view
 from flashgen.runtime.dlpack import adopt
 
 
 def is_tensor(x: Any) -> bool:
     """Whether ``x`` is a dense tensor of PyTorch."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(x, torch.Tensor):
-        return False
-    return x.layout == torch.strided and not x.is_nested
+    kind = tensor_kind(x)
+    return kind is not None and x.layout == kind.torch.strided and not x.is_nested
 
 
 def module_of(x: Any) -> Any:
     """The module of NumPy, CuPy or JAX whose functions take the array; None for anything else."""
     package = type(x).__module__.partition(".")[0]
     if package in ("numpy", "cupy"):  # not every CuPy has __array_namespace__
-        return sys.modules[package]
+        return importlib.import_module(package)
     return x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
 
 
@@ -53,7 +51,7 @@ def is_zero(x: Any) -> bool:
 def int32s(count: int, value: int, like: Any) -> Any:
     """``count`` times ``value``, on the device of ``like`` and of its library; None where that is unknown."""
     if is_tensor(like):
-        return like.new_full((count,), value, dtype=sys.modules["torch"].int32)
+        return like.new_full((count,), value, dtype=kind_of(like).torch.int32)
     xp = module_of(like)
     if xp is None:
         return None

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import numbers
-import sys
 from typing import Any
+
+from flashgen.runtime.arrays import tensor_kind
 
 
 def refuse_gradients(**arrays: Any) -> None:
     """Raise NotImplementedError, with the name, for a PyTorch tensor that wants a gradient of this call."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled():
-        return
     for name, x in arrays.items():
-        if isinstance(x, torch.Tensor) and x.requires_grad:
+        kind = tensor_kind(x)
+        if kind is not None and x.requires_grad and kind.torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{name} requires a gradient, which flashgen does not compute: call it under "
                 f"torch.no_grad(), or pass {name}.detach()"

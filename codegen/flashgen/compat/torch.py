@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, FlashgenError, rename
 from flashgen.operators.arguments import flag
+from flashgen.runtime.arrays import is_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,10 +175,9 @@ def _masked(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> dict[str, A
     """The options of ``attention`` for a mask."""
     if attn_mask is None:
         return {}
-    # A tensor without elements of its own. Its module takes seconds to import, and who has one has done so.
-    biases = sys.modules.get("torch.nn.attention.bias")
-    if biases is not None and isinstance(attn_mask, biases.CausalBias):
-        return {"mask_type": _causal(attn_mask, biases.CausalVariant, query, key)}
+    # A tensor without elements of its own, whose module takes seconds to import.
+    if type(attn_mask) is not torch.Tensor and is_of(type(attn_mask), "torch.nn.attention", "CausalBias"):
+        return {"mask_type": _causal(attn_mask, query, key)}
     if attn_mask.dim() > query.dim():  # which attention may take
         _check_mask(attn_mask, query, key)
     if attn_mask.dtype == torch.bool:
@@ -195,7 +194,7 @@ def _masked(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> dict[str, A
     )
 
 
-def _causal(bias: Any, variants: Any, query: Tensor, key: Tensor) -> str:
+def _causal(bias: Any, query: Tensor, key: Tensor) -> str:
     """The mask type of a ``CausalBias``. Raises BadTensorShape."""
     queries, keys = query.shape[-2], key.shape[-2]
     if (bias.seq_len_q, bias.seq_len_kv) != (queries, keys):
@@ -203,7 +202,7 @@ def _causal(bias: Any, variants: Any, query: Tensor, key: Tensor) -> str:
             f"attn_mask is a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys but query has "
             f"{queries} and key has {keys}"
         )
-    return "causal_top_left" if bias.variant == variants.UPPER_LEFT else "causal_bottom_right"
+    return "causal_top_left" if bias.variant.name == "UPPER_LEFT" else "causal_bottom_right"
 
 
 def _check_mask(attn_mask: Tensor, query: Tensor, key: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
@@ -61,13 +60,14 @@ def readable_rows(x: Any) -> Any:
 def _readable_tensor(x: Any) -> Any:
     if _has_rows(x, x.stride(), 1, x.element_size()) and _is_aligned(x):
         return x
-    return x.clone(memory_format=sys.modules["torch"].contiguous_format)
+    return x.clone(memory_format=kind_of(x).torch.contiguous_format)
 
 
 def _is_aligned(x: Any) -> bool:
     """Whether a tensor starts at a multiple of ROW_ALIGNMENT; also true where that cannot be told."""
     # What Dynamo traces, and a fake tensor, lies nowhere yet: its operator looks when it runs.
-    if sys.modules["torch"].compiler.is_compiling() or kind_of(x).dispatches(x):
+    kind = kind_of(x)
+    if kind.is_compiling() or kind.dispatches(x):
         return True
     try:
         return x.data_ptr() % ROW_ALIGNMENT == 0
@@ -95,7 +95,7 @@ def _fitted(x: Any) -> Any:
     # Both functions that pad keep the order of dimensions that x has in memory.
     if is_tensor(x):
         if x.ndim and missing(x):
-            x = sys.modules["torch"].nn.functional.pad(x, (0, missing(x)))
+            x = kind_of(x).torch.nn.functional.pad(x, (0, missing(x)))
         return _readable_tensor(x)
     xp = module_of(x)
     if xp is None or x.ndim == 0 or not missing(x):

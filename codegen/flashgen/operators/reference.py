@@ -37,8 +37,8 @@ sign of their errors, which are independent: as a rule they come to 2^-21 S / sq
 
 from __future__ import annotations
 
+import importlib
 import math
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -341,7 +341,7 @@ def _attend(
 
 def library_of(x: Any) -> Any:
     """The module of NumPy, CuPy or PyTorch that an array is of."""
-    return sys.modules[type(x).__module__.partition(".")[0]]
+    return importlib.import_module(type(x).__module__.partition(".")[0])
 
 
 def batched(x: np.ndarray, dimensions: int) -> np.ndarray:

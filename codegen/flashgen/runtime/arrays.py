@@ -5,8 +5,10 @@ Those of any other library are first adopted (`flashgen.runtime.dlpack`).
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer
@@ -29,19 +31,25 @@ Kind = NumpyKind | CupyKind | TorchKind
 
 
 _KINDS: dict[str, Kind] = {}
-_KIND_BY_TYPE: dict[type, Kind | None] = {}
+# PyTorch's tensors, and how to read them, once it is imported. What torch.compile traces reads these names,
+# and no dictionary that may change meanwhile.
+_tensor: Any = ()
+_tensor_kind: TorchKind | None = None
 
 
 def kind_of(x: Any) -> Kind | None:
     """How to read ``x``, or None if it is of no native library and must be adopted."""
-    try:
-        return _KIND_BY_TYPE[type(x)]
-    except KeyError:
-        return _resolve(x)
+    return _tensor_kind if isinstance(x, _tensor) else _kind_of_type(type(x))
 
 
-def _resolve(x: Any) -> Kind | None:
-    if is_masked(x):
+def tensor_kind(x: Any) -> TorchKind | None:
+    """How to read ``x`` if it is a tensor of PyTorch, else None."""
+    return _tensor_kind if isinstance(x, _tensor) else None
+
+
+@cache
+def _kind_of_type(cls: type) -> Kind | None:
+    if is_of(cls, "numpy.ma", "MaskedArray"):
         return None
     # A library that is not imported cannot have made the array, so nothing is imported here.
     for library, array, make in (
@@ -49,30 +57,34 @@ def _resolve(x: Any) -> Kind | None:
         ("cupy", "ndarray", CupyKind),
         ("torch", "Tensor", TorchKind),
     ):
-        module = sys.modules.get(library)
-        if module is not None and isinstance(x, getattr(module, array, ())):
+        if is_of(cls, library, array):
             kind = _KINDS.get(library)
-            if kind is None:
-                kind = _KINDS.setdefault(library, make(module))  # one for all threads that come first
-            _KIND_BY_TYPE[type(x)] = kind
+            if kind is None:  # one for all threads that come first
+                kind = _KINDS.setdefault(library, make(importlib.import_module(library)))
             return kind
     return None
 
 
-def _know_tensors() -> None:
-    """Resolve the types of PyTorch, if it is imported, ahead of a first call that torch.compile traces: what
-    changed meanwhile would have it traced again.
-    """
+def is_of(cls: type, library: str, name: str) -> bool:
+    """Whether a class is this one of a library or derives from it. It need not be imported to tell."""
+    return any(
+        base.__name__ == name and f"{base.__module__}.".startswith(f"{library}.") for base in cls.__mro__
+    )
+
+
+def know_tensors() -> None:
+    """Know the tensors of PyTorch, if it is imported, ahead of a first call that torch.compile traces."""
+    global _tensor, _tensor_kind
     if sys.modules.get("torch") is None:
         return
     import torch  # another thread may still be at it
 
     if hasattr(torch, "Tensor"):
-        kind = _KINDS["torch"] = TorchKind(torch)
-        _KIND_BY_TYPE.update({torch.Tensor: kind, torch.nn.Parameter: kind})
+        _tensor_kind = _KINDS.setdefault("torch", TorchKind(torch))
+        _tensor = torch.Tensor
 
 
-_know_tensors()
+know_tensors()
 
 
 def view(x: Any, name: str) -> ArrayView:
@@ -117,8 +129,7 @@ def check_libraries(views: Mapping[str, ArrayView | None]) -> None:
 
 def is_masked(x: Any) -> bool:
     """Whether ``x`` is an array of numpy.ma, whose mask no kernel reads."""
-    ma = sys.modules.get("numpy.ma")
-    return ma is not None and isinstance(x, ma.MaskedArray)
+    return is_of(type(x), "numpy.ma", "MaskedArray")
 
 
 def cupy_kind() -> CupyKind:

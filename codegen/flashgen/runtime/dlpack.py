@@ -7,11 +7,10 @@ and the result is handed back to its library. DLPack also orders the streams of 
 from __future__ import annotations
 
 import ctypes
-import sys
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer
-from flashgen.runtime.arrays import cupy_kind, is_masked, kind_of
+from flashgen.runtime.arrays import cupy_kind, is_masked, is_of, kind_of
 from flashgen.runtime.cupykind import import_cupy
 
 if TYPE_CHECKING:
@@ -168,8 +167,7 @@ def _held(array: Any, owners: tuple[Any, ...]) -> Any:
 
 
 def _refuse_tracer(x: Any, name: str) -> None:
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(x, jax.core.Tracer):
+    if is_of(type(x), "jax", "Tracer"):
         raise BadParam(f"{name} is traced by JAX; call flashgen outside jax.jit, jax.vmap and jax.grad")
 
 
@@ -179,8 +177,7 @@ def _library_of(x: Any) -> str:
 
 
 def _is_jax(x: Any) -> bool:
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(x, jax.Array)
+    return is_of(type(x), "jaxlib", "ArrayImpl") or is_of(type(x), "jax", "Array")
 
 
 def _bfloat16() -> Any:

@@ -66,7 +66,7 @@ class TorchKind:
 
     def __init__(self, torch: Any) -> None:
         self.types = {torch.Tensor, type(None)}
-        self._torch = torch
+        self.torch = torch
         self._is_grad_enabled = torch.is_grad_enabled
         self.is_compiling = torch.compiler.is_compiling
         self._is_transforming = torch._C._are_functorch_transforms_active
@@ -117,7 +117,7 @@ class TorchKind:
     @functools.cached_property
     def expecting(self) -> Callable[[tuple[Any, ...]], Expecting | None] | None:
         # Not in __init__: torch.compile, where it traces the first call of a process, cannot trace guards.
-        self._guards = _guards_of(self._torch)
+        self._guards = _guards_of(self.torch)
         return None if self._guards is None else self._expecting
 
     def _expecting(self, arrays: tuple[Any, ...]) -> Expecting | None:
@@ -160,7 +160,7 @@ class TorchKind:
         try:
             return x.data_ptr()
         except RuntimeError:
-            if _is_wrapped(self._torch, x):  # also what is made there, of tensors that are not
+            if _is_wrapped(self.torch, x):  # also what is made there, of tensors that are not
                 raise BadParam(INSIDE_TORCH_FUNC) from None
             raise
 
@@ -177,7 +177,7 @@ class TorchKind:
         """Raise BadParam for a tensor whose elements do not lie in memory as its shape and strides say, or
         whose derivatives would be lost.
         """
-        torch = self._torch
+        torch = self.torch
         if x.is_nested:
             raise BadParam(NESTED)
         if x.layout != torch.strided:
@@ -201,14 +201,14 @@ class TorchKind:
     def _device(self, x: Any) -> int | None:
         if x.device.type == "cpu":
             return None
-        if x.device.type != "cuda" or self._torch.version.hip:
+        if x.device.type != "cuda" or self.torch.version.hip:
             raise DeviceTypeNotSupported(
                 f"a tensor is on {x.device}; supported are NVIDIA GPUs and host memory"
             )
         return x.device.index
 
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
-        torch = self._torch
+        torch = self.torch
         torch_dtype = like.dtype if dtype is None else self._made[dtype]
         if stream is None:
             return like.new_empty(shape, dtype=torch_dtype, requires_grad=False)
@@ -219,7 +219,7 @@ class TorchKind:
     def contiguous(self, x: Any, stream: Any) -> Any:
         if stream is None or x.is_contiguous():
             return x.contiguous()
-        with self._torch.cuda.stream(self._stream(stream_pointer(stream), x.device)):
+        with self.torch.cuda.stream(self._stream(stream_pointer(stream), x.device)):
             return x.contiguous()
 
     def broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
@@ -229,7 +229,7 @@ class TorchKind:
         return x.numel() * x.element_size()
 
     def _stream(self, handle: int, device: Any) -> Any:
-        cuda = self._torch.cuda
+        cuda = self.torch.cuda
         # 0 and 1 both name the legacy default stream; PyTorch knows it only as its own default.
         return cuda.default_stream(device) if handle in (0, 1) else cuda.ExternalStream(handle, device=device)
 
@@ -251,14 +251,14 @@ class TorchKind:
         # A mode, a tracer or a subclass would see how the result is allocated, but not what writes to it.
         if self.is_compiling() or self._is_tracing() or self._dispatch_modes() or self.dispatches(x):
             return True
-        return x.is_meta and not x.is_nested and x.layout == self._torch.strided  # others are refused
+        return x.is_meta and not x.is_nested and x.layout == self.torch.strided  # others are refused
 
     def wants_same_bits(self) -> bool:
-        return self._torch.are_deterministic_algorithms_enabled()
+        return self.torch.are_deterministic_algorithms_enabled()
 
     def dispatches(self, x: Any) -> bool:
         """Whether a tensor is of a subclass that computes its operators itself; nested ones are refused."""
-        if type(x) in self.types or not isinstance(x, self._torch.Tensor):
+        if type(x) in self.types or not isinstance(x, self.torch.Tensor):
             return False
         return type(x).__torch_dispatch__ is not self._no_dispatch and not x.is_nested
 
