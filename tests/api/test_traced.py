@@ -20,9 +20,9 @@ from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 from flashgen.compat.torch import scaled_dot_product_attention  # noqa: E402
 
 PACKAGE = Path(flashgen.__file__).parent
-# Where the package reads sys.modules: at an import, by none of its calls.
+# Where the package reads sys.modules: while something is imported, or an operator looked up; in no call.
 AT_IMPORT = {
-    "torchimport.py": {"follow", "find_spec", "exec_module", "_imported"},
+    "torchimport.py": {"follow", "find_spec", "exec_module", "_imported", "__getattr__"},
     "runtime/arrays.py": {"know_tensors"},
 }
 
