@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 from flashgen.api import compiled  # noqa: E402, F401  # registers the operators
+from flashgen.compat.flash_attn import flash_attn_func  # noqa: E402
 
 ROWS, HEADS, KV_HEADS, WIDTH = 3, 4, 2, 16
 needs_compiler = pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="Inductor compiles C++")
@@ -169,6 +170,59 @@ def test_a_graph_serves_any_bound_of_lengths(of_cache):
     for max_seqlen_kv in (8, 9, 10):
         graph(x, max_seqlen_kv)
     assert counter.frame_count == 1
+
+
+def windowed(x, window_size):
+    return flashgen.attention(x["q"], *parts(x)[0], window_size=window_size)
+
+
+def windowed_cache(x, window_size):
+    return over_pages(x, window_size=window_size, causal=True)
+
+
+def windowed_append(x, window_size):
+    rotary = flashgen.Rotary(x["cos"], x["sin"])
+    return over_pages(x, append=x["new"].unbind(), rotary=rotary, window_size=window_size)
+
+
+def windowed_backward(x, window_size):
+    k, v = parts(x)[0]
+    out, lse = flashgen.attention(x["q"], k, v, window_size=window_size, return_lse=True)
+    return flashgen.attention_backward(out, x["q"], k, v, out, lse, window_size=window_size)
+
+
+def windowed_drop_in(x, window_size):
+    return flash_attn_func(x["q"], *parts(x)[0], window_size=window_size)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
+@pytest.mark.parametrize(
+    "call", [windowed, windowed_cache, windowed_append, windowed_backward, windowed_drop_in]
+)
+def test_two_graphs_serve_any_window(call, dynamic):
+    torch.compiler.reset()
+    counter = CompileCounter()
+    graph = torch.compile(call, fullgraph=True, backend=counter, dynamic=dynamic)
+    for left in range(2, 12):
+        x = given()
+        other = copy.deepcopy(x)
+        same(graph(x, (left, 0)), call(other, (left, 0)))
+    assert counter.frame_count <= (1 if dynamic else 2)
+
+
+@pytest.mark.parametrize("call", [windowed, windowed_cache])
+def test_an_exported_program_serves_any_window(call):
+    class Model(torch.nn.Module):
+        def forward(self, x, left):
+            return call(x, (left, 0))
+
+    x = given()
+    shapes = dict.fromkeys(x)
+    program = torch.export.export(
+        Model(), (x, 3), dynamic_shapes=(shapes, torch.export.Dim.DYNAMIC), strict=False
+    ).module()
+    for left in (3, 5, 2):
+        same(program(x, left), call(copy.deepcopy(x), (left, 0)))
 
 
 class Layer(torch.nn.Module):

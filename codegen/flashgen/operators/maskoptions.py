@@ -73,6 +73,9 @@ def mask_type_name(mask_type: int | str | None) -> str | None:
 
 def _integer(x: Any) -> int:
     """An integer that is no truth value. Raises TypeError."""
+    # Of a symbol of torch.compile operator.index makes a constant, and each one has a graph of its own.
+    if type(x) is int or type(x).__name__ == "SymInt":
+        return x
     if isinstance(x, bool):
         raise TypeError
     return operator.index(x)
