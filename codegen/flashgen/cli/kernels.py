@@ -56,8 +56,8 @@ def compiled(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None
 
 def print_kernels(results: Sequence[Built]) -> None:
     """A table of kernels with their resources; one that is not acceptable is red, its spills marked !."""
-    numbers = ("regs", "spills", "smem KB", "seconds")
-    columns = [Column("variant"), Column("arch"), *(Column(name, number=True) for name in numbers)]
+    columns = [Column("variant"), Column("arch"), Column("regs", number=True), Column("spills", number=True)]
+    columns += [Column("smem KB", number=True, optional=True), Column("seconds", number=True)]
     print_table(columns, [_row(built) for built in results], ["red" if b.failure else "" for b in results])
 
 

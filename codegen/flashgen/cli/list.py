@@ -61,8 +61,8 @@ def _table(variants: tuple[Variant, ...]) -> tuple[list, list[list[str]]]:
     columns = [
         Column("variant"),
         Column("block"),
-        Column("threads", number=True),
-        Column("smem KB", number=True),
+        Column("threads", number=True, optional=True),
+        Column("smem KB", number=True, optional=True),
         Column("tile", wraps=True, optional=True),
         Column("from", optional=True),
     ]

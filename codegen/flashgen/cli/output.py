@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 _UNBOUNDED = 100_000
 _GAP = 2
-_WRAPPED = 24  # characters that a column which wraps has at least
+_INDENT = 2  # of the second and later lines of a row
+_WRAPPED = 24  # the least width of a column that wraps
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,44 +48,110 @@ def console() -> Console:
 def print_table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str] | None = None
 ) -> None:
-    """Print rows under headers; `styles` colours whole rows in a terminal."""
-    from rich.table import Table
+    """Print rows under headers; `styles` colours whole rows in a terminal.
+
+    No cell is ever cut. In a terminal that is too narrow, optional columns are left out, the last first. If
+    the others need more than one line, each row goes on in indented lines below.
+    """
     from rich.text import Text
 
     screen = console()
-    shown, gap = _fitting(columns, rows, screen.width)
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    for at in shown:
-        justify = "right" if columns[at].number else "left"
-        table.add_column(columns[at].header, justify=justify, no_wrap=not columns[at].wraps, overflow="fold")
-    for index, row in enumerate(rows):
-        table.add_row(*(Text(row[at]) for at in shown), style=styles[index] if styles else None)
-    if not screen.is_terminal:
-        with screen.capture() as captured:
-            screen.print(table)
-        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
-        return
-    screen.print(table)
+    shown = _fitting(columns, rows, screen.width)
+    chosen = [columns[at] for at in shown]
+    cells = [[row[at] for at in shown] for row in rows]
+    bands = _bands(chosen, cells, screen.width)
+    colours = ["bold", *(styles or [""] * len(rows))]
+    for row, style in zip([[column.header for column in chosen], *cells], colours, strict=True):
+        lines = [line for band in bands for line in band.lines(row)]
+        if screen.is_terminal:
+            # The terminal itself folds a line that is still too long, so that it is whole when it is copied.
+            screen.print(Text("\n".join(lines), style=style), soft_wrap=True)
+        else:
+            click.echo("\n".join(lines))
     hidden = [column.header for at, column in enumerate(columns) if at not in shown]
     if hidden:
-        screen.print(f"[dim]a wider terminal, a pipe or --json also shows {', '.join(hidden)}[/dim]")
+        more = f"a wider terminal, a pipe or --json also shows {', '.join(hidden)}"
+        screen.print(Text("\n".join(_wrapped(more, screen.width)), style="dim"), soft_wrap=True)
 
 
-def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
-    """Which columns fit, the later optional ones going first, and the gap between them."""
-    widths = [max(map(len, [column.header, *(row[at] for row in rows)])) for at, column in enumerate(columns)]
-    widths = [
-        min(each, _WRAPPED) if column.wraps else each for each, column in zip(widths, columns, strict=True)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """The columns of one line of each row: where they are in the row, and how wide."""
+
+    columns: Sequence[Column]
+    places: Sequence[int]
+    widths: Sequence[int]
+    gap: int
+    indent: int
+
+    def lines(self, row: Sequence[str]) -> list[str]:
+        """The part of a row that is in this band: one line, or more where a cell wraps."""
+        cells = [
+            _wrapped(row[at], width) if column.wraps else [row[at]]
+            for column, at, width in zip(self.columns, self.places, self.widths, strict=True)
+        ]
+        lines = []
+        for parts in itertools.zip_longest(*cells, fillvalue=""):
+            padded = [
+                part.rjust(width) if column.number else part.ljust(width)
+                for column, part, width in zip(self.columns, parts, self.widths, strict=True)
+            ]
+            lines.append((" " * self.indent + (" " * self.gap).join(padded)).rstrip())
+        return lines
+
+
+def _full_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
+    """The width of each column with nothing wrapped."""
+    return [max(map(len, [column.header, *(row[at] for row in rows)])) for at, column in enumerate(columns)]
+
+
+def _least_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
+    """The least width of each column: a column that wraps still holds its longest word."""
+    least = _full_widths(columns, rows)
+    for at, column in enumerate(columns):
+        if column.wraps:
+            words = [word for text in [column.header, *(row[at] for row in rows)] for word in text.split()]
+            least[at] = max([min(least[at], _WRAPPED), *map(len, words)])
+    return least
+
+
+def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Which columns are shown: as many as fit into one line. The later optional ones go first."""
+    least = _least_widths(columns, rows)
     shown = [*range(len(columns))]
-
-    def needed(gap: int) -> int:
-        return sum(widths[at] for at in shown) + gap * (len(shown) - 1)
-
     for at in reversed(range(len(columns))):
-        if columns[at].optional and needed(_GAP) > width:
+        if columns[at].optional and _needed([least[each] for each in shown], 1) > width:
             shown.remove(at)
-    return shown, _GAP if needed(_GAP) <= width else 1
+    return shown
+
+
+def _needed(widths: Sequence[int], gap: int) -> int:
+    """The width of a line of columns."""
+    return sum(widths) + gap * (len(widths) - 1)
+
+
+def _bands(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[_Band]:
+    """The columns in as few lines as hold them. Each line but the first is indented."""
+    full, least = _full_widths(columns, rows), _least_widths(columns, rows)
+    lines: list[list[int]] = []
+    for at in range(len(columns)):
+        indent = _INDENT if len(lines) > 1 else 0
+        joined = [*lines[-1], at] if lines else []
+        if joined and indent + _needed([least[each] for each in joined], 1) <= width:
+            lines[-1] = joined
+        else:
+            lines.append([at])
+    bands = []
+    for number, places in enumerate(lines):
+        indent = _INDENT if number else 0
+        gap = _GAP if indent + _needed([least[at] for at in places], _GAP) <= width else 1
+        spare = max(0, width - indent - _needed([least[at] for at in places], gap))
+        widths = []
+        for at in places:  # what is left over goes to the columns that wrap
+            widths.append(least[at] + min(spare, full[at] - least[at]))
+            spare -= widths[-1] - least[at]
+        bands.append(_Band([columns[at] for at in places], places, widths, gap, indent))
+    return bands
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
