@@ -1009,6 +1009,7 @@ def test_tables_keep_every_figure_where_the_console_is_narrow():
     assert "…" not in shown
     assert all(f"{peer} (ratio)" in shown for peer in all_peers() if peer != registry.OURS)
     assert shown.count("(1.00×)") == 6 * (len(all_peers()) - 1)
+    assert all(f"\n{row.case.name}\n  flashgen ± IQR" in shown for row in report.rows)
 
 
 def test_another_schema_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from flashgen.arch import Device
 from flashgen.errors import NoCompilerError, SimulationError
 from flashgen.simulator import hostcompiler
+from flashgen.toolchain.build import Built
 
 
 @pytest.fixture
@@ -49,6 +50,22 @@ def test_without_a_compiler_attention_still_runs(no_gpu, no_compiler, short, fla
     assert "kernels were not compiled: install one" in result.stdout
     assert result.stdout.count("the CPU path") == 3
     assert "the CUDA was not simulated: install another" in result.stdout
+
+
+def test_without_a_terminal_each_kernel_that_is_compiled_has_a_line(no_gpu, short, flashgen, monkeypatch):
+    built = []
+
+    def build(wanted, on_done):
+        for at, (variant, arch) in enumerate(wanted):
+            monkeypatch.setattr("flashgen.cli.progress.time.monotonic", lambda now=1e9 + 10.0 * at: now)
+            built.append(f"{variant.name} {arch}")
+            on_done(Built(variant, arch, seconds=10.0, error="not tried"))
+        return []
+
+    monkeypatch.setattr("flashgen.toolchain.build.build", build)
+    said = flashgen("demo").stderr.splitlines()
+    for count, kernel in enumerate(built, 1):
+        assert f"compiling 3 kernels: {count} of 3 done, {kernel} the last" in said
 
 
 def test_a_wrong_result_is_a_failure(no_gpu, no_compiler, short, flashgen, monkeypatch):

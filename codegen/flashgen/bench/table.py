@@ -31,10 +31,28 @@ def tables(report: Report) -> Iterator[Table]:
 
 
 def print_tables(report: Report, console: Console) -> None:
-    """Print the tables at their full width, also where the console is narrower: no figure may be cut off."""
+    """Print the tables, with no figure cut off: where the console is narrower than a table, a line holds one
+    figure of a row.
+    """
     for table in tables(report):
         table.width = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
-        console.print(table, crop=False)
+        if table.width <= console.width:
+            console.print(table)
+        else:
+            console.print("\n".join(_one_figure_a_line(table)), markup=False, soft_wrap=True)
+
+
+def _one_figure_a_line(table: Table) -> Iterator[str]:
+    """The text of a table. Under the first cell of a row are its other cells, each with its header."""
+    yield str(table.title)
+    headers = [str(column.header) for column in table.columns[1:]]
+    for first, *cells in zip(*(column.cells for column in table.columns), strict=True):
+        yield str(first)
+        for header, cell in zip(headers, cells, strict=True):
+            yield f"  {header:<{max(map(len, headers))}}  {cell}"
+    if table.caption:
+        yield str(table.caption)
+    yield ""
 
 
 def cases_table(report: Report) -> Table:

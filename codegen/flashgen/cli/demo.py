@@ -86,7 +86,7 @@ def command(as_json: bool) -> None:
     built: list[Built] = []
     try:
         wanted = zip([call.variant for call in calls], archs, strict=True)
-        with progress(len(calls)) as step:
+        with progress(len(calls), f"compiling {len(calls)} kernels") as step:
             built = build(wanted, on_done=lambda made: step(f"{made.variant.name} {made.arch}"))
     except NoCompilerError as error:
         report["no_compiler"] = str(error)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashgen.cli.output import Column, kilobytes, print_table
+from flashgen.cli.output import Column, counted, kilobytes, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ def compiled(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None
 
     check_known(archs)
     wanted = pairs(variants, archs)
-    with progress(len(wanted)) as step:
+    with progress(len(wanted), f"compiling {counted(len(wanted), 'kernel')}") as step:
         return build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))
 
 

@@ -117,7 +117,7 @@ def command(
         _check_files(chosen, here.name, out, spec_file)
     competing = fields(chosen)
     bench = _bench(here, chosen, rounds)
-    with progress(contest.steps(competing, problems)) as step:
+    with progress(contest.steps(competing, problems), "compiling and timing tiles") as step:
         rankings = contest.hold(competing, problems, bench, jobs, step)
     if not as_json:
         for ranking in rankings:
