@@ -1,5 +1,6 @@
 import copy
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -920,3 +921,33 @@ def test_a_level_that_is_none_is_refused():
     done = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True, env=environment)
     assert "FLASHGEN_LOG is 'loud'; expected one of debug, info, warning, error" in done.stderr
     assert done.returncode == 1
+
+
+def _calls_on_the_cpu():
+    """A call of each function on arrays in host memory, of shapes that no other test has: each makes a plan."""
+    q = np.zeros((1, 5, 2, 40), np.float32)
+    out, lse = flashgen.attention(q[:, :4], q, q, return_lse=True)
+    cache = flashgen.KVCache(*np.zeros((2, 1, 7, 2, 40), np.float32), np.array([1], np.int32))
+    return {
+        "attention": lambda: flashgen.attention(q, q, q),
+        "lengths": lambda: flashgen.attention(q, q, q, kv_lengths=np.array([3], np.int32)),
+        "plan": lambda: flashgen.plan(q, q[:, :3], q[:, :3]),
+        "attention_backward": lambda: flashgen.attention_backward(out, q[:, :4], q, q, out, lse),
+        "merge": lambda: flashgen.merge([(out, lse), (out, lse)]),
+        "cascade": lambda: flashgen.cascade(q[:, :2], [(q, q), (q, q)]),
+        "append": lambda: flashgen.append(cache, q[:, :1], q[:, :1]),
+    }
+
+
+@pytest.mark.parametrize("function", [*_calls_on_the_cpu()])
+@pytest.mark.parametrize("wrong", ["missing", "empty", "broken"])
+def test_specs_that_cannot_be_read_are_an_error_on_the_cpu_as_well(function, wrong, tmp_path, monkeypatch):
+    call = _calls_on_the_cpu()[function]
+    folder = tmp_path / "specs"
+    if wrong != "missing":
+        folder.mkdir()
+    if wrong == "broken":
+        (folder / "mine.yaml").write_text("family: [")
+    monkeypatch.setenv("FLASHGEN_SPECS", str(folder))
+    with pytest.raises(flashgen.SpecError, match=re.escape(str(folder))):
+        call()

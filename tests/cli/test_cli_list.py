@@ -1,6 +1,8 @@
 import json
 import re
 
+import pytest
+
 from flashgen.spec.load import load_specs
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -71,6 +73,25 @@ def test_a_template_that_changes_nothing_is_said(tiny_folder, flashgen):
     result = flashgen(*own)
     assert result.exit_code == 0
     assert f"Warning: no kernel uses {path}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", ["list", "explain --shape 1x64x4x64 --arch sm_90", "inspect --dtype fp16"]
+)
+def test_a_template_that_is_not_there_is_an_error(arguments, tiny, edit_spec, flashgen):
+    edit_spec("template: tiny.cu.j2", "template: tinny.cu.j2")
+    result = flashgen(*arguments.split())
+    assert result.exit_code == 1
+    assert f"{tiny}/specs/tiny.yaml:3: template: tinny.cu.j2 is in none of" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_template_with_the_usual_delimiters_of_jinja_is_an_error(tiny, edit, flashgen):
+    path = edit("templates/tiny.cu.j2", "${ header }", "{{ header }}")
+    result = flashgen("list")
+    assert result.exit_code == 1
+    assert f"{path}:1: " in result.stderr
+    assert "${ name }" in result.stderr
 
 
 def test_specs_of_ones_own_are_added(tiny, flashgen, tmp_path):

@@ -10,11 +10,12 @@ import pytest
 from flashgen.errors import InternalError, SpecError
 from flashgen.paths import templates_dir
 from flashgen.source.render import (
+    check_files,
     flatten,
     header_comment,
     headers,
     include_dirs,
-    origin,
+    line_origins,
     render,
     search_path,
     source_digest,
@@ -208,7 +209,7 @@ def test_a_missing_template_says_where_it_was_sought(action, tiny_folder, varian
 @pytest.mark.parametrize("action", [render, source_digest])
 def test_a_template_that_only_the_spec_names(action, tiny_folder, variant):
     (tiny_folder / "templates" / "tiny.cu.j2").unlink()
-    with pytest.raises(SpecError, match=r"specs/tiny\.yaml: template: tiny\.cu\.j2 is in none of"):
+    with pytest.raises(SpecError, match=r"specs/tiny\.yaml:3: template: tiny\.cu\.j2 is in none of"):
         action(variant)
 
 
@@ -317,15 +318,89 @@ def test_what_is_no_file_does_not_give_way_to_a_shipped_template(action, what, t
         action(variant)
 
 
-def test_the_origin_of_a_line(variant, tiny_folder):
-    template = tiny_folder / "templates" / "tiny.cu.j2"
-    lines = template.read_text().splitlines()
-    number = next(n for n, line in enumerate(lines, 1) if 'extern "C"' in line and "${" in line)
-    rendered = next(line for line in render(variant).splitlines() if 'extern "C"' in line)
-    assert rendered != lines[number - 1], "the line has a value in it"
-    assert origin(variant, rendered) == f"{template}:{number}"
-    assert origin(variant, "}") is None
-    assert origin(variant, "nothing of the kind") is None
+def test_each_line_has_the_template_line_that_it_is_made_of(tiny_variants):
+    """In all variants of the tiny family and a kernel of each shipped one: with lines that occur twice,
+    loops, macros and values of several lines.
+    """
+    shipped = [step for spec in load_specs() for step in spec.variants()[-1].steps]
+    for each in (*tiny_variants, *shipped):
+        lines, places = render(each).splitlines(), line_origins(each)
+        assert len(places) == len(lines)
+        for line, place in zip(lines, places, strict=True):
+            assert bool(place) == bool(line.strip())
+            file, _, number = place.rpartition(":")
+            text = Path(file).read_text().splitlines()[int(number) - 1] if place else ""
+            text, *_ = text.strip().partition("//#")
+            pieces = re.split(r"\$\{[^}]*\}", text.strip())
+            if any(pieces):  # not a value alone, which may have several lines
+                assert re.fullmatch(".*".join(map(re.escape, pieces)), line.strip())
+
+
+def test_lines_that_occur_twice_have_places_of_their_own(variant, tiny_folder, edit):
+    twice = "\n".join(f"__device__ void {name}() {{\n    nothing();\n}}" for name in ("one", "two"))
+    path = edit(TEMPLATE, 'extern "C"', f'{twice}\nextern "C"')
+    numbers = [n for n, line in enumerate(path.read_text().splitlines(), 1) if line == "    nothing();"]
+    variant = load_variant(tiny_folder)
+    places = line_origins(variant)
+    found = [places[n] for n, line in enumerate(render(variant).splitlines()) if line == "    nothing();"]
+    assert found == [f"{path}:{number}" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        ("{% if causal %}", "//%"),
+        ("{%- for i in range(3) -%}", "//%"),
+        ("    {% endif %}", "//%"),
+        ("int x = {{ block_n }};", "${ name }"),
+        ("int x = {{ block_n * 2 | int }};", "${ name }"),
+        ("int x = {{- block_n -}};", "${ name }"),
+        ("int x = {{ max(block_m, block_n) }};", "${ name }"),
+        ("{# never rendered #}", "//#"),
+    ],
+)
+@pytest.mark.parametrize("file", [TEMPLATE, "templates/lib/names.j2"])
+def test_delimiters_of_jinja_that_are_not_ours_are_refused(text, instead, file, tiny_folder, edit):
+    path = tiny_folder / file
+    path.write_text(path.read_text() + f"\n{text}\n")
+    line = len(path.read_text().splitlines())
+    spec = load_spec(tiny_folder / "specs" / "tiny.yaml")
+    for action in (lambda: render(load_variant(tiny_folder)), lambda: check_files([spec])):
+        with pytest.raises(SpecError) as caught:
+            action()
+        assert str(caught.value).startswith(f"{path}:{line}: ")
+        assert instead in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Lengths early = {{0, 1}, {2, 3}};",
+        "constexpr Pair pair = {{kOne}};",
+        "constexpr Pair pair{{ kOne, kTwo }, { kOne }};",
+        "int x[1][2] = {{ f(1, 2), g(2) }};",
+        'asm("mma.sync {%0, %1}, {%2, %3};");',
+        'asm("{%r0, %1}");',
+        "int y[] = {{}};",
+        "#define TEXT(x) {#x}",
+        "// {{ in a comment",
+    ],
+)
+def test_braces_of_cpp_stay_as_they_are(text, tiny_folder):
+    path = tiny_folder / TEMPLATE
+    path.write_text(path.read_text() + f"\n{text}\n")
+    assert render(load_variant(tiny_folder)).splitlines()[-1] == text
+    check_files([load_spec(tiny_folder / "specs" / "tiny.yaml")])
+
+
+def test_a_template_that_is_not_there_is_told_with_the_line_of_the_spec(tiny_folder, edit_spec):
+    edit_spec("template: tiny.cu.j2", "template: tinny.cu.j2")
+    path = tiny_folder / "specs" / "tiny.yaml"
+    line = 1 + next(n for n, text in enumerate(path.read_text().splitlines()) if "tinny.cu.j2" in text)
+    for action in (lambda: check_files([load_spec(path)]), lambda: render(load_variant(tiny_folder))):
+        with pytest.raises(SpecError) as caught:
+            action()
+        assert str(caught.value).startswith(f"{path}:{line}: template: tinny.cu.j2 is in none of")
 
 
 def test_templates_that_no_kernel_reads_are_found(tiny_folder):

@@ -49,6 +49,8 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
     if chosen == "cpu":
         from flashgen.cpu import runner_of
 
+        if folders:
+            _specs(folders)  # raises for what is wrong there, though no kernel is needed
         if algorithm is not None:
             from flashgen.schedule.dispatch import named
 

@@ -69,16 +69,19 @@ def explain(
         the shapes that belong to the others.
 
     ``explain(...).variant`` is the kernel, ``steps`` and ``workspace_bytes`` are those of a plan; printed,
-    the result says why. Raises BadParam for an unknown option, operator or architecture, and what the call
-    raises for wrong shapes and options.
+    the result says why. Raises BadParam for an unknown option, operator or architecture, SpecError for a spec
+    or template of your own that is wrong or missing, and what the call raises for wrong shapes and options.
     """
     from flashgen.schedule.explain import explain as explained
+    from flashgen.source.render import check_files
 
     device = _device_of(arch)
     algorithm = options.pop("algorithm", None)
     of_arrays = {name: x for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
     problem = _shaped(operator, of_arrays | options, dtype)
-    return explained(problem, device, specs_for(device, problem.operator.name), algorithm)
+    specs = specs_for(device, problem.operator.name)
+    check_files(specs)
+    return explained(problem, device, specs, algorithm)
 
 
 def warmup(

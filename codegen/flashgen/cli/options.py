@@ -184,14 +184,16 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
     """Every variant of the shipped specs, those of FLASHGEN_SPECS, and those of one more folder, with the
     tiles that were tuned on the first GPU of this machine, and the committed ones with a score modification.
 
-    ``cache`` keeps the checked specs for the calls to come.
+    ``cache`` keeps the checked specs for the calls to come. Raises SpecError for a wrong spec, and for a
+    template that is not there.
     """
-    from flashgen.source.render import warn_of_unused_overrides
+    from flashgen.source.render import check_files, warn_of_unused_overrides
     from flashgen.spec.load import load_specs
     from flashgen.spec.scores import load_scores
     from flashgen.spec.tuned import present_gpu
 
     loaded = load_specs(specs, cache, present_gpu())
+    check_files(loaded)
     warn_of_unused_overrides(loaded)
     plain = tuple(variant for spec in loaded for variant in spec.variants())
     return (*plain, *load_scores(specs).of(plain))

@@ -1,12 +1,12 @@
 """From a Variant to CUDA source.
 
 Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
-and ``${ x }`` prints a value; undefined names are errors. A template finds every axis and every tile key by
-name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct), ``name``,
-``operator``, ``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``; of a score
-modification ``score`` (its name, or None), ``score_functions`` (`source.scores`), ``score_has_offset``,
-whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of
-it to multiply by (`operators.lowering`).
+and ``${ x }`` prints a value. Undefined names are errors, and so are the usual delimiters of Jinja. A template
+finds every axis and every tile key by name, and beside them ``header`` (the file's first comment),
+``params_struct`` (the C struct), ``name``, ``operator``, ``target``, ``element_bytes``, ``threads``,
+``smem_bytes`` and ``variant``; of a score modification ``score`` (its name, or None), ``score_functions``
+(`source.scores`), ``score_has_offset``, whether a part of it is left to the row, and ``score_has_derivative``,
+whether the kernel has a derivative of it to multiply by (`operators.lowering`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,34 @@ if TYPE_CHECKING:
 # The line of the header comment by which a rendered file is known.
 RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this file."
 
-# Statements of a line that bring in another template: {% include "x" %} and //% from "x" import y.
-_REFERENCE = re.compile(
-    r"(?:\{%|^[ \t]*//%)[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?"
-)
+# Lines that bring in another template, such as //% include "x" and //% from "x" import y.
+_REFERENCE = re.compile(r"^[ \t]*//%[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
 # Headers that the compiler would look for in the current directory.
 _OTHER_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"((?!flashgen/|\$\{)[^"\n]*)"', re.MULTILINE)
 # Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
 _VALUE = r"\$\{[^}]*\}"
+# Delimiters of statements and comments within this module, which neither C++ nor PTX has.
+_BEGIN, _END, _BEGIN_COMMENT, _END_COMMENT = "\x02%", "%\x03", "\x02#", "#\x03"
+# Jinja with its usual delimiters: a statement, a comment, a value. C++ has {{0, 1}, {2, 3}}, {{x}} and, in
+# PTX, "{%0, %1}". So a statement here begins with a word of Jinja, and a value is one expression between
+# blanks.
+_FOREIGN = (
+    (
+        re.compile(
+            r"\{%[-+]?\s*(?:autoescape|block|break|call|continue|do|elif|else|end\w+|extends|filter|for|from|if|"
+            r"import|include|macro|raw|set|with)\b[^\n]*"
+        ),
+        "a statement is a line of its own that begins with //%",
+    ),
+    (re.compile(r"\{#[-+]?[ \t][^\n]*"), "a comment begins with //# and goes on to the end of its line"),
+    (
+        re.compile(r"\{\{[-+]?[ \t]+[A-Za-z_](?:[^{}(),;\n]|\([^()\n]*\))*[ \t][-+]?\}\}"),
+        "a value is printed by ${ name }",
+    ),
+)
+# The mark of the template line that a rendered line is made of: its file and number.
+_MARK = re.compile("\x04([^\x05]*)\x05")
 # Jinja's own line statements swallow the blank lines behind them, its line comments leave one, and it looks
 # for either at each character.
 _STATEMENT_LINE = r"(?m)^[ \t]*//%([-+]?)(.*?)[ \t]*$"
@@ -63,11 +82,33 @@ def render(variant: Variant) -> str:
     Raises SpecError when there is no such template in its ``search_path``, or outside of it, or one of the
     user's own is wrong, and InternalError when a shipped one is: the message names its file and line.
     """
+
+    return _rendered(variant, marked=False)
+
+
+def line_origins(variant: Variant) -> list[str]:
+    """``file:line`` of the template line that each line of the rendered source is made of; "" for an empty
+    line. Of an included template it is that template's own line; of a value of several lines the line that
+    prints it. Raises as ``render``.
+    """
+    found, waiting = [], 0
+    for line in _rendered(variant, marked=True).splitlines():
+        marks = _MARK.findall(line)
+        if marks or not line.strip():
+            found += [marks[0] if marks else ""] * (waiting + 1)
+            waiting = 0
+        else:
+            waiting += 1
+    return found
+
+
+def _rendered(variant: Variant, marked: bool) -> str:
+    """The source; where it is ``marked``, lines end with a `_MARK`."""
     import jinja2
 
     folders = search_path(variant)
     form = variant.rendered_form()
-    environment = _environment(folders)
+    environment = _environment(folders, marked)
     try:
         text = environment.get_template(variant.template).render(_context(form))
     except jinja2.TemplateSyntaxError as error:
@@ -77,7 +118,7 @@ def render(variant: Variant) -> str:
         raise _missing(error.name, _spec_file(variant), folders, at) from error
     except _Outside as error:
         raise SpecError(f"{_template_line(error, folders) or _spec_file(variant)}: {error}") from error
-    except SpecError:
+    except FlashgenError:
         raise
     except Exception as error:
         where = _template_line(error, folders) or variant.template
@@ -164,23 +205,6 @@ def flatten(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None =
     return inline(source)
 
 
-def origin(variant: Variant, line: str) -> str | None:
-    """``file:line`` of the template line that ``line``, of the rendered source, is made of; None unless there
-    is exactly one such.
-    """
-    folders = search_path(variant)
-    found = []
-    for name, text in _closure(variant.template, variant.header, _spec_file(variant), folders).items():
-        path = _find(name, folders)
-        if path is None or name.endswith(".cuh"):  # a header is no template: its own name stands in the log
-            continue
-        for number, each in enumerate(text.splitlines(), 1):
-            pieces = re.split(_VALUE, each.strip())
-            if any(map(str.strip, pieces)) and re.fullmatch(".*".join(map(re.escape, pieces)), line.strip()):
-                found.append(f"{path}:{number}")
-    return found[0] if len(found) == 1 else None
-
-
 def source_digest(variant: Variant) -> str:
     """Hex SHA-256 over all that the source depends on: the variant, its templates and headers, and this
     renderer.
@@ -233,7 +257,7 @@ def _of_score(form: Variant) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
+def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
     import jinja2
 
     class Lines(jinja2.BaseLoader):
@@ -242,8 +266,12 @@ def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
             if path is None:
                 raise jinja2.TemplateNotFound(template)
             changed = path.stat().st_mtime_ns
-            source = re.sub(_COMMENT, "", re.sub(_COMMENT_LINE, "{##}", _read(path)))
-            source = re.sub(_STATEMENT_LINE, r"{%\1\2 %}", source)
+            source = re.sub(_COMMENT_LINE, _BEGIN_COMMENT + _END_COMMENT, _read(path))
+            source = re.sub(_COMMENT, "", source)
+            refuse_foreign(source, str(path))
+            source = re.sub(_STATEMENT_LINE, rf"{_BEGIN}\1\2 {_END}", source)
+            if marked:
+                source = _marked(source, str(path))
 
             def is_current() -> bool:
                 # One of the users' own may have come ahead of it.
@@ -254,6 +282,10 @@ def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
     return jinja2.Environment(
         loader=Lines(),
         undefined=jinja2.StrictUndefined,
+        block_start_string=_BEGIN,
+        block_end_string=_END,
+        comment_start_string=_BEGIN_COMMENT,
+        comment_end_string=_END_COMMENT,
         variable_start_string="${",
         variable_end_string="}",
         trim_blocks=True,
@@ -262,6 +294,31 @@ def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
         autoescape=False,
         optimized=False,  # an eighth of a first rendering goes into folding constants, of which there are few
     )
+
+
+def refuse_foreign(text: str, file: str) -> None:
+    """That no template has the usual delimiters of Jinja, which would go into the CUDA as they are. Raises
+    SpecError, or InternalError for a shipped one.
+    """
+    for pattern, instead in _FOREIGN:
+        match = pattern.search(text)
+        if match:
+            raise _wrong(
+                f"{file}:{_line_of(match)}",
+                f"{match[0].strip()!r} has the usual delimiters of Jinja, not those of flashgen: {instead}",
+            )
+
+
+def _marked(source: str, file: str) -> str:
+    """A template with a `_MARK` at the end of each line that makes text. One within a value has none."""
+    inside = [match.span() for match in re.finditer(_VALUE, source)]
+    lines, end = source.split("\n"), -1
+    for number, line in enumerate(lines, 1):
+        end += len(line) + 1
+        makes_text = line.strip() and not line.lstrip().startswith((_BEGIN, _BEGIN_COMMENT))
+        if makes_text and not any(first < end < last for first, last in inside):
+            lines[number - 1] = f"{line}\x04{file}:{number}\x05"
+    return "\n".join(lines)
 
 
 def warn_of_unused_overrides(specs: Iterable[Spec]) -> None:
@@ -305,13 +362,16 @@ def unused_overrides(specs: Iterable[Spec]) -> list[Path]:
 
 
 def check_files(specs: Iterable[Spec]) -> None:
-    """That all templates and headers of these specs are there and can be read. Raises SpecError or
-    InternalError.
+    """That all templates and headers of these specs are there, can be read, and have the delimiters of
+    flashgen. Raises SpecError or InternalError.
     """
     for spec in specs:
         for step in spec.content.steps:
             folders = folders_for(str(spec.path.parent))
-            _closure(step.template, spec.content.family["header"], str(spec.path), folders)
+            files = _closure(step.template, spec.content.family["header"], str(spec.path), folders)
+            for name, text in files.items():
+                if not name.endswith(".cuh"):  # headers are not rendered
+                    refuse_foreign(re.sub(_COMMENT, "", text), str(_find(name, folders)))
 
 
 def _spec_file(variant: Variant) -> str:
@@ -335,7 +395,7 @@ def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) ->
             raise _missing(name, spec, folders, at)
         found[name] = text = _read(path)
         for number, line in enumerate(text.split("\n"), 1):
-            for match in _REFERENCE.finditer(line) if "%" in line else ():  # most lines have none
+            for match in _REFERENCE.finditer(line) if "//%" in line else ():  # most lines have none
                 here = f"{path}:{number}"
                 if match[1] is None:
                     raise _wrong(here, "the name of an included template must be a plain string")
@@ -455,7 +515,14 @@ def _missing(name: str, spec: str, folders: Sequence[str], at: str) -> SpecError
     searched = ", ".join(folders)
     if at:
         return SpecError(f"{at}: template {name} is in none of {searched}")
-    return SpecError(f"{spec}: template: {name} is in none of {searched}")
+    return SpecError(f"{_spec_line(spec, name)}: template: {name} is in none of {searched}")
+
+
+def _spec_line(spec: str, template: str) -> str:
+    """``file:line`` of the key of a spec that names a template; the file alone where a base of it does."""
+    named = rf"""^[^#\n]*\btemplate:[ \t]*["']?{re.escape(template)}(?=["'\s,}}]|$)"""
+    match = re.search(named, _read(Path(spec)), re.MULTILINE) if Path(spec).is_file() else None
+    return f"{spec}:{_line_of(match)}" if match else spec
 
 
 def _template_line(error: BaseException, folders: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from flashgen.errors import CompileError
-from flashgen.source.render import origin
+from flashgen.source.render import line_origins, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,12 +31,13 @@ def template_lines_named(variant: Variant, source: str) -> Iterator[None]:
 
 def _origins(variant: Variant, source: str, message: str) -> list[str]:
     """A line for each error whose template line is known: NVRTC writes file(9), a host compiler file:9:2."""
-    lines = source.splitlines()
     file = rf"{re.escape(variant.name)}\.cu"
     numbers = re.findall(rf"^\S*{file}[(:](\d+)(?:\)|:\d+): .*error", message, re.MULTILINE)
-    found = []
-    for number in dict.fromkeys(map(int, numbers)):
-        place = origin(variant, lines[number - 1]) if 0 < number <= len(lines) else None
-        if place is not None:
-            found.append(f"  line {number} is made of {place}")
-    return found[:_SHOWN]
+    if not numbers or render(variant) != source:  # a template was edited in between
+        return []
+    places = line_origins(variant)
+    return [
+        f"  line {number} is made of {places[number - 1]}"
+        for number in dict.fromkeys(map(int, numbers))
+        if 0 < number <= len(places) and places[number - 1]
+    ][:_SHOWN]
