@@ -337,6 +337,34 @@ def test_kernels_and_files_that_are_named_exist(page):
             assert (ROOT / path).exists(), path
 
 
+FILES = [
+    str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if ".git" not in path.parts and path.is_file()
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_are_named_in_short_exist(page):
+    """Such as `api/merge.py`, or `merge.py` in the row of its folder: the end of a path outside the tests."""
+    text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    shipped = [f"/{path}" for path in FILES if not path.startswith("tests/")]
+    for named in re.findall(r"`([\w./-]+\.(?:py|j2|cuh|cpp|cu|yaml|md))`", text):
+        if named.startswith("tests/") or re.search(r"[A-Z]{3}", named.rpartition("/")[2]):
+            continue  # checked above; a placeholder such as NAME_example.py, or README.md
+        assert any(path.endswith(f"/{named}") for path in shipped), named
+
+
+def test_tables_of_earlier_kernels_say_so():
+    """Each table of these files, as long as the page says that some are of earlier kernels."""
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    remark = (
+        "Measured with earlier kernels ([what has changed since](#performance)), to be measured anew.\n\n"
+    )
+    files = {"prefill", "head_dims", "ragged", "masks", "small"} if "with earlier kernels" in text else set()
+    for match in re.finditer(r"<!-- table: (\S+) (?:sm80/)?(\w+)\.json", text):
+        if match[1] != "environment":
+            assert text[: match.start()].endswith(remark) == (match[2] in files), match[0]
+
+
 def test_lines_of_scores_are_modifications(tmp_path):
     """Each `{score: ...}` of the page is a line that a folder may have."""
     text = (ROOT / "docs" / "scores.md").read_text(encoding="utf-8")

@@ -924,7 +924,7 @@ def test_a_level_that_is_none_is_refused():
 
 
 def _calls_on_the_cpu():
-    """A call of each function on arrays in host memory, of shapes that no other test has: each makes a plan."""
+    """A call of each function on arrays in host memory. Their shapes are new, so that each makes a plan."""
     q = np.zeros((1, 5, 2, 40), np.float32)
     out, lse = flashgen.attention(q[:, :4], q, q, return_lse=True)
     cache = flashgen.KVCache(*np.zeros((2, 1, 7, 2, 40), np.float32), np.array([1], np.int32))
