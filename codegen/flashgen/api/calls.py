@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flashgen import logs
+from flashgen import forks, logs
 from flashgen.api.backends import runner_for
 from flashgen.api.kvcache import arrays_instead
 from flashgen.errors import InternalError, naming
@@ -26,7 +25,7 @@ _plans: dict[Any, Plan] = {}
 # By all of a call but its arrays: the plan of the last one and, once two of one layout followed each other,
 # what gives the pointers of such arrays.
 _recent: dict[Any, tuple[Plan, Expecting | None]] = {}
-_plans_lock = threading.Lock()
+_plans_lock = forks.guard()
 
 
 def call(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flashgen import forks
 from flashgen.errors import DeviceTypeNotSupported, InternalError, NoCompilerError
 from flashgen.runtime import clusters
 from flashgen.runtime.device import activated
@@ -47,7 +48,8 @@ Found = tuple["Compiled", bool]
 _PORTABLE_CLUSTER, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
 _kernels: dict[tuple[Variant, int, int], Kernel] = {}
 _loading: dict[tuple[Variant, int, int], threading.Lock] = {}
-_guard = threading.Lock()
+_guard = forks.guard()
+forks.in_child(_loading.clear)  # a thread of the parent may hold one for as long as it compiles
 
 
 def load_all(variants: Sequence[Variant], device: Device) -> list[Kernel]:

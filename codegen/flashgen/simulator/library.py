@@ -13,11 +13,11 @@ import hashlib
 import platform
 import re
 import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashgen import forks
 from flashgen.errors import InternalError
 from flashgen.simulator import hostcompiler
 from flashgen.toolchain import cache as caches
@@ -237,7 +237,7 @@ def supports(variant: Variant) -> bool:
 
 
 _loaded: dict[str, Library] = {}
-_guard = threading.Lock()
+_guard = forks.guard()
 
 
 def load(source: str, name: str, cache: CubinCache | None = None) -> Library:

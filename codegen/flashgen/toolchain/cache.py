@@ -18,10 +18,11 @@ import re
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen import paths
+from flashgen import forks, paths
 from flashgen.errors import BadParam, CacheWarning
 from flashgen.toolchain.cachefolder import CacheFolder
 from flashgen.toolchain.entry import pack, unpack
@@ -129,6 +130,10 @@ class CubinCache:
         self._memory: dict[str, bytes] = {}
         self._warned: set[str] = set()
         self._room = 0  # bytes to write before the folder's size is looked at again
+        self._renew_locks()
+        _caches.add(self)
+
+    def _renew_locks(self) -> None:
         self._guard = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
 
@@ -329,6 +334,15 @@ class CubinCache:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(message, CacheWarning, stacklevel=4)
+
+
+_caches: weakref.WeakSet[CubinCache] = weakref.WeakSet()
+
+
+@forks.in_child
+def _renew_locks() -> None:
+    for each in _caches:
+        each._renew_locks()
 
 
 def _reason(error: OSError) -> str:
