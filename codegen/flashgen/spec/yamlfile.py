@@ -9,6 +9,7 @@ import msgspec
 import yaml
 from msgspec import inspect
 
+from flashgen import forks
 from flashgen.errors import SpecError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _SCALARS = {
     "tag:yaml.org,2002:bool": _scalars.construct_yaml_bool,
     "tag:yaml.org,2002:null": _scalars.construct_yaml_null,
 }
+_preparing = forks.guard()
 _AT = re.compile(r"^(.*?)(?: - at `(key` in `)?\$(.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")
 _PLAIN = {
@@ -97,7 +99,7 @@ class Document:
     def convert(self, keys: Keys, value: Any, type: type[T]) -> T:
         """``value``, which stands at ``keys``, checked against ``type``; SpecError where they differ."""
         try:
-            return msgspec.convert(value, type)
+            return _converted(value, type)
         except msgspec.ValidationError as error:
             raise self._explain(keys, value, type, str(error)) from None
 
@@ -166,10 +168,18 @@ def _scalar(node: yaml.Node) -> Any:
     return construct(node) if construct else node.value
 
 
+def _converted(value: Any, type: type[T]) -> T:
+    """``value`` as that type. msgspec prepares a type when it is first used, and threads must not do so at
+    once.
+    """
+    with _preparing:
+        return msgspec.convert(value, type)
+
+
 def _says(value: Any, type: Any) -> str:
     """What msgspec says is wrong with it."""
     try:
-        msgspec.convert(value, type)
+        _converted(value, type)
     except msgspec.ValidationError as error:
         return str(error)
     return ""
