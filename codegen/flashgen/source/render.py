@@ -82,7 +82,6 @@ def render(variant: Variant) -> str:
     Raises SpecError when there is no such template in its ``search_path``, or outside of it, or one of the
     user's own is wrong, and InternalError when a shipped one is: the message names its file and line.
     """
-
     return _rendered(variant, marked=False)
 
 
