@@ -38,6 +38,7 @@ RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this fil
 # Lines that bring in another template, such as //% include "x" and //% from "x" import y.
 _REFERENCE = re.compile(r"^[ \t]*//%[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
+_INSIDE = re.compile(INSIDE)
 # Headers that the compiler would look for in the current directory.
 _OTHER_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"((?!flashgen/|\$\{)[^"\n]*)"', re.MULTILINE)
 # Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
@@ -456,7 +457,7 @@ def _find(name: str, folders: Sequence[str]) -> Path | None:
     """The first that is there. Raises SpecError where that is no file, as the next one is not what was meant,
     and where the name, or a link, leads out of the folder.
     """
-    if re.search(INSIDE, name) is None:
+    if _INSIDE.match(name) is None:
         raise _Outside(f"{name!r} is no name of a file below the folders {', '.join(folders)}")
     for folder in folders:
         path = Path(folder, name)
@@ -474,9 +475,9 @@ def _check_link(name: str, folder: str) -> None:
     shipped ones.
     """
     path = folder
-    for part in Path(name).parts:
-        path = os.path.join(path, part)  # noqa: PTH118 - this is on the way to a kernel on disk
-        if os.path.islink(path):  # noqa: PTH114
+    for part in name.split("/"):
+        path += f"/{part}"
+        if os.path.islink(path):  # noqa: PTH114 - a Path takes longer, and a kernel on disk waits for this
             real = os.path.realpath(Path(folder, name))
             inside = Path(real).is_relative_to(os.path.realpath(folder))
             if not inside and Path(folder) not in (templates_dir(), templates_dir() / "include"):
