@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
 from flashgen.api.calls import MAX_PLANS, are_all, call_of, make_plan, ready
+from flashgen.api.keywords import unexpected
 from flashgen.api.kvcache import FIELDS, KVCache, Rotary
 from flashgen.errors import (
     BadParam,
@@ -55,6 +56,7 @@ def append(
     cu_seqlens_new: Any = None,
     stream: Any = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> tuple[Any, Any]:
     """Write new keys and values into a cache, behind those that each sequence has there.
 
@@ -82,6 +84,8 @@ def append(
     BadTensorStrides or DeviceTypeNotSupported for what does not fit; BadParam also for a tensor that requires
     a gradient, as there is none.
     """
+    if unknown:
+        raise unexpected(append, unknown)
     try:
         asked = _asked(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new, stream)
         first = asked[1][0]

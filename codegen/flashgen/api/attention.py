@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Never, overload
 
 from flashgen.api.asked import LENGTHS, asked, names_given
 from flashgen.api.calls import call_of, make_plan, planning
+from flashgen.api.keywords import unexpected
 from flashgen.api.kvcache import KVCache
 from flashgen.errors import FlashgenError, naming, rename
 from flashgen.operators.arguments import flag
@@ -50,6 +51,7 @@ def attention(
     stream: Any = None,
     backend: str | None = None,
     algorithm: str | None = None,
+    **unknown: Never,
 ) -> Any:
     """softmax(q k^T * softmax_scale, masked) v, exactly, without the matrix of scores.
 
@@ -136,6 +138,8 @@ def attention(
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
     """
+    if unknown:
+        raise unexpected(attention, unknown)
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse, splits
@@ -254,6 +258,7 @@ def plan(
     return_lse: bool = False,
     backend: str | None = None,
     algorithm: str | None = None,
+    **unknown: Never,
 ) -> Plan | AppendPlan:
     """A ``Plan`` for all calls whose arrays have the layouts of these; with ``append`` an ``AppendPlan``.
 
@@ -264,6 +269,8 @@ def plan(
     ``slope`` of ALiBi. Arrays are needed for each call, numbers are those given here unless a call has
     others.
     """
+    if unknown:
+        raise unexpected(plan, unknown)
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse, splits

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.asked import LENGTHS, asked_backward, names_given
 from flashgen.api.calls import call, make_plan, planning
+from flashgen.api.keywords import unexpected
 from flashgen.errors import BadParam, FlashgenError, naming, rename
 from flashgen.operators.arguments import flag
 from flashgen.operators.maskoptions import NO_WINDOW
@@ -13,7 +14,7 @@ from flashgen.operators.splits import AUTO
 from flashgen.runtime import arrays, torchkind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from flashgen.api.asked import Asked
     from flashgen.runtime.arrays import Kind
@@ -81,7 +82,7 @@ def attention_backward(
     Raises what ``attention`` raises, before anything is queued or written; BadParam for a gradient of what
     has none: arrays in params, and calls with a KV cache; InsufficientWorkspace.
     """
-    _refuse("attention_backward", refused)
+    _refuse(attention_backward, refused)
     kind = arrays.kind_of(dout)
     wanted = (
         (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
@@ -143,7 +144,7 @@ def plan_backward(
     kv_lengths, out and lse. None stands for what the call has not. ``workspace_bytes`` of the plan is what a
     call needs. See ``plan``.
     """
-    _refuse("plan_backward", refused)
+    _refuse(plan_backward, refused)
     operator, given, options, scalars = asked_backward(
         (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
         (causal, mask_type, window_size),
@@ -176,13 +177,14 @@ def asked_by_name(call: Mapping[str, Any]) -> Asked:
     )
 
 
-def _refuse(function: str, given: Mapping[str, Any]) -> None:
+def _refuse(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Raise BadParam for what ``attention`` takes and has no gradients, TypeError for anything else."""
     for name, value in given.items():
         if name not in NOT_BACKWARD:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise unexpected(function, {name: value})
         default = NOT_BACKWARD[name]
         if type(value) is not type(default) or value != default:
             raise BadParam(
-                f"{name} was given, which {function} does not take: no KV caches, splits or algorithms"
+                f"{name} was given, which {function.__name__} does not take: no KV caches, splits or "
+                "algorithms"
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.api.asked import asked, names_given
 from flashgen.api.attention import attention
 from flashgen.api.calls import are_all, ready
+from flashgen.api.keywords import unexpected
 from flashgen.api.kvcache import KVCache
 from flashgen.api.merge import check_list, check_pair, merge
 from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, NullPointer, naming
@@ -86,7 +87,7 @@ def cascade(
     """
     for name, value in positional.items():
         if name not in _POSITIONAL:
-            raise TypeError(f"cascade() got an unexpected keyword argument {name!r}")
+            raise unexpected(cascade, {name: value})
         if not _does_nothing(name, value):
             if name == "mask_type" and mask_type_name(value) == "causal_bottom_right":
                 raise BadParam(f"mask_type is {value!r}; cascade takes none: pass causal=True")

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from numbers import Integral
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from flashgen.api.asked import names_given
 from flashgen.api.backends import specs_for
+from flashgen.api.keywords import advice, unexpected
 from flashgen.api.kvcache import FIELDS, KVCache
 from flashgen.errors import (
     BadParam,
@@ -85,7 +86,11 @@ def explain(
 
 
 def warmup(
-    calls: Iterable[Mapping[str, Any]], *, arch: str | None = None, jobs: int | None = None
+    calls: Iterable[Mapping[str, Any]],
+    *,
+    arch: str | None = None,
+    jobs: int | None = None,
+    **unknown: Never,
 ) -> tuple[str, ...]:
     """Compile, and on this machine's GPU load, the kernels of calls to come, in parallel; without arrays.
 
@@ -101,6 +106,8 @@ def warmup(
     from flashgen.schedule.dispatch import offers, select
     from flashgen.toolchain.parallel import in_parallel
 
+    if unknown:
+        raise unexpected(warmup, unknown)
     wanted = _calls(calls)
     if jobs is not None and (not isinstance(jobs, Integral) or isinstance(jobs, bool) or jobs < 1):
         raise BadParam(f"jobs is {jobs!r}; expected an integer of 1 or more, or None")
@@ -177,8 +184,11 @@ def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
         apart = ""
         if function == "attention" and unknown & _APPENDING:
             apart = "; what it appends is a call of its own, with operator 'append'"
-        names = ", ".join(sorted(map(str, unknown)))
-        raise BadParam(f"{names}: no such option; there are {', '.join(sorted(known))}{apart}")
+        names = sorted(map(str, unknown))
+        meant = advice(names[0], known)
+        raise BadParam(
+            f"{', '.join(names)}: no such option; there are {', '.join(sorted(known))}{meant}{apart}"
+        )
     call = defaults | given
     if function == "append":
         with naming(**FIELDS):

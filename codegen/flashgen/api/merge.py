@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from flashgen.api.calls import call_of
+from flashgen.api.keywords import unexpected
 from flashgen.errors import BadParam, naming
 from flashgen.operators.arguments import check_memory
 from flashgen.operators.merge import MERGE, check_parts, normalise
@@ -21,6 +22,7 @@ def merge(
     lse_out: Any = None,
     stream: Any = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> tuple[Any, Any]:
     """What attention gives over all keys, from what it gave over disjoint parts of them.
 
@@ -40,6 +42,8 @@ def merge(
     for a tensor that requires a gradient, as there is none; what ``attention`` raises for arrays that do not
     fit. Messages count parts from 1: o1, lse1, o2, ...
     """
+    if unknown:
+        raise unexpected(merge, unknown)
     pairs = _pairs(parts, "(o, lse)")
     o, lse = pairs[0]
     kind = arrays.kind_of(o)
