@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from flashgen.errors import BadParam
 
+__all__ = ["Device"]
+
 _KB, _MB = 1 << 10, 1 << 20
 # From the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and data sheets:
 # architecture -> (GPU, multiprocessors, shared memory of a block, of a multiprocessor, L2, GB/s of memory).

@@ -13,6 +13,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import TracebackType
 
+__all__ = [
+    "BadParam",
+    "BadTensorDtype",
+    "BadTensorShape",
+    "BadTensorStrides",
+    "CacheWarning",
+    "CompileError",
+    "DeviceTypeNotSupported",
+    "FlashgenError",
+    "InsufficientWorkspace",
+    "InternalError",
+    "NoBindingError",
+    "NoCompilerError",
+    "NoHostCompilerError",
+    "NullPointer",
+    "SimulationError",
+    "SpecError",
+    "TemplateWarning",
+    "TunedWarning",
+]
+
 
 class FlashgenError(Exception):
     """Base of every error that flashgen raises on purpose."""

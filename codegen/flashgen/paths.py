@@ -9,6 +9,8 @@ from pathlib import Path
 
 from flashgen.errors import BadParam, InternalError
 
+__all__ = ["specs_dir", "templates_dir"]
+
 BUNDLE_VARIABLE = "FLASHGEN_BUNDLE"  # names bundles of compiled kernels, separated as in PATH
 TRUST_VARIABLE = "FLASHGEN_TRUST"  # names caches and bundles that other users may write, separated as in PATH
 # The name of a file below a folder: relative, and without a step upwards.

@@ -12,6 +12,8 @@ from flashgen.operators.arguments import DTYPE_BYTES, total_bytes
 from flashgen.operators.contract import DTYPES
 from flashgen.operators.masks import UNBOUNDED, Band
 
+__all__ = ["Case"]
+
 MASKS = ("none", "causal", "window", "random", "random_causal", "documents")
 SCORES = ("none", "softcap", "alibi")
 LENGTH_KINDS = ("none", "cache", "packed", "zipf")

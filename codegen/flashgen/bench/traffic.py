@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from flashgen.bench.cases import Case
     from flashgen.spec.variant import Variant
 
+__all__ = ["moved"]
+
 # Scores of a head that the simulator goes through in a few seconds.
 MOST_SCORES = 1 << 20
 

@@ -26,6 +26,16 @@ from flashgen.operators.maskoptions import window_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
 # What errors of ``attention`` call arguments, and advise, in the words of here.
 _OPTIONS = {"return_lse": "return_attn_probs", "cap": "softcap", "None for no cap": "0 for no cap"}
 _SEQUENCES = _OPTIONS | {"cu_seqlens_kv": "cu_seqlens_k", "max_seqlen_kv": "max_seqlen_k"}

@@ -19,6 +19,8 @@ from flashgen.runtime.arrays import is_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["scaled_dot_product_attention"]
+
 # What errors of ``attention`` call arguments, in the words of here.
 _NAMES = {
     "q": "query",

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from flashgen.operators.scores import Score
     from flashgen.operators.splits import Splits
 
+__all__ = ["normalise"]
+
 # What a kernel implements; see `AttentionProblem`.
 KERNEL_MASKS = ("none", "causal", "local", "dense")
 

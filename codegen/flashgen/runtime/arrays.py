@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from flashgen.operators.arguments import ArrayView
 
+__all__ = ["view"]
+
 # One for each argument of the operator, in its order; 0 and None for what is absent. Where there is a
 # workspace, its pointer comes last.
 Pointers = tuple[int, ...]

@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from flashgen.spec.model import Spec
     from flashgen.spec.variant import Variant
 
+__all__ = ["offers", "select"]
+
 
 # Fitted to measured calls (docs/tuning.md). With a share x of its parts at work, a tile takes x ** _IDLE of
 # its time; a grid of tiles that differ in length ends _LAST of a mean one after an equal share of them.

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from flashgen.spec.model import Content
     from flashgen.toolchain.cache import CubinCache
 
+__all__ = ["load_specs"]
+
 
 def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None, gpu: str | None = None) -> Spec:
     """Load and check one spec file, or take its snapshot from ``cache`` if it was checked before.
