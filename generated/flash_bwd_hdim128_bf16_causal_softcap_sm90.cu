@@ -490,10 +490,18 @@ __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of tile 0 go.
+// Where a lane's elements of dQ of a step go, of the columns from `first_column` on. The step's rows of the warp begin at `warp_row`.
+__device__ __forceinline__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row,
+                                        int lane) {
+    const int row = step.block * kBlockM + warp_row;
+    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
+    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+    return own;
+}
+
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first tile go.
 template <int kCount>
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount], int first_tile = 0) {
-    own += first_tile * kTileElements;
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
         red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
@@ -683,7 +691,7 @@ template <int kDqColumns>
 __device__ __forceinline__ void consume(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers,
                                         int consumer) {
     const int lane = threadIdx.x % 32;
-    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the block; modulo 64, its first row of dQ
+    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the block; modulo kBlockM, its first row of dQ
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kVOffset;
     auto release = [&](shared_address barrier) {  // once for the warp
@@ -703,22 +711,14 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
     Step previous = step;
-    const shared_address k_rows = k_own;
-    const shared_address v_rows = v_own;
     // dQ = dS K, with dS of both consumers.
     auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
         mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
     };
 
-    // Where the lane's elements of the dQ of a step go.
-    auto dq_of = [&](const Step& done) {
-        const int row = done.block * kBlockM + warp_key % 64;
-        float* own = dq_tiles(params, block.batch, head_of(params, block, done), row) + consumer * kPanelColumns / 8 * kTileElements + 4 * lane;
-        opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
-        return own;
-    };
-    auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {
-        add_dq(own, dq);
+    // Where the lane's elements of dQ of a step go.
+    auto own_dq_of = [&](const Step& done) {
+        return dq_of(params, block, done, consumer * kPanelColumns, warp_key % 64, lane);
     };
 
     // Consumers start steps in turn, so that one's MMAs run while the other computes P and dS. Otherwise they may come to do the same at
@@ -732,10 +732,10 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         barrier_sync(kStartBarrier + consumer, 128 * kConsumers);
         float p[kBlockM / 2];  // S^T, then P^T
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
-        mma_scores<kHeadDim>(p, k_rows, q_smem);
+        mma_scores<kHeadDim>(p, k_own, q_smem);
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
-        mma_scores<kHeadDimV>(ds, v_rows, dout_smem);
+        mma_scores<kHeadDimV>(ds, v_own, dout_smem);
         // The other one may start. Behind the last step of consumer 1, consumer 0 has none left.
         if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);
         wgmma_wait<0>();
@@ -762,14 +762,14 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         // the result: with conditional MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
-        float* own_dq = dq_of(previous);
+        float* own_dq = own_dq_of(previous);
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
         wgmma_wait<1>();
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_own_dq(own_dq, dq);
+        if (i > 0) add_dq(own_dq, dq);
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
@@ -785,7 +785,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes);
         wgmma_wait<0>();
         pin_registers(dq);
-        add_own_dq(dq_of(previous), dq);
+        add_dq(own_dq_of(previous), dq);
     }
     barrier_arrive(kAddedBarrier, kAddedThreads);
     // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.

@@ -557,10 +557,18 @@ __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of tile 0 go.
+// Where a lane's elements of dQ of a step go, of the columns from `first_column` on. The step's rows of the warp begin at `warp_row`.
+__device__ __forceinline__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row,
+                                        int lane) {
+    const int row = step.block * kBlockM + warp_row;
+    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
+    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+    return own;
+}
+
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first tile go.
 template <int kCount>
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount], int first_tile = 0) {
-    own += first_tile * kTileElements;
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
         red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
@@ -796,15 +804,6 @@ __device__ __forceinline__ void mma_dq(float (&dq)[16], shared_address ds_smem, 
     wgmma_commit();
 }
 
-// Where a lane's elements of these columns of dQ of a step go. The step's rows of the warp begin at `warp_row`.
-__device__ __forceinline__ float* dq_of_columns(const Params& params, const KeyBlock& block, const Step& step, const DqColumns& columns,
-                                                int warp_row, int lane) {
-    const int row = step.block * kBlockM + warp_row;
-    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + columns.first / 8 * kTileElements + 4 * lane;
-    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
-    return own;
-}
-
 // Sends a warp's 16 keys of dS, which lie at `rows`, to the same place behind dS of the peer's own keys. One thread's work.
 __device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_received, int peer) {
     bulk_send(map_shared(rows + kOwnDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
@@ -875,7 +874,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         float dq[kDqColumnsOfDv / 2];
         mma_dq(dq, last_ds, columns);
         mma_gradient(dv, packed_p, dout_smem);
-        float* own_dq = dq_of_columns(params, block, previous, columns, warp_row, lane);
+        float* own_dq = dq_of(params, block, previous, columns.first, warp_row, lane);
         wgmma_wait<1>();
         release(barriers.ds_ready());
         if (i > 0) free_slot((i + 1) % 2);
@@ -909,7 +908,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         wgmma_wait<0>();
         pin_registers(dq);
         free_slot((count - 1) % 2);
-        add_dq(dq_of_columns(params, block, previous, columns, warp_row, lane), dq);
+        add_dq(dq_of(params, block, previous, columns.first, warp_row, lane), dq);
     }
     barrier_arrive(kAddedBarrier, kAddedThreads);
     release(barriers.ds_ready());  // this warp no longer reads K
@@ -982,7 +981,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         // Bytes of the peer may have come before: without this arrival the phase cannot end.
         if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kOwnDsBytes);
         if (lane == 0) send_ds(ds_smem + warp_row * kPanelRowBytes, barriers.ds_received(i % 2), peer);
-        float* own_dq = dq_of_columns(params, block, previous, columns, warp_row, lane);
+        float* own_dq = dq_of(params, block, previous, columns.first, warp_row, lane);
         wgmma_wait<1>();
         release(barriers.ds_ready());
         if (i > 0) free_slot((i + 1) % 2);
@@ -1019,7 +1018,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         wgmma_wait<0>();
         pin_registers(dq);
         free_slot((count - 1) % 2);
-        add_dq(dq_of_columns(params, block, previous, columns, warp_row, lane), dq);
+        add_dq(dq_of(params, block, previous, columns.first, warp_row, lane), dq);
     }
     barrier_arrive(kAddedBarrier, kAddedThreads);
     release(barriers.ds_ready());  // this warp no longer reads K

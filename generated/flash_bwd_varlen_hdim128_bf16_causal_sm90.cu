@@ -520,11 +520,20 @@ __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of tile 0 go.
+// Where a lane's elements of dQ of a step go, of the columns from `first_column` on. The step's rows of the warp begin at `warp_row`.
+__device__ __forceinline__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row,
+                                        int lane) {
+    const int row = step.block * kBlockM + warp_row;
+    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
+    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+    if (row >= params.seqlen_q) own = nullptr;  // rows of others, or the end of dq_accum
+    return own;
+}
+
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first tile go.
 template <int kCount>
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount], int first_tile = 0) {
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
     if (own == nullptr) return;  // all rows lie past the sequence
-    own += first_tile * kTileElements;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
         red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
@@ -687,7 +696,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
                                         int consumer) {
     const Params params = of_sequence(all, block);
     const int lane = threadIdx.x % 32;
-    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the block; modulo 64, its first row of dQ
+    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the block; modulo kBlockM, its first row of dQ
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kVOffset;
     auto release = [&](shared_address barrier) {  // once for the warp
@@ -706,23 +715,14 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
     Step step = first_step(params, block, queries);
     Step previous = step;
     if (count > 0 && has_tail_of_keys(params, block)) clear_tail_of_keys(params, block, shared, barriers);
-    const shared_address k_rows = k_own;
-    const shared_address v_rows = v_own;
     // dQ = dS K, with dS of both consumers.
     auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
         mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
     };
 
-    // Where the lane's elements of the dQ of a step go.
-    auto dq_of = [&](const Step& done) {
-        const int row = done.block * kBlockM + warp_key % 64;
-        float* own = dq_tiles(params, block.batch, head_of(params, block, done), row) + consumer * kPanelColumns / 8 * kTileElements + 4 * lane;
-        opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
-        if (row >= params.seqlen_q) own = nullptr;  // rows of others, or the end of dq_accum
-        return own;
-    };
-    auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {
-        add_dq(own, dq);
+    // Where the lane's elements of dQ of a step go.
+    auto own_dq_of = [&](const Step& done) {
+        return dq_of(params, block, done, consumer * kPanelColumns, warp_key % 64, lane);
     };
 
     // Consumers start steps in turn, so that one's MMAs run while the other computes P and dS. Otherwise they may come to do the same at
@@ -739,10 +739,10 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         QueryValues lse;
         lse.load(shared + kLseOffset + ring.stage * kQueryValueBytes, lane);
-        mma_scores<kHeadDim>(p, k_rows, q_smem);
+        mma_scores<kHeadDim>(p, k_own, q_smem);
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
-        mma_scores<kHeadDimV>(ds, v_rows, dout_smem);
+        mma_scores<kHeadDimV>(ds, v_own, dout_smem);
         // The other one may start. Behind the last step of consumer 1, consumer 0 has none left.
         if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);
         wgmma_wait<1>();
@@ -769,14 +769,14 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         // the result: with conditional MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
-        float* own_dq = dq_of(previous);
+        float* own_dq = own_dq_of(previous);
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
         wgmma_wait<1>();
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_own_dq(own_dq, dq);
+        if (i > 0) add_dq(own_dq, dq);
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
@@ -792,7 +792,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes);
         wgmma_wait<0>();
         pin_registers(dq);
-        add_own_dq(dq_of(previous), dq);
+        add_dq(own_dq_of(previous), dq);
     }
     // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
     release(barriers.ds_ready());  // this warp no longer reads K

@@ -636,11 +636,20 @@ __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of tile 0 go.
+// Where a lane's elements of dQ of a step go, of the columns from `first_column` on. The step's rows of the warp begin at `warp_row`.
+__device__ __forceinline__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row,
+                                        int lane) {
+    const int row = step.block * kBlockM + warp_row;
+    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
+    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+    if (row >= params.seqlen_q) own = nullptr;  // rows of others, or the end of dq_accum
+    return own;
+}
+
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first tile go.
 template <int kCount>
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount], int first_tile = 0) {
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
     if (own == nullptr) return;  // all rows lie past the sequence
-    own += first_tile * kTileElements;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
         red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
@@ -799,15 +808,10 @@ __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], shared_add
     mma_dq(dq, ds_smem, k_smem + panel * kBlockN * kPanelRowBytes);
 }
 
-constexpr int kPanelTiles = kDqColumns / 8;  // of a panel of a warp's 16 rows
-
-// Where a lane's elements of a panel of dQ of a step go. The step's rows of the warp begin at `warp_row`.
-__device__ __forceinline__ float* dq_of_panel(const Params& params, const KeyBlock& block, const Step& step, int panel, int warp_row, int lane) {
-    const int row = step.block * kBlockM + warp_row;
-    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + panel * kPanelTiles * kTileElements + 4 * lane;
-    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
-    if (row >= params.seqlen_q) own = nullptr;  // rows of others, or the end of dq_accum
-    return own;
+// Adds the panel of dQ that comes `panels` panels after the one whose elements go to `own`.
+__device__ __forceinline__ void add_later_panel(float* own, const float (&dq)[kDqColumns / 2], int panels) {
+    if (own == nullptr) return;  // all rows lie past the sequence
+    add_dq(own + panels * (kDqColumns / 8) * kTileElements, dq);
 }
 
 // The consumer of dV. The MMAs of a step, in groups as they are awaited:
@@ -873,7 +877,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& bl
         if constexpr (kDqPanelsOfDv == 2) start_dq(p, last_ds, shared, 0);
         start_dq(dq, last_ds, shared, kDqPanelsOfDv - 1);
         mma_gradient(dv, packed_p, dout_smem);
-        float* own_dq = dq_of_panel(params, block, previous, 0, warp_row, lane);
+        float* own_dq = dq_of(params, block, previous, 0, warp_row, lane);
         if constexpr (kDqPanelsOfDv == 2) {
             wgmma_wait<2>();
             pin_registers(p);
@@ -882,7 +886,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& bl
         wgmma_wait<1>();
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_dq(own_dq, dq, (kDqPanelsOfDv - 1) * kPanelTiles);
+        if (i > 0) add_later_panel(own_dq, dq, kDqPanelsOfDv - 1);
 
         // S of the next step. The last step has no step after it. It runs the same MMAs, reads K in place of Q, and discards the result.
         RingPosition<kStages> next = ring;
@@ -911,7 +915,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& bl
             start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
             wgmma_wait<0>();
             pin_registers(dq);
-            add_dq(dq_of_panel(params, block, previous, panel, warp_row, lane), dq);
+            add_dq(dq_of(params, block, previous, panel * kDqColumns, warp_row, lane), dq);
         }
     }
     release(barriers.ds_ready());  // this warp no longer reads K
@@ -974,7 +978,7 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& bl
         start_dq(dq, last_ds, shared, kDqPanelsOfDv + 1);
         mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);
         fence_proxy_async();  // the MMAs of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
-        float* own_dq = dq_of_panel(params, block, previous, kDqPanelsOfDv, warp_row, lane);
+        float* own_dq = dq_of(params, block, previous, kDqPanelsOfDv * kDqColumns, warp_row, lane);
         wgmma_wait<2>();
         pin_registers(ds);
         if (i > 0) add_dq(own_dq, ds);
@@ -982,7 +986,7 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& bl
         __syncwarp();  // all lanes have read P and delta, and written their dS
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_dq(own_dq, dq, kPanelTiles);
+        if (i > 0) add_later_panel(own_dq, dq, 1);
 
         // dP of the next step. The last step has no step after it. It runs the same MMAs, reads K in place of V and dO in shared memory, and
         // discards the result: the other consumer may be storing dV over V.
@@ -1014,7 +1018,7 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& bl
             start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
             wgmma_wait<0>();
             pin_registers(dq);
-            add_dq(dq_of_panel(params, block, previous, panel, warp_row, lane), dq);
+            add_dq(dq_of(params, block, previous, panel * kDqColumns, warp_row, lane), dq);
         }
     }
     release(barriers.ds_ready());  // this warp no longer reads K

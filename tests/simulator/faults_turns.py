@@ -86,8 +86,8 @@ def pair(name, caught, old, new, step="main", backwards=False):
 
 
 AWAITS = "        if (i > 0) mbarrier_wait(barriers.turn(), (i + 1) % 2);\n"
-AWAITS_OF_DV = "dq_of_panel(params, block, previous, 0, warp_row, lane);\n" + AWAITS
-AWAITS_OF_DK = "dq_of_panel(params, block, previous, kDqPanelsOfDv, warp_row, lane);\n" + AWAITS
+AWAITS_OF_DV = "dq_of(params, block, previous, 0, warp_row, lane);\n" + AWAITS
+AWAITS_OF_DK = "dq_of(params, block, previous, kDqPanelsOfDv * kDqColumns, warp_row, lane);\n" + AWAITS
 ADDED = "        mbarrier_wait(barriers.dq_added(), i % 2);\n"
 NEXT = "        mbarrier_arrive(barriers.turn());  // of the next step\n"
 # Behind it the poll has found the turn: one that is passed ahead of the poll would be waited for in vain.
