@@ -466,6 +466,18 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores<kBl
     wgmma_commit();
 }
 
+// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each key has a row, with
+// 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
+template <int kCount>
+__device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate) {
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        const uint64_t ds_step = ds + (key * kPanelRowBytes >> 4), k_step = k + (key * kPanelRowBytes >> 4);
+        if constexpr (2 * kCount == 64) wgmma_m64n64k16_bf16_ss_mn(dq, ds_step, k_step, accumulate || key > 0);
+        if constexpr (2 * kCount == 32) wgmma_m64n32k16_bf16_ss_mn(dq, ds_step, k_step, accumulate || key > 0);
+    }
+}
+
 // Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
 // key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
 // once unrolled.
@@ -766,41 +778,16 @@ __device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& blo
     return {first, k, k + kPeerKOffset - first_peer_panel(block) * kBlockN * kPanelRowBytes};
 }
 
-// Starts dQ (64 x 64) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: each key has a row,
-// with 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
-__device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, const DqColumns& columns) {
+// Starts dQ = dS K over the keys of both thread blocks.
+template <int kCount>
+__device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(columns.k, 8 * kPanelRowBytes);
     const uint64_t peer_k = descriptor(columns.peer_k, 8 * kPanelRowBytes);
     pin_registers(dq);
     wgmma_fence();
-#pragma unroll
-    for (int key = 0; key < kBlockN; key += 16) {
-        wgmma_m64n64k16_bf16_ss_mn(dq, ds + (key * kPanelRowBytes >> 4), k + (key * kPanelRowBytes >> 4), key > 0);
-    }
-#pragma unroll
-    for (int key = 0; key < kBlockN; key += 16) {
-        wgmma_m64n64k16_bf16_ss_mn(dq, ds + ((kOwnDsBytes + key * kPanelRowBytes) >> 4), peer_k + (key * kPanelRowBytes >> 4), 1);
-    }
-    wgmma_commit();
-}
-
-// Starts dQ (64 x 32) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: each key has a row,
-// with 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
-__device__ __forceinline__ void mma_dq(float (&dq)[16], shared_address ds_smem, const DqColumns& columns) {
-    const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(columns.k, 8 * kPanelRowBytes);
-    const uint64_t peer_k = descriptor(columns.peer_k, 8 * kPanelRowBytes);
-    pin_registers(dq);
-    wgmma_fence();
-#pragma unroll
-    for (int key = 0; key < kBlockN; key += 16) {
-        wgmma_m64n32k16_bf16_ss_mn(dq, ds + (key * kPanelRowBytes >> 4), k + (key * kPanelRowBytes >> 4), key > 0);
-    }
-#pragma unroll
-    for (int key = 0; key < kBlockN; key += 16) {
-        wgmma_m64n32k16_bf16_ss_mn(dq, ds + ((kOwnDsBytes + key * kPanelRowBytes) >> 4), peer_k + (key * kPanelRowBytes >> 4), 1);
-    }
+    issue_dq(dq, ds, k, false);
+    issue_dq(dq, ds + (kOwnDsBytes >> 4), peer_k, true);
     wgmma_commit();
 }
 

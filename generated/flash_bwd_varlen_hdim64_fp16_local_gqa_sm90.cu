@@ -418,17 +418,25 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores<kBl
     wgmma_commit();
 }
 
-// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: each key has a row, with 64 queries in dS^T and with
-// the columns of a panel in K. SBO leads to the next eight keys.
-__device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
+// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each key has a row, with
+// 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
+template <int kCount>
+__device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate) {
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        const uint64_t ds_step = ds + (key * kPanelRowBytes >> 4), k_step = k + (key * kPanelRowBytes >> 4);
+        if constexpr (2 * kCount == 64) wgmma_m64n64k16_fp16_ss_mn(dq, ds_step, k_step, accumulate || key > 0);
+    }
+}
+
+// Starts dQ = dS K over the keys of the thread block.
+template <int kCount>
+__device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
     pin_registers(dq);
     wgmma_fence();
-#pragma unroll
-    for (int key = 0; key < kBlockN; key += 16) {
-        wgmma_m64n64k16_fp16_ss_mn(dq, ds + (key * kPanelRowBytes >> 4), k + (key * kPanelRowBytes >> 4), key > 0);
-    }
+    issue_dq(dq, ds, k, false);
     wgmma_commit();
 }
 

@@ -167,8 +167,8 @@ FAULTS = (
         PLAIN,
         SHAPE,
         (WRONG, "global access"),
-        "+ panel * kPanelTiles",
-        "+ (panel ^ 1) * kPanelTiles",
+        "+ first_column / 8 * kTileElements",
+        "+ (first_column ^ kDqColumns) / 8 * kTileElements",
     ),
     # The epilogue.
     fault(

@@ -33,7 +33,7 @@ _GIVES_UP = "if (!has_turn(params, block, step)) return;"
 _ADDS = {
     AMPERE: ("        add_dq(params, block, step", "block, step"),
     HOPPER: ("        add_dq(own, dq", "block, previous"),
-    WIDE: ("if (i > 0) add_dq(own_dq", "block, previous"),
+    WIDE: ("if (i > 0) add_", "block, previous"),
     PAIR: ("        add_dq(own, dq", "block, previous"),
 }
 
