@@ -612,11 +612,6 @@ __device__ __forceinline__ int num_steps(const Params& params, const QueryBlocks
     return (queries.last - queries.first + 1) * heads_of_block(params);
 }
 
-// The blocks of queries that a thread block goes through.
-__device__ __forceinline__ QueryBlocks queries_of_block(const Params& params, const KeyBlock& block) {
-    return find_query_blocks(params, block.first_key);
-}
-
 // Where TMA finds the rows of Q and dO of a step, and where their LSE and delta begin.
 struct StepRows {
     int head;
@@ -660,7 +655,7 @@ constexpr int kBytesWithDout = kVBytes;
 // arrival of these the phase cannot end. Without steps nothing is loaded.
 // With a single step consumers wait for no later load before they add dQ, so produce() loads its dO, when dq_accum is clear.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = queries_of_block(params, block);
+    const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);
     if (count == 0) return;
     const int batch = block.batch;
@@ -676,7 +671,7 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
 // It awaits the zeros of dq_accum first; dO of a single step is loaded behind them.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = queries_of_block(params, block);
+    const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);

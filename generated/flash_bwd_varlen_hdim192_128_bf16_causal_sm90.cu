@@ -726,12 +726,6 @@ __device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& b
 
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
-// The blocks of queries that a thread block goes through, from the parameters of the whole call.
-__device__ __forceinline__ QueryBlocks queries_of_block(const Params& all, const KeyBlock& block) {
-    const Params params = with_lengths(all, block.seqlen_q, block.seqlen_kv);
-    return find_query_blocks(params, block.first_key);
-}
-
 // Where TMA finds the rows of Q and dO of a step, and where their LSE and delta begin.
 struct StepRows {
     int head;
@@ -776,7 +770,7 @@ constexpr int kBytesWithDout = kVBytes;
 // then V and dO. K's bytes count at q_full(0), V's at dout_full(0). They may come before load_q() and load_dout() announce them: without the
 // arrival of these the phase cannot end. Without steps nothing is loaded.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = queries_of_block(params, block);
+    const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
     const int count = num_steps(params, queries);
     if (count == 0) return;
     const int batch = params.cu_seqlens_kv == nullptr ? block.batch : 0;
@@ -791,7 +785,7 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
 
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = queries_of_block(params, block);
+    const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
