@@ -196,6 +196,34 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: all.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
+    const int end = params.seqlen_kv;
+    return {end - first_key};
+}
+
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
 // consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
@@ -244,10 +272,10 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 }
 
 // Starts the copy of a group's keys of a KV block of K or V, kColumns wide. kSwizzleChunks threads stand side by side along a row and
-// each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
+// each takes every kSwizzleChunks-th chunk of its rows. Rows that are not among `rows` and elements from `head_dim` on become zeros.
 // `row_stride` is in elements.
 template <int kColumns>
-__device__ __forceinline__ void copy_keys(shared_address keys, const element* source, int64_t row_stride, int valid_rows,
+__device__ __forceinline__ void copy_keys(shared_address keys, const element* source, int64_t row_stride, const SeenRows& rows,
                                           int head_dim) {
     constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
@@ -255,7 +283,7 @@ __device__ __forceinline__ void copy_keys(shared_address keys, const element* so
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
     const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
-    const int rows_left = valid_rows - row;
+    const SeenRows rows_left = rows.from(row);
     const shared_address destination = keys + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     source += row * row_stride + chunk * kChunkElements;
     // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
@@ -267,7 +295,7 @@ __device__ __forceinline__ void copy_keys(shared_address keys, const element* so
         const shared_address pass = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            const bool valid = first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            const bool valid = rows_left.has(first) && panel * kPanelElements + chunk * kChunkElements < head_dim;
             cp_async_16(pass + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
         }
         if (first + kRowsPerPass < kGroupKeys) source += kRowsPerPass * row_stride;
@@ -275,17 +303,17 @@ __device__ __forceinline__ void copy_keys(shared_address keys, const element* so
     }
 }
 
-// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, a line a thread. Left out are rows from `valid_rows` on, elements
-// from `head_dim` on, and what a row that begins within a line has in one line more.
+// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, a line a thread. Left out are rows that are not among `rows`,
+// elements from `head_dim` on, and what a row that begins within a line has in one line more.
 template <int kColumns>
-__device__ __forceinline__ void prefetch_keys(const element* source, int64_t row_stride, int valid_rows, int head_dim) {
+__device__ __forceinline__ void prefetch_keys(const element* source, int64_t row_stride, const SeenRows& rows, int head_dim) {
     constexpr int kLineElements = 128 / sizeof(element);
     constexpr int kRowLines = (kColumns + kLineElements - 1) / kLineElements;
 #pragma unroll
     for (int first = 0; first < kGroupKeys * kRowLines; first += kGroupThreads) {
         const int row = (first + threadIdx.x % kGroupThreads) / kRowLines;
         const int column = (first + threadIdx.x % kGroupThreads) % kRowLines * kLineElements;
-        if (row < min(valid_rows, kGroupKeys) && column < head_dim) prefetch_l2(source + row * row_stride + column);
+        if (rows.among(kGroupKeys).has(row) && column < head_dim) prefetch_l2(source + row * row_stride + column);
     }
 }
 
@@ -314,18 +342,18 @@ __device__ __forceinline__ Fetch seek(const Params& params, int index, int group
 // Prefetches the next KV block into L2, if the share has one left.
 __device__ __forceinline__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch) {
     if (fetch.index >= share.end) return;
-    const int valid_rows = params.seqlen_kv - fetch.first_key;
-    prefetch_keys<kHeadDim>(fetch.k, params.k_row_stride, valid_rows, params.head_dim);
-    prefetch_keys<kHeadDimV>(fetch.v, params.v_row_stride, valid_rows, params.head_dim_v);
+    const SeenRows rows = seen_rows(params, fetch.first_key);
+    prefetch_keys<kHeadDim>(fetch.k, params.k_row_stride, rows, params.head_dim);
+    prefetch_keys<kHeadDimV>(fetch.v, params.v_row_stride, rows, params.head_dim_v);
 }
 
 // Starts the copies of the next KV block, if the share has one left. Each call is one group of copies.
 __device__ __forceinline__ void fetch_next(const Params& params, const Share& share, Fetch& fetch, shared_address stage, int group) {
     if (fetch.index < share.end) {
         const shared_address keys = stage + group * kGroupKeys * kRowBytes;
-        const int valid_rows = params.seqlen_kv - fetch.first_key;
-        copy_keys<kHeadDim>(keys, fetch.k, params.k_row_stride, valid_rows, params.head_dim);
-        copy_keys<kHeadDimV>(keys + kVOffset, fetch.v, params.v_row_stride, valid_rows, params.head_dim_v);
+        const SeenRows rows = seen_rows(params, fetch.first_key);
+        copy_keys<kHeadDim>(keys, fetch.k, params.k_row_stride, rows, params.head_dim);
+        copy_keys<kHeadDimV>(keys + kVOffset, fetch.v, params.v_row_stride, rows, params.head_dim_v);
         if (--fetch.left > 0) {
             ++fetch.index;
             fetch.first_key += kBlockN;
@@ -485,15 +513,6 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
         }
     }
 }
-
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
-// The keys that a query attends to: all.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
 // The keys that every row of [first_row, first_row + count) attends to: all.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {

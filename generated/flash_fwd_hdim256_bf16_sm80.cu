@@ -150,6 +150,34 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: all.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
+    const int end = params.seqlen_kv;
+    return {end - first_key};
+}
+
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
 // consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
@@ -201,10 +229,10 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 }
 
 // Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side along a row
-// and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
+// and each takes every kSwizzleChunks-th chunk of its rows. Rows that are not among `rows` and elements from `head_dim` on become zeros.
 // `row_stride` is in elements.
 template <int kColumns>
-__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int valid_rows,
+__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
                                           int head_dim) {
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
@@ -213,7 +241,7 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
-    const int rows_left = valid_rows - row;
+    const SeenRows rows_left = rows.from(row);
     const shared_address destination = block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     source += row * row_stride + chunk * kChunkElements;
     // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
@@ -223,7 +251,7 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
         if (kBlockN % kRowsPerPass != 0 && first + row >= kBlockN) break;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            const bool valid = first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            const bool valid = rows_left.has(first) && panel * kPanelElements + chunk * kChunkElements < head_dim;
             cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
         }
         if (first + kRowsPerPass < kBlockN) source += kRowsPerPass * row_stride;
@@ -233,12 +261,12 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
 
 // Starts the copy of KV block `block` of a head of K, and of V.
 __device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
-    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, params.seqlen_kv - block * kBlockN,
+    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, seen_rows(params, block * kBlockN),
                         params.head_dim);
 }
 
 __device__ __forceinline__ void copy_v(const Params& params, const element* v, shared_address stage, int block) {
-    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, params.seqlen_kv - block * kBlockN,
+    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, seen_rows(params, block * kBlockN),
                          params.head_dim_v);
 }
 
@@ -407,15 +435,6 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
         }
     }
 }
-
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
-// The keys that a query attends to: all.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
 // The keys that some row of [first_row, first_row + count) attends to: all.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {

@@ -146,6 +146,36 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
+    const int end = keys_of_query(params, params.seqlen_q - 1).end;
+    return {end - first_key};
+}
+
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
 // consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
@@ -200,11 +230,11 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 }
 
 // Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side along a row
-// and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
+// and each takes every kSwizzleChunks-th chunk of its rows. Rows that are not among `rows` and elements from `head_dim` on become zeros.
 // `row_stride` is in elements.
 // Each group of warps calls this on its own, so a thread counts within its group.
 template <int kColumns>
-__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int valid_rows,
+__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
                                           int head_dim) {
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
@@ -213,7 +243,7 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
-    const int rows_left = valid_rows - row;
+    const SeenRows rows_left = rows.from(row);
     const shared_address destination = block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     source += row * row_stride + chunk * kChunkElements;
     // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
@@ -223,7 +253,7 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
         if (kBlockN % kRowsPerPass != 0 && first + row >= kBlockN) break;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            const bool valid = first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            const bool valid = rows_left.has(first) && panel * kPanelElements + chunk * kChunkElements < head_dim;
             cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
         }
         if (first + kRowsPerPass < kBlockN) source += kRowsPerPass * row_stride;
@@ -405,17 +435,6 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, VFragm
     }
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
-// The keys that a query attends to: those up to its diagonal.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
-}
-
 // The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
@@ -566,7 +585,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     const element* copy_source = group == 0 ? head_k(params, tile) : head_v(params, tile);
     auto fetch = [&](int block) {
         copy_rows<kHeadDim>(copy_stages + block % 2 * kStageBytes, copy_source + block * kBlockN * copy_stride, copy_stride,
-                            params.seqlen_kv - block * kBlockN, copy_head_dim);
+                            seen_rows(params, block * kBlockN), copy_head_dim);
     };
 
     if (blocks.last >= blocks.first) {

@@ -258,6 +258,36 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
+    const int end = params.seqlen_kv;
+    return {end - first_key};
+}
+
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
 // consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
@@ -306,11 +336,11 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 }
 
 // Starts the copy of the keys of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
-// along a row and each takes every kSwizzleChunks-th chunk of its rows. `head` is where the head's rows begin in page 0. Rows from
-// `valid_rows` on and elements from `head_dim` on become zeros; the page table is not read for those rows.
+// along a row and each takes every kSwizzleChunks-th chunk of its rows. `head` is where the head's rows begin in page 0. Rows that
+// are not among `rows` and elements from `head_dim` on become zeros; the page table is not read for those rows.
 template <int kColumns>
 __device__ __forceinline__ void copy_rows(const Params& params, shared_address block, const element* head, int64_t page_stride,
-                                          int64_t row_stride, int first_key, int valid_rows, int head_dim) {
+                                          int64_t row_stride, int first_key, const SeenRows& rows, int head_dim) {
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
     constexpr int kRowsOfWarp = 32 / kSwizzleChunks;  // of a pass
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
@@ -326,7 +356,7 @@ __device__ __forceinline__ void copy_rows(const Params& params, shared_address b
     const int lane = threadIdx.x % 32;
     const int own_row = lane / kRowsOfWarp * kRowsPerPass + threadIdx.x / 32 * kRowsOfWarp + lane % kRowsOfWarp;
     const int page_of_sequence = divide(first_key + own_row, params.page_size_divisor);
-    const int page = own_row < min(valid_rows, kBlockN) ? load_clamped(params.pages, page_of_sequence, params.batch_kv - 1) : 0;
+    const int page = rows.among(kBlockN).has(own_row) ? load_clamped(params.pages, page_of_sequence, params.batch_kv - 1) : 0;
     const int row_of_page = first_key + own_row - page_of_sequence * params.page_size;
     const int64_t own_offset = page * page_stride + row_of_page * row_stride;
 #pragma unroll
@@ -337,7 +367,7 @@ __device__ __forceinline__ void copy_rows(const Params& params, shared_address b
         const element* source = head + offset + chunk * kChunkElements;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            const bool valid = first + row < valid_rows && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            const bool valid = rows.has(first + row) && panel * kPanelElements + chunk * kChunkElements < head_dim;
             cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
         }
     }
@@ -346,12 +376,12 @@ __device__ __forceinline__ void copy_rows(const Params& params, shared_address b
 // Starts the copy of KV block `block` of a head of K, and of V.
 __device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
     copy_rows<kHeadDim>(params, stage, k, params.k_batch_stride, params.k_row_stride, block * kBlockN,
-                        params.seqlen_kv - block * kBlockN, params.head_dim);
+                        seen_rows(params, block * kBlockN), params.head_dim);
 }
 
 __device__ __forceinline__ void copy_v(const Params& params, const element* v, shared_address stage, int block) {
     copy_rows<kHeadDimV>(params, stage, v, params.v_batch_stride, params.v_row_stride, block * kBlockN,
-                         params.seqlen_kv - block * kBlockN, params.head_dim_v);
+                         seen_rows(params, block * kBlockN), params.head_dim_v);
 }
 
 // Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
@@ -516,17 +546,6 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
             }
         }
     }
-}
-
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
-// The keys that a query attends to: those up to its diagonal.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
 // The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.

@@ -369,6 +369,25 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     return own;
 }
 
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
+    const int end = params.seqlen_kv;
+    return {end - first_key};
+}
+
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
 // consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
@@ -426,15 +445,15 @@ struct Pages {
     int of_key[(kGroupKeys + 31) / 32];
 };
 
-// Loads them from a sequence's page table, which is not read for keys from `valid_rows` on. Nothing here waits for the loads. The first ones may
+// Loads them from a sequence's page table, which is read for keys among `rows` alone. Nothing here waits for the loads. The first ones may
 // come ahead of griddepcontrol.wait, so all bypass L1, where later ones would find what is stale.
-__device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, int valid_rows) {
+__device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, const SeenRows& rows) {
     Pages found;
 #pragma unroll
     for (int first = 0; first < kGroupKeys; first += 32) {
         const int row = first + threadIdx.x % 32;
         const int32_t* entry = pages + divide(first_key + row, params.page_size_divisor);
-        const bool valid = row < min(valid_rows, kGroupKeys);
+        const bool valid = rows.among(kGroupKeys).has(row);
         found.of_key[first / 32] = valid ? load_relaxed_32(entry) : 0;
     }
     return found;
@@ -469,9 +488,9 @@ __device__ __forceinline__ KeyRows find_key_rows(const Params& params, const Pag
 }
 
 // Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `row_of_pass(pass)` is where the thread's row in a
-// pass begins; all lanes call it, since it may shuffle. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
+// pass begins; all lanes call it, since it may shuffle. Rows that are not among `rows` and elements from `head_dim` on become zeros.
 template <int kColumns, typename RowOfPass>
-__device__ __forceinline__ void copy_keys(const RowOfPass& row_of_pass, shared_address keys, int valid_rows, int head_dim) {
+__device__ __forceinline__ void copy_keys(const RowOfPass& row_of_pass, shared_address keys, const SeenRows& rows, int head_dim) {
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -487,16 +506,16 @@ __device__ __forceinline__ void copy_keys(const RowOfPass& row_of_pass, shared_a
         const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            const bool valid = first + row < valid_rows && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            const bool valid = rows.has(first + row) && panel * kPanelElements + chunk * kChunkElements < head_dim;
             cp_async_16(swizzled + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
         }
     }
 }
 
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them: the first threads of a row a line
-// each. Left out are rows from `valid_rows` on, elements from `head_dim` on, and what a row that begins within a line has in one line more.
+// each. Left out are rows that are not among `rows`, elements from `head_dim` on, and what a row that begins within a line has in one line more.
 template <int kColumns, typename RowOfPass>
-__device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, int valid_rows, int head_dim) {
+__device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, const SeenRows& rows, int head_dim) {
     constexpr int kLineElements = 128 / sizeof(element);
     static_assert(kSwizzleChunks * kLineElements >= kColumns, "a row has a thread for each line");
     const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
@@ -504,7 +523,7 @@ __device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, int 
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const element* source = row_of_pass(pass) + column;
-        if (pass * kRowsPerPass + row < min(valid_rows, kGroupKeys) && column < min(kColumns, head_dim)) prefetch_l2(source);
+        if (rows.among(kGroupKeys).has(pass * kRowsPerPass + row) && column < min(kColumns, head_dim)) prefetch_l2(source);
     }
 }
 
@@ -520,8 +539,14 @@ struct Fetch {
     Pages pages;       // of the KV block that comes next: loaded when the one before was fetched, so that nobody waits for them
 };
 
+// Which of the group's keys of the next KV block some query sees. `params` have the bounds of all sequences.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, const Fetch& fetch) {
+    return seen_rows(with_lengths(params, fetch.place.lengths), fetch.first_key);
+}
+
+// `params` have the bounds of all sequences.
 __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch) {
-    return find_pages(params, fetch.page_table, fetch.first_key, fetch.place.lengths.keys.count - fetch.first_key);
+    return find_pages(params, fetch.page_table, fetch.first_key, seen_rows(params, fetch));
 }
 
 // `params` are those of the sequence at `place`.
@@ -538,18 +563,18 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, 
     fetch.k = head_k(params, tile);
     fetch.v = head_v(params, tile);
     fetch.page_table = params.pages;
-    fetch.pages = find_pages(params, fetch);
+    fetch.pages = find_pages(params, params.pages, fetch.first_key, seen_rows(params, fetch.first_key));
     return fetch;
 }
 
 // Prefetches the next KV block into L2, if the share has one left. `params` have the bounds of all sequences.
 __device__ __forceinline__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch) {
     if (fetch.index >= share.end) return;
-    const int valid_rows = fetch.place.lengths.keys.count - fetch.first_key;
+    const SeenRows rows = seen_rows(params, fetch);
     const KeyRows k_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.k, params.k_batch_stride, params.k_row_stride);
     const KeyRows v_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.v, params.v_batch_stride, params.v_row_stride);
-    prefetch_keys<kHeadDim>(k_rows, valid_rows, params.head_dim);
-    prefetch_keys<kHeadDimV>(v_rows, valid_rows, params.head_dim_v);
+    prefetch_keys<kHeadDim>(k_rows, rows, params.head_dim);
+    prefetch_keys<kHeadDimV>(v_rows, rows, params.head_dim_v);
 }
 
 // Starts the copies of the next KV block, if the share has one left. Each call is one group of copies. `params` have the bounds of all
@@ -557,11 +582,11 @@ __device__ __forceinline__ void prefetch_next(const Params& params, const Share&
 __device__ __forceinline__ void fetch_next(const Params& params, const Share& share, Fetch& fetch, shared_address stage, int group) {
     if (fetch.index < share.end) {
         const shared_address keys = stage + group * kGroupKeys * kRowBytes;
-        const int valid_rows = fetch.place.lengths.keys.count - fetch.first_key;
+        const SeenRows rows = seen_rows(params, fetch);
         const KeyRows k_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.k, params.k_batch_stride, params.k_row_stride);
         const KeyRows v_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.v, params.v_batch_stride, params.v_row_stride);
-        copy_keys<kHeadDim>(k_rows, keys, valid_rows, params.head_dim);
-        copy_keys<kHeadDimV>(v_rows, keys + kVOffset, valid_rows, params.head_dim_v);
+        copy_keys<kHeadDim>(k_rows, keys, rows, params.head_dim);
+        copy_keys<kHeadDimV>(v_rows, keys + kVOffset, rows, params.head_dim_v);
         ++fetch.index;
         if (--fetch.left > 0) {
             fetch.first_key += kBlockN;

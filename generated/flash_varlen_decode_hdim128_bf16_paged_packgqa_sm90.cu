@@ -224,6 +224,25 @@ struct KeyRange {
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
+    const int end = params.seqlen_kv;
+    return {end - first_key};
+}
+
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
 // consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
@@ -278,15 +297,15 @@ struct Pages {
     int of_key[(kGroupKeys + 31) / 32];
 };
 
-// Loads them from a sequence's page table, which is not read for keys from `valid_rows` on. Nothing here waits for the loads. An `early` one
+// Loads them from a sequence's page table, which is read for keys among `rows` alone. Nothing here waits for the loads. An `early` one
 // may come ahead of griddepcontrol.wait, so it bypasses L1, where a later one would find what is stale.
-__device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, int valid_rows, bool early) {
+__device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, const SeenRows& rows, bool early) {
     Pages found;
 #pragma unroll
     for (int first = 0; first < kGroupKeys; first += 32) {
         const int row = first + threadIdx.x % 32;
         const int32_t* entry = pages + divide(first_key + row, params.page_size_divisor);
-        const bool valid = row < min(valid_rows, kGroupKeys);
+        const bool valid = rows.among(kGroupKeys).has(row);
         found.of_key[first / 32] = !valid ? 0 : early ? load_relaxed_32(entry) : load_global_32(entry);
     }
     return found;
@@ -321,9 +340,9 @@ __device__ __forceinline__ KeyRows find_key_rows(const Params& params, const Pag
 }
 
 // Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `row_of_pass(pass)` is where the thread's row in a
-// pass begins; all lanes call it, since it may shuffle. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
+// pass begins; all lanes call it, since it may shuffle. Rows that are not among `rows` and elements from `head_dim` on become zeros.
 template <int kColumns, typename RowOfPass>
-__device__ __forceinline__ void copy_keys(const RowOfPass& row_of_pass, shared_address keys, int valid_rows, int head_dim) {
+__device__ __forceinline__ void copy_keys(const RowOfPass& row_of_pass, shared_address keys, const SeenRows& rows, int head_dim) {
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -339,16 +358,16 @@ __device__ __forceinline__ void copy_keys(const RowOfPass& row_of_pass, shared_a
         const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            const bool valid = first + row < valid_rows && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            const bool valid = rows.has(first + row) && panel * kPanelElements + chunk * kChunkElements < head_dim;
             cp_async_16(swizzled + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
         }
     }
 }
 
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them: the first threads of a row a line
-// each. Left out are rows from `valid_rows` on, elements from `head_dim` on, and what a row that begins within a line has in one line more.
+// each. Left out are rows that are not among `rows`, elements from `head_dim` on, and what a row that begins within a line has in one line more.
 template <int kColumns, typename RowOfPass>
-__device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, int valid_rows, int head_dim) {
+__device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, const SeenRows& rows, int head_dim) {
     constexpr int kLineElements = 128 / sizeof(element);
     static_assert(kSwizzleChunks * kLineElements >= kColumns, "a row has a thread for each line");
     const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
@@ -356,7 +375,7 @@ __device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, int 
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const element* source = row_of_pass(pass) + column;
-        if (pass * kRowsPerPass + row < min(valid_rows, kGroupKeys) && column < min(kColumns, head_dim)) prefetch_l2(source);
+        if (rows.among(kGroupKeys).has(pass * kRowsPerPass + row) && column < min(kColumns, head_dim)) prefetch_l2(source);
     }
 }
 
@@ -430,7 +449,9 @@ struct Fetch {
 
 // Starts to load the pages of the group's keys from `first_key` on, as far as they are of the part.
 __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch, int first_key, bool early) {
-    return find_pages(params, params.pages, first_key, fetch.end_key - first_key, early);
+    SeenRows rows = seen_rows(params, first_key);
+    rows.end = fetch.end_key - first_key;
+    return find_pages(params, params.pages, first_key, rows, early);
 }
 
 // The rows of the KV block that comes next, which has these pages. All lanes of the warp call it.
@@ -466,18 +487,18 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Tile& tile, in
 // Prefetches the next KV block into L2, if there is one.
 __device__ __forceinline__ void prefetch_next(const Params& params, const Fetch& fetch) {
     if (fetch.left == 0) return;
-    const int valid_rows = params.seqlen_kv - fetch.first_key;
-    prefetch_keys<kHeadDim>(fetch.k_rows, valid_rows, params.head_dim);
-    prefetch_keys<kHeadDimV>(fetch.v_rows, valid_rows, params.head_dim_v);
+    const SeenRows rows = seen_rows(params, fetch.first_key);
+    prefetch_keys<kHeadDim>(fetch.k_rows, rows, params.head_dim);
+    prefetch_keys<kHeadDimV>(fetch.v_rows, rows, params.head_dim_v);
 }
 
 // Starts the copies of the next KV block, if there is one. Each call is one group of copies.
 __device__ __forceinline__ void fetch_next(const Params& params, Fetch& fetch, shared_address stage, int group) {
     if (fetch.left > 0) {
         const shared_address keys = stage + group * kGroupKeys * kRowBytes;
-        const int valid_rows = params.seqlen_kv - fetch.first_key;
-        copy_keys<kHeadDim>(fetch.k_rows, keys, valid_rows, params.head_dim);
-        copy_keys<kHeadDimV>(fetch.v_rows, keys + kVOffset, valid_rows, params.head_dim_v);
+        const SeenRows rows = seen_rows(params, fetch.first_key);
+        copy_keys<kHeadDim>(fetch.k_rows, keys, rows, params.head_dim);
+        copy_keys<kHeadDimV>(fetch.v_rows, keys + kVOffset, rows, params.head_dim_v);
         --fetch.left;
         fetch.first_key += kBlockN;
         // Rows are found a KV block ahead, so that copies do not wait for it: where a warp is alone on its scheduler, nothing else would hide

@@ -48,6 +48,7 @@ struct Params {
     int32_t seqlen_kv;
     int32_t head_dim_v;                   // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
     int32_t num_row_blocks;               // tiles of one head
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
 };
 static_assert(sizeof(Params) == 104 && offsetof(Params, scores) == 0 && offsetof(Params, row_sum) == 8);
 static_assert(offsetof(Params, v) == 16 && offsetof(Params, out) == 24 && offsetof(Params, v_batch_stride) == 32);
@@ -55,6 +56,7 @@ static_assert(offsetof(Params, v_row_stride) == 40 && offsetof(Params, v_head_st
 static_assert(offsetof(Params, out_batch_stride) == 56 && offsetof(Params, out_row_stride) == 64);
 static_assert(offsetof(Params, out_head_stride) == 72 && offsetof(Params, num_heads_q) == 80 && offsetof(Params, seqlen_q) == 84);
 static_assert(offsetof(Params, seqlen_kv) == 88 && offsetof(Params, head_dim_v) == 92 && offsetof(Params, num_row_blocks) == 96);
+static_assert(offsetof(Params, diagonal_offset) == 100);
 
 // A tile: kBlockM query rows of a head. The tiles of a head follow each other, so that they share its keys or values in L2.
 struct Tile {
@@ -108,6 +110,36 @@ __device__ __forceinline__ void copy_block(shared_address block, const element* 
 template <int kColumns>
 __device__ __forceinline__ void load_a(uint32_t (&fragment)[4], shared_address block, int row, int step, int lane) {
     ldmatrix_x4(fragment, chunk_address<kColumns>(block, row + lane % 16, 2 * step + lane / 16));
+}
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
+    const int end = keys_of_query(params, params.seqlen_q - 1).end;
+    return {end - first_key};
 }
 
 // O += P V for this warp's rows and the keys of a block. Element [i][n][e] of thread (g, t) = (lane / 4, lane % 4) is row
@@ -175,7 +207,7 @@ naive_output_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
         copy_block<kBlockM, kBlockN>(p_block, p + first_key, p_row_stride, params.seqlen_q - tile.first_row,
                                      row_keys(params) - first_key);
         copy_block<kBlockN, kHeadDim>(v_block, v + first_key * params.v_row_stride, params.v_row_stride,
-                                      params.seqlen_kv - first_key, params.head_dim_v);
+                                      seen_rows(params, first_key).end, params.head_dim_v);
         cp_async_commit();
         cp_async_wait<0>();
         barrier_sync(kThreads);

@@ -109,7 +109,7 @@ FAULTS = (
         OUTPUT,
         RAGGED,
         BOUNDS,
-        "params.seqlen_kv - first_key, params.head_dim_v",
+        "seen_rows(params, first_key).end, params.head_dim_v",
         "kBlockN, params.head_dim_v",
     ),
     fault(

@@ -27,6 +27,7 @@ from flashgen.operators.contract import (
     score_views,
 )
 from flashgen.operators.maskoptions import mask_semantics, simplify
+from flashgen.operators.masks import Band
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 from flashgen.operators.splits import AUTO, splits_of
 
@@ -126,6 +127,15 @@ class AttentionProblem(Problem):
     def lse_shape(self) -> tuple[int, ...]:
         """Shape of the log-sum-exp: (batch, num_heads_q, seqlen_q), without batch if ``q`` has none."""
         return self.shape(self.operator.position("lse"))
+
+    @property
+    def seen_keys(self) -> tuple[int, int]:
+        """The keys [begin, end) that some query sees, unless a dense mask hides them. A key outside has no
+        effect, whatever its bits in k and v.
+        """
+        if not self.seqlen_q:
+            return 0, 0
+        return Band.of(self).keys_of_some(0, self.seqlen_q, self.seqlen_kv)
 
     @property
     def empty(self) -> bool:

@@ -227,7 +227,7 @@ def parts_of_scores(
     scores_at_once: int,
 ) -> Iterator[PartOfScores]:
     """All scores of `attention`, whose arguments these are, in parts of about ``scores_at_once``; none where
-    there are no keys.
+    there are no keys. Keys that ``band`` hides from all rows are 0: what they hold has no effect.
     """
     xp = library_of(q)
     place = {"device": q.device} if xp.__name__ == "torch" else {}
@@ -236,6 +236,7 @@ def parts_of_scores(
     if rows is None:
         rows = xp.arange(count, **place)
     keys = xp.arange(seqlen_kv, **place)
+    begin, end = (0, 0) if not count else band.keys_of_some(int(rows.min()), int(rows.max()) + 1, seqlen_kv)
     if dense is not None:
         dense = xp.broadcast_to(dense, (batch, heads, count, seqlen_kv))
     rows_at_once = max(1, min(count, scores_at_once // max(1, seqlen_kv)))
@@ -243,7 +244,9 @@ def parts_of_scores(
     for first in range(0, batch * heads if count and seqlen_kv else 0, pairs_at_once):
         pairs = xp.arange(first, min(first + pairs_at_once, batch * heads), **place)
         entry, head = pairs // heads, pairs % heads
-        some_k, some_v = (x[entry, :, head // group] for x in (k, v))
+        some_k, some_v = (x[entry, :, head // group] for x in (k, v))  # copies
+        for x in (some_k, some_v):
+            x[:, :begin] = x[:, end:] = 0
         for start in range(0, count, rows_at_once):
             part = slice(start, start + rows_at_once)
             some_dense = None if dense is None else dense[entry, head, part]

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 class Sequence(NamedTuple):
     """One sequence of a batch: queries [q_begin, q_begin + q_length) of entry ``q_entry`` of q and out, and
-    its keys: [kv_begin, kv_begin + kv_length) of entry ``kv_entry`` of k and v, or those of its ``pages``.
+    its keys: [kv_begin, kv_begin + kv_length) of entry ``kv_entry`` of k and v, or those of its ``pages``. An
+    entry of the page table that has no key which some query sees may hold anything; ``pages`` has 0 there.
     """
 
     number: int
@@ -77,7 +78,7 @@ def sequences(problem: VarlenProblem, lengths: Mapping[str, np.ndarray | None]) 
                 index[b] if in_row else 0,
                 kv_begins[b],
                 kv_length,
-                _pages(problem, lengths["pages"], b, kv_length),
+                _pages(problem, lengths["pages"], b, q_length, kv_length),
             )
         )
     return found
@@ -106,10 +107,16 @@ def check_boundaries(cu_seqlens: np.ndarray, name: str, rows: int, of_what: str)
             )
 
 
-def _pages(problem: VarlenProblem, table: np.ndarray | None, b: int, kv_length: int) -> np.ndarray | None:
+def _pages(
+    problem: VarlenProblem, table: np.ndarray | None, b: int, q_length: int, kv_length: int
+) -> np.ndarray | None:
     if table is None:
         return None
-    pages = table[b, : -(-kv_length // max(1, problem.rows_kv))]
+    page_size = max(1, problem.rows_kv)
+    begin, end = problem.of_sequence(q_length, kv_length).seen_keys
+    read = slice(begin // page_size, -(-end // page_size))
+    pages = np.zeros(-(-kv_length // page_size), np.int64)
+    pages[read] = table[b, read]
     wrong = np.flatnonzero((pages < 0) | (pages >= problem.batch_kv))
     if wrong.size:
         raise BadParam(f"pages[{b}, {wrong[0]}] is {pages[wrong[0]]}; there are {problem.batch_kv} pages")

@@ -1,0 +1,139 @@
+"""Keys that no query of their sequence sees, in the simulator: under a length, a diagonal or a window they
+have no effect on any result, whatever their bits in K and V.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from flashgen.simulator import hardware
+from flashgen.simulator.example import Shape, make, run_steps
+from flashgen.simulator.library import load
+from flashgen.source.render import render
+from flashgen.spec.load import load_specs
+from simulator.faults import Fault, fault
+from unseen import differing
+
+MAIN = {
+    step.name: variant
+    for spec in load_specs()
+    if spec.operator not in ("append", "merge")
+    for variant in spec.variants()
+    if variant.is_main
+    for step in variant.steps
+}
+# Before a window, past a diagonal that starts top left, and with a dense mask beside both.
+WINDOW = Shape(37, 300, heads=1, window=(50, 3))
+TOP_LEFT = Shape(37, 300, heads=1, top_left=True)
+MASKED_WINDOW = Shape(37, 300, heads=1, window=(50, 3), mask="qk")
+MASKED_TOP_LEFT = Shape(37, 300, heads=1, window=(-1, 0), top_left=True, mask="qk")
+# Tiles that see a part of the keys, more queries than a tile has, two heads to a kv head.
+LONG_WINDOW = Shape(200, 400, heads=2, kv_heads=1, window=(90, 0))
+SEQUENCES = Shape(37, 300, heads=1, batch=4, window=(50, 3))
+LONG_SEQUENCES = Shape(200, 400, heads=2, kv_heads=1, batch=3, window=(90, 0))
+MASKED_SEQUENCES = Shape(37, 300, heads=1, batch=4, window=(50, 3), mask="qk")
+FEW = Shape(3, 700, heads=1, window=(300, 0))
+FEW_TOP_LEFT = Shape(3, 700, heads=1, top_left=True)
+FEW_SEQUENCES = Shape(3, 700, heads=1, batch=4, window=(300, 0))
+FEW_MASKED = Shape(3, 700, heads=1, batch=4, window=(300, 0), mask="qk")
+
+FORWARD_SM80 = (
+    ("flash_fwd_hdim32_fp16_local_m64_sm80", WINDOW),  # loop stages
+    ("flash_fwd_hdim32_bf16_local_m64_packgqa_sm80", LONG_WINDOW),
+    ("flash_fwd_hdim32_fp16_local_sm80", WINDOW),  # halves
+    ("flash_fwd_hdim64_fp16_local_packgqa_sm80", LONG_WINDOW),
+    ("flash_fwd_hdim192_fp16_local_sm80", WINDOW),  # pairs
+    ("flash_fwd_hdim32_fp32_local_m64_sm80", WINDOW),
+    ("flash_fwd_hdim32_fp16_causal_m64_sm80", TOP_LEFT),
+    ("flash_fwd_hdim32_fp16_causal_sm80", TOP_LEFT),
+    ("flash_fwd_hdim64_fp16_causal_sm80", TOP_LEFT),  # turns
+    ("flash_fwd_hdim192_fp16_causal_sm80", TOP_LEFT),
+    ("flash_fwd_hdim32_fp16_dense_m64_sm80", MASKED_WINDOW),
+    ("flash_fwd_hdim32_fp16_dense_m64_sm80", MASKED_TOP_LEFT),
+    ("flash_fwd_hdim96_fp16_dense_sm80", MASKED_WINDOW),  # turns
+    ("flash_fwd_varlen_hdim32_bf16_local_m64_sm80", SEQUENCES),
+    ("flash_fwd_varlen_hdim32_fp16_local_paged_m64_packgqa_sm80", LONG_SEQUENCES),
+    ("flash_fwd_varlen_hdim32_fp16_dense_m64_sm80", MASKED_SEQUENCES),
+    ("flash_fwd_varlen_hdim32_bf16_dense_paged_m64_sm80", MASKED_SEQUENCES),
+)
+DECODE = (
+    ("flash_decode_hdim64_fp16_local_sm80", FEW),
+    ("flash_decode_hdim64_bf16_causal_packgqa_sm80", FEW_TOP_LEFT),
+    ("flash_decode_hdim64_bf16_local_c4_sm90", FEW),
+    ("flash_decode_hdim32_fp16_causal_sm90", FEW_TOP_LEFT),
+    ("flash_varlen_decode_hdim32_fp16_local_sm80", FEW_SEQUENCES),
+    ("flash_varlen_decode_hdim64_bf16_local_paged_packgqa_sm80", FEW_SEQUENCES),
+    ("flash_varlen_decode_hdim32_fp16_local_paged_fixed_sm80", FEW_SEQUENCES),
+    ("flash_varlen_decode_hdim32_fp16_dense_packgqa_sm80", FEW_MASKED),
+    ("flash_varlen_decode_hdim64_bf16_dense_paged_fixed_m32_sm80", FEW_MASKED),
+    ("flash_varlen_decode_hdim64_fp16_local_c4_sm90", FEW_SEQUENCES),
+    ("flash_varlen_decode_hdim64_bf16_local_paged_c2_packgqa_sm90", FEW_SEQUENCES),
+    ("flash_varlen_decode_hdim64_fp16_dense_paged_c2_sm90", FEW_MASKED),
+)
+LINEAGE = (
+    ("naive_output_hdim64_fp16_causal_sm80", TOP_LEFT),
+    ("flash_v1_hdim64_fp16_causal_sm80", TOP_LEFT),
+)
+CASES = FORWARD_SM80 + DECODE + LINEAGE
+
+
+def simulated(variant, example, seed, source_of=render):
+    """One thread block after another, so that sums in memory have the same bits each time."""
+    libraries = [load(source_of(step), step.name) for step in variant.steps]
+    device = dataclasses.replace(hardware.pretend_for(variant), num_sms=7)
+    run_steps(libraries, variant, example, seed=seed, device=device, threads=1)
+
+
+def ids(cases):
+    return [f"{name}-{'top_left' if shape.top_left else 'window'}" for name, shape in cases]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=ids(CASES))
+def test_they_have_no_effect(name, shape, compiler, fresh_seed):
+    variant = MAIN[name]
+    example = make(variant, shape, fresh_seed)
+    assert not differing(example, lambda each: simulated(variant, each, fresh_seed))
+
+
+# What a fault lets through is no check's business: the numbers are those of the bits that it lets in.
+BEGIN = ("row >= begin && row < end", "row < end")
+END = ("const int end = keys_of_query(params, params.seqlen_q - 1).end;", "const int end = params.seqlen_kv;")
+FAULTS = (
+    fault("rows before a window copied", "flash_fwd_hdim32_fp16_local_m64_sm80", WINDOW, (), *BEGIN),
+    fault(
+        "rows before a window copied in whole blocks",
+        "flash_fwd_hdim32_fp16_local_sm80",
+        dataclasses.replace(WINDOW, seqlen_kv=250),
+        (),
+        "{seen_rows(params, block * kBlockN).begin, kBlockN}",
+        "{0, kBlockN}",
+    ),
+    fault("rows past a diagonal copied", "flash_fwd_hdim32_fp16_causal_m64_sm80", TOP_LEFT, (), *END),
+    fault(
+        "pages before a window copied",
+        "flash_varlen_decode_hdim64_bf16_local_paged_c2_packgqa_sm90",
+        FEW_SEQUENCES,
+        (),
+        *BEGIN,
+    ),
+    fault(
+        "rows past a diagonal copied to decode",
+        "flash_decode_hdim64_bf16_causal_packgqa_sm80",
+        FEW_TOP_LEFT,
+        (),
+        *END,
+    ),
+)
+
+
+@pytest.mark.parametrize("planted", FAULTS, ids=[each.name for each in FAULTS])
+def test_a_planted_fault_is_found(planted: Fault, compiler, fresh_seed):
+    variant = MAIN[planted.variant]
+    example = make(variant, planted.shape, fresh_seed)
+
+    def source_of(step):
+        return planted.plant(render(step)) if step.name == planted.variant else render(step)
+
+    assert differing(example, lambda each: simulated(variant, each, fresh_seed, source_of))
