@@ -180,6 +180,10 @@ __device__ __forceinline__ int first_query_of_key(const Params& params, int key)
     return max(diagonal, 0);
 }
 
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
+// all others, whatever these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K and V arrive with the first Q and dO. A stage, of Q and
 // dO, is empty when every consumer warp has released it.
 struct Barriers {
@@ -594,7 +598,7 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
     const int count = num_steps(params, queries);
     if (count == 0) return;
     const int batch = block.batch;
-    const int row = block.first_key;
+    const int row = mapped_row(params, block.first_key);
     const int kv_head = kv_head_of(params, block);
     const StepRows rows = rows_of(params, block, first_step(params, block, queries));
     load_rows<kPanels, kBlockN>(shared, params.k, barriers.q_full(0), row, kv_head, batch);

@@ -192,6 +192,10 @@ __device__ __forceinline__ int first_query_of_key(const Params& params, int key)
     return max(diagonal, 0);
 }
 
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
+// all others, whatever these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K arrives with the first Q, V and the peer's K with the first dO.
 // A stage, of Q and dO, is empty when every consumer warp has released it.
 struct Barriers {
@@ -275,7 +279,7 @@ __device__ __forceinline__ int first_peer_panel(const KeyBlock& block) { return 
 // Starts loading kPeerPanels panels of the peer's K.
 __device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full) {
     const int batch = block.batch;
-    const int row = first_key_of_peer(block);
+    const int row = mapped_row(params, first_key_of_peer(block));
 #pragma unroll
     for (int panel = 0; panel < kPeerPanels; ++panel) {
         tma_load_4d(shared + kPeerKOffset + panel * kBlockN * kPanelRowBytes, params.k, full,
@@ -722,7 +726,7 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
     const int count = num_steps(params, queries);
     if (count == 0) return;
     const int batch = block.batch;
-    const int row = block.first_key;
+    const int row = mapped_row(params, block.first_key);
     const int kv_head = kv_head_of(params, block);
     const StepRows rows = rows_of(params, block, first_step(params, block, queries));
     load_rows<kPanels, kBlockN>(shared, params.k, barriers.q_full(0), row, kv_head, batch);

@@ -421,11 +421,15 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
+// all others, whatever these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+
 // The producer thread of a tile of keys: K and V of the tile, and Q, dO and O of each step as fast as buffers become empty. What the first
 // MMAs need comes first.
 __device__ __forceinline__ void produce_of_keys(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers) {
     mbarrier_arrive_expect_tx(barriers.tile_full(), kTileBytes);
-    load_rows<kPanels, kBlockN>(shared, params.k, barriers.tile_full(), tile.first_row, tile.head, tile.batch);
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.tile_full(), mapped_row(params, tile.first_row), tile.head, tile.batch);
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
@@ -442,7 +446,8 @@ __device__ __forceinline__ void produce_of_keys(const Params& params, const Tile
         load_rows<kPanelsV, kBlockM>(shared + kOutOffset + ring.stage * kStepBytesV, params.out, full_v, row, steps.head, tile.batch);
         if (i == 0) {
             mbarrier_arrive_expect_tx(barriers.tile_full_v(), kTileBytesV);
-            load_rows<kPanelsV, kBlockN>(shared + kTileOffsetV, params.v, barriers.tile_full_v(), tile.first_row, tile.head, tile.batch);
+            load_rows<kPanelsV, kBlockN>(shared + kTileOffsetV, params.v, barriers.tile_full_v(), mapped_row(params, tile.first_row),
+                                         tile.head, tile.batch);
         }
         steps.advance();
         ring.advance();
@@ -462,7 +467,7 @@ __device__ __forceinline__ void produce_of_queries(const Params& params, const T
     const KeySteps steps(params, tile);
 #pragma unroll 1
     for (int i = 0; i < steps.count; ++i) {
-        const int row = (steps.last - i) * kBlockM;
+        const int row = mapped_row(params, (steps.last - i) * kBlockM);
         const shared_address full = barriers.full(ring.stage), full_v = barriers.full_v(ring.stage);
         mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
         mbarrier_arrive_expect_tx(full, kStepBytes);

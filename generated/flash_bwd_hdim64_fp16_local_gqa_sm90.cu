@@ -215,6 +215,22 @@ __device__ __forceinline__ QueryRange queries_of_key(const Params& params, int k
     return {max(diagonal - params.window_right, 0), end < params.seqlen_q ? int(end) : params.seqlen_q};
 }
 
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: a window around its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    const int diagonal = query + params.diagonal_offset;
+    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
+}
+
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, so that TMA brings zeros for all others, whatever
+// these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params& params, int key) { return key - keys_of_query(params, 0).begin; }
+
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K and V arrive with the first Q and dO. A stage, of Q and
 // dO, is empty when every consumer warp has released it.
 struct Barriers {
@@ -659,7 +675,7 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
     const int count = num_steps(params, queries);
     if (count == 0) return;
     const int batch = block.batch;
-    const int row = block.first_key;
+    const int row = mapped_row(params, block.first_key);
     const int kv_head = kv_head_of(params, block);
     const StepRows rows = rows_of(params, block, first_step(params, block, queries));
     load_rows<kPanels, kBlockN>(shared, params.k, barriers.q_full(0), row, kv_head, batch);

@@ -586,15 +586,14 @@ __device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p
     }
 }
 
-// Writes zeros over rows of a block of kRows from `row` on: what lies there is not of the sequence and may be NaN, and 0 * NaN is NaN.
-// All consumers share the work.
+// Writes zeros over the rows [begin, end) of a block of kRows: what lies there may be NaN, and 0 * NaN is NaN. All consumers share the work.
 template <int kPanelCount, int kRows>
-__device__ __forceinline__ void clear_rows(shared_address block, int row) {
+__device__ __forceinline__ void clear_rows(shared_address block, int begin, int end = kRows) {
 #pragma unroll
     for (int panel = 0; panel < kPanelCount; ++panel) {
         const shared_address rows = block + panel * kRows * kPanelRowBytes;
 #pragma unroll 1
-        for (int byte = row * kPanelRowBytes + 16 * (threadIdx.x - 128); byte < kRows * kPanelRowBytes; byte += 16 * 128 * kConsumers) {
+        for (int byte = begin * kPanelRowBytes + 16 * (threadIdx.x - 128); byte < end * kPanelRowBytes; byte += 16 * 128 * kConsumers) {
             store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);
         }
     }

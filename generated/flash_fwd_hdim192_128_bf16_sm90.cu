@@ -498,6 +498,10 @@ struct TileSequence {
     }
 };
 
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
+// all others, whatever these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+
 // Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
 template <int kPanelCount>
 __device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
@@ -524,10 +528,10 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         for (int block = blocks.last; block >= blocks.first; --block) {
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
             load_kv_block<kPanels>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
-                                   block * kBlockN, tile.kv_head, tile.batch);
+                                   mapped_row(params, block * kBlockN), tile.kv_head, tile.batch);
             mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
             load_kv_block<kPanelsV>(shared + kVOffset + ring.stage * kVBytes, params.v, barriers.v_full(ring.stage),
-                                    block * kBlockN, tile.kv_head, tile.batch);
+                                    mapped_row(params, block * kBlockN), tile.kv_head, tile.batch);
             ring.advance();
         }
     }

@@ -263,8 +263,8 @@ struct Barriers {
     __device__ __forceinline__ shared_address k_empty(int stage) const { return at(2 * kQStages + kStages + stage); }
     __device__ __forceinline__ shared_address v_full(int stage) const { return at(2 * kQStages + 2 * kStages + stage); }
     __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
-    // The consumers have cleared the rows of V past the end of the sequence.
-    __device__ __forceinline__ shared_address tail_clear() const { return at(2 * kQStages + 4 * kStages); }
+    // The consumers have cleared rows of V that no query sees.
+    __device__ __forceinline__ shared_address rows_clear() const { return at(2 * kQStages + 4 * kStages); }
     // A tile is full when find_tiles() has stored it, and empty when every consumer warp and the producer warp have read it.
     __device__ __forceinline__ shared_address tile_full(int stage) const { return at(2 * kQStages + 4 * kStages + 1 + stage); }
     __device__ __forceinline__ shared_address tile_empty(int stage) const { return at(3 * kQStages + 4 * kStages + 1 + stage); }
@@ -283,7 +283,7 @@ struct Barriers {
             mbarrier_init(k_empty(stage), 4 * kConsumers);
             mbarrier_init(v_empty(stage), 4 * kConsumers);
         }
-        mbarrier_init(tail_clear(), 4 * kConsumers);
+        mbarrier_init(rows_clear(), 4 * kConsumers);
         for (int stage = 0; stage < kQStages; ++stage) {
             mbarrier_init(tile_full(stage), 1);
             mbarrier_init(tile_empty(stage), 4 * kConsumers + 1);
@@ -461,15 +461,14 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedSco
     wgmma_commit();
 }
 
-// Writes zeros over rows of a block of kRows from `row` on: what lies there is not of the sequence and may be NaN, and 0 * NaN is NaN.
-// All consumers share the work.
+// Writes zeros over the rows [begin, end) of a block of kRows: what lies there may be NaN, and 0 * NaN is NaN. All consumers share the work.
 template <int kPanelCount, int kRows>
-__device__ __forceinline__ void clear_rows(shared_address block, int row) {
+__device__ __forceinline__ void clear_rows(shared_address block, int begin, int end = kRows) {
 #pragma unroll
     for (int panel = 0; panel < kPanelCount; ++panel) {
         const shared_address rows = block + panel * kRows * kPanelRowBytes;
 #pragma unroll 1
-        for (int byte = row * kPanelRowBytes + 16 * (threadIdx.x - 128); byte < kRows * kPanelRowBytes; byte += 16 * 128 * kConsumers) {
+        for (int byte = begin * kPanelRowBytes + 16 * (threadIdx.x - 128); byte < end * kPanelRowBytes; byte += 16 * 128 * kConsumers) {
             store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);
         }
     }
@@ -860,7 +859,7 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         v_ring.advance();
     };
 
-    int tail_parity = 0;
+    int clear_parity = 0;
     while (true) {
         mbarrier_wait(barriers.tile_full(q_ring.stage), q_ring.parity);
         SequenceTile found;
@@ -878,12 +877,12 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
             mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
             clear_rows<kPanelsV, kBlockN>(shared + kVOffset + v_ring.stage * kVBytes, params.seqlen_kv - kv_block * kBlockN);
             __syncwarp();
-            release(barriers.tail_clear());
+            release(barriers.rows_clear());
         };
         auto await_clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
-            mbarrier_wait(barriers.tail_clear(), tail_parity);
-            tail_parity ^= 1;
+            mbarrier_wait(barriers.rows_clear(), clear_parity);
+            clear_parity ^= 1;
         };
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
         int block = blocks.last;

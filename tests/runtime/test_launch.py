@@ -347,7 +347,8 @@ def test_a_launch_fills_a_struct_in_as_the_simulator_does(spec, driver, binding)
             made.at(pointers, called)((None,) * len(arguments), 0)
             for step, launched in zip(planned.steps, driver.launches, strict=True):
                 found = bytearray(launched[3])
-                for offset, source, _ in step.struct.maps:
-                    assert int.from_bytes(found[offset : offset + 8], "little") == pointers[source]
+                for offset, source, map in step.struct.maps:
+                    begin = pointers[source] + map.distance
+                    assert int.from_bytes(found[offset : offset + 8], "little") == begin
                     found[offset : offset + BYTES] = bytes(BYTES)
                 assert found == filled(step.struct, pointers, called.scalar_values())

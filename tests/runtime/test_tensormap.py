@@ -118,6 +118,26 @@ def test_the_maps_of_v_and_out_end_where_its_head_dim_does():
         assert extents == {"q": 40, "k": 40, "v": 24, "out": 24}
 
 
+@pytest.mark.parametrize(
+    ("band", "begin", "end"),
+    [
+        ({"mask_type": "local", "diagonal_offset": 200, "window_left": 50}, 150, 300),
+        ({"mask_type": "dense", "diagonal_offset": 200, "window_left": 50, "window_right": 0}, 150, 300),
+        ({"mask_type": "causal", "diagonal_offset": 0, "window_right": 0}, 0, 100),
+        ({"mask_type": "dense"}, 0, 300),
+    ],
+)
+def test_the_maps_of_k_and_v_have_the_keys_that_some_query_sees(band, begin, end):
+    """100 queries of 300 keys. All other rows arrive as zeros."""
+    call = replace(PROBLEM, **band)
+    for name in "kv":
+        seen = describe(call, GQA, replace(K, name=name))
+        whole = describe(PROBLEM, GQA, replace(K, name=name))
+        assert seen.distance == begin * whole.strides[0]
+        assert seen._replace(distance=0) == whole._replace(extents=(40, end - begin, 2, 2))
+    assert describe(call, GQA, Q) == describe(PROBLEM, GQA, Q)
+
+
 def test_the_map_of_out_has_strides_and_rows_of_its_own():
     call = replace(PROBLEM, head_dim_v=24, out_strides=(28800, 288, 48))
     out = replace(OUT, box=Box(64, 48))

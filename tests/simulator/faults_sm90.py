@@ -394,8 +394,8 @@ FAULTS = (
     planted(
         "keys from one row too late",
         NUMBERS,
-        "block * kBlockN, tile.kv_head, tile.batch);\n            mbarrier_wait",
-        "block * kBlockN + 1, tile.kv_head, tile.batch);\n            mbarrier_wait",
+        "block * kBlockN), tile.kv_head, tile.batch);\n            mbarrier_wait",
+        "block * kBlockN + 1), tile.kv_head, tile.batch);\n            mbarrier_wait",
     ),
     planted(
         "panels of Q side by side",

@@ -8,12 +8,13 @@ import dataclasses
 
 import pytest
 
+from flashgen.errors import SimulationError
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from flashgen.spec.load import load_specs
-from simulator.faults import Fault, fault
+from simulator.faults import NUMBERS, WRONG, Fault, fault
 from unseen import differing
 
 MAIN = {
@@ -31,13 +32,18 @@ MASKED_WINDOW = Shape(37, 300, heads=1, window=(50, 3), mask="qk")
 MASKED_TOP_LEFT = Shape(37, 300, heads=1, window=(-1, 0), top_left=True, mask="qk")
 # Tiles that see a part of the keys, more queries than a tile has, two heads to a kv head.
 LONG_WINDOW = Shape(200, 400, heads=2, kv_heads=1, window=(90, 0))
+LONG_WINDOW_MHA = Shape(200, 400, heads=1, window=(90, 0))
+CHUNKS = Shape(70, 900, heads=1, batch=3, window=(300, 0))
 SEQUENCES = Shape(37, 300, heads=1, batch=4, window=(50, 3))
 LONG_SEQUENCES = Shape(200, 400, heads=2, kv_heads=1, batch=3, window=(90, 0))
+LONG_SEQUENCES_MHA = Shape(200, 400, heads=1, batch=3, window=(90, 0))
 MASKED_SEQUENCES = Shape(37, 300, heads=1, batch=4, window=(50, 3), mask="qk")
 FEW = Shape(3, 700, heads=1, window=(300, 0))
 FEW_TOP_LEFT = Shape(3, 700, heads=1, top_left=True)
 FEW_SEQUENCES = Shape(3, 700, heads=1, batch=4, window=(300, 0))
 FEW_MASKED = Shape(3, 700, heads=1, batch=4, window=(300, 0), mask="qk")
+
+WINDOW_SM90 = "flash_fwd_varlen_hdim32_bf16_local_sm90"  # several consumers
 
 FORWARD_SM80 = (
     ("flash_fwd_hdim32_fp16_local_m64_sm80", WINDOW),  # loop stages
@@ -76,7 +82,53 @@ LINEAGE = (
     ("naive_output_hdim64_fp16_causal_sm80", TOP_LEFT),
     ("flash_v1_hdim64_fp16_causal_sm80", TOP_LEFT),
 )
-CASES = FORWARD_SM80 + DECODE + LINEAGE
+FORWARD_SM90 = (
+    ("flash_fwd_hdim64_fp16_local_m64_sm90", WINDOW),
+    ("flash_fwd_hdim32_bf16_local_sm90", LONG_WINDOW_MHA),
+    ("flash_fwd_hdim64_bf16_local_packgqa_sm90", LONG_WINDOW),
+    ("flash_fwd_hdim32_fp16_causal_m64_sm90", TOP_LEFT),
+    ("flash_fwd_hdim64_fp16_causal_sm90", TOP_LEFT),
+    ("flash_fwd_hdim32_bf16_dense_m64_sm90", MASKED_WINDOW),
+    ("flash_fwd_hdim64_bf16_dense_sm90", MASKED_TOP_LEFT),
+)
+FORWARD_VARLEN_SM90 = (
+    ("flash_fwd_varlen_hdim32_fp16_local_m64_sm90", SEQUENCES),
+    ("flash_fwd_varlen_hdim32_bf16_local_sm90", LONG_SEQUENCES_MHA),
+    ("flash_fwd_varlen_hdim64_fp16_local_m64_packgqa_sm90", LONG_SEQUENCES),
+    ("flash_fwd_varlen_hdim32_bf16_local_paged_sm90", SEQUENCES),
+    ("flash_fwd_varlen_hdim64_fp16_local_paged_m128_packgqa_sm90", LONG_SEQUENCES),
+    ("flash_varlen_split_hdim64_fp16_local_m128_sm90", CHUNKS),
+    ("flash_varlen_split_hdim64_fp16_local_paged_m128_gqa_sm90", CHUNKS),
+)
+BACKWARD = (
+    ("flash_bwd_hdim32_fp16_local_sm80", WINDOW),
+    ("flash_bwd_hdim64_bf16_local_ordered_gqa_sm80", LONG_WINDOW),
+    ("flash_bwd_hdim32_fp32_local_sm80", WINDOW),
+    ("flash_bwd_hdim32_fp16_causal_sm80", TOP_LEFT),
+    ("flash_bwd_hdim32_fp16_dense_sm80", MASKED_WINDOW),
+    ("flash_bwd_hdim32_fp16_dense_sm80", MASKED_TOP_LEFT),
+    ("flash_bwd_hdim64_fp16_local_sm90", WINDOW),
+    ("flash_bwd_hdim96_bf16_local_sm90", LONG_WINDOW_MHA),
+    ("flash_bwd_hdim64_fp16_local_ordered_gqa_sm90", LONG_WINDOW),
+    ("flash_bwd_hdim64_fp16_causal_sm90", TOP_LEFT),
+    ("flash_bwd_hdim32_fp16_dense_sm90", MASKED_WINDOW),
+    ("flash_bwd_hdim192_fp16_local_sm90", WINDOW),
+    ("flash_bwd_hdim192_fp16_local_pair_sm90", WINDOW),
+    ("flash_bwd_hdim192_fp16_causal_pair_sm90", TOP_LEFT),
+    ("flash_bwd_hdim64_fp16_local_direct_sm90", WINDOW),
+    ("flash_bwd_hdim64_fp16_local_direct_both_gqa_sm90", LONG_WINDOW),
+    ("flash_bwd_hdim64_fp16_causal_direct_sm90", TOP_LEFT),
+)
+BACKWARD_VARLEN = (
+    ("flash_bwd_varlen_hdim32_fp16_local_sm80", SEQUENCES),
+    ("flash_bwd_varlen_hdim64_fp16_local_ordered_gqa_sm80", LONG_SEQUENCES),
+    ("flash_bwd_varlen_hdim64_fp16_local_sm90", SEQUENCES),
+    ("flash_bwd_varlen_hdim64_bf16_local_ordered_gqa_sm90", LONG_SEQUENCES),
+    ("flash_bwd_varlen_hdim96_bf16_local_sm90", LONG_SEQUENCES_MHA),
+    ("flash_bwd_varlen_hdim192_fp16_local_sm90", SEQUENCES),
+    ("flash_bwd_varlen_hdim192_fp16_local_pair_sm90", LONG_SEQUENCES_MHA),
+)
+CASES = FORWARD_SM80 + DECODE + LINEAGE + FORWARD_SM90 + FORWARD_VARLEN_SM90 + BACKWARD + BACKWARD_VARLEN
 
 
 def simulated(variant, example, seed, source_of=render):
@@ -97,33 +149,116 @@ def test_they_have_no_effect(name, shape, compiler, fresh_seed):
     assert not differing(example, lambda each: simulated(variant, each, fresh_seed))
 
 
-# What a fault lets through is no check's business: the numbers are those of the bits that it lets in.
 BEGIN = ("row >= begin && row < end", "row < end")
 END = ("const int end = keys_of_query(params, params.seqlen_q - 1).end;", "const int end = params.seqlen_kv;")
+AWAIT_CLEAR_HEAD = """\
+            if (rows_before_window(kv_block) <= 0) return;
+            mbarrier_wait(barriers.rows_clear(), clear_parity);
+            clear_parity ^= 1;
+        };
+"""
+SKIP_FIRST_BLOCK = """\
+            skip_block([&] {
+                clear_head(block);
+                await_clear_head(block);
+            });
+"""
+SKIP_LAST_BLOCK = """\
+            skip_block([&] {
+                await_clear_tail(block);
+                clear_head(block);
+                await_clear_head(block);
+            });
+"""
+CLEAR_AHEAD_OF_TURN = """\
+            await_clear_tail(block);
+            clear_head(block);
+            await_clear_head(block);
+            skip_block([] {});
+"""
 FAULTS = (
-    fault("rows before a window copied", "flash_fwd_hdim32_fp16_local_m64_sm80", WINDOW, (), *BEGIN),
+    # Copies of the threads themselves.
+    fault("rows before a window copied", "flash_fwd_hdim32_fp16_local_m64_sm80", WINDOW, NUMBERS, *BEGIN),
     fault(
         "rows before a window copied in whole blocks",
         "flash_fwd_hdim32_fp16_local_sm80",
         dataclasses.replace(WINDOW, seqlen_kv=250),
-        (),
+        NUMBERS,
         "{seen_rows(params, block * kBlockN).begin, kBlockN}",
         "{0, kBlockN}",
     ),
-    fault("rows past a diagonal copied", "flash_fwd_hdim32_fp16_causal_m64_sm80", TOP_LEFT, (), *END),
+    fault("rows past a diagonal copied", "flash_fwd_hdim32_fp16_causal_m64_sm80", TOP_LEFT, NUMBERS, *END),
     fault(
         "pages before a window copied",
         "flash_varlen_decode_hdim64_bf16_local_paged_c2_packgqa_sm90",
         FEW_SEQUENCES,
-        (),
+        NUMBERS,
         *BEGIN,
     ),
     fault(
         "rows past a diagonal copied to decode",
         "flash_decode_hdim64_bf16_causal_packgqa_sm80",
         FEW_TOP_LEFT,
-        (),
+        NUMBERS,
         *END,
+    ),
+    # Tensor maps that begin with the first key that is seen.
+    fault(
+        "keys before a window taken for those in it, by TMA",
+        "flash_fwd_hdim64_fp16_local_m64_sm90",
+        WINDOW,
+        NUMBERS,
+        "return key - keys_of_query(params, 0).begin;",
+        "return key;",
+    ),
+    # Rows that consumers clear.
+    fault(
+        "rows before a window as they are",
+        WINDOW_SM90,
+        LONG_SEQUENCES_MHA,
+        NUMBERS,
+        "v_ring.stage * kVBytes, 0, rows);",
+        "v_ring.stage * kVBytes, 0, 0);",
+    ),
+    fault(
+        "the first key of a window is cleared as well",
+        WINDOW_SM90,
+        LONG_SEQUENCES_MHA,
+        NUMBERS,
+        "v_ring.stage * kVBytes, 0, rows);",
+        "v_ring.stage * kVBytes, 0, rows + 1);",
+    ),
+    fault(
+        "zeros before a window without a proxy fence",
+        WINDOW_SM90,
+        LONG_SEQUENCES_MHA,
+        ("proxy",),
+        "    fence_proxy_async();  // wgmma would not see the zeros otherwise\n",
+        "",
+    ),
+    fault(
+        "V is multiplied before all consumers have cleared it before a window",
+        WINDOW_SM90,
+        LONG_SEQUENCES_MHA,
+        ("race",),
+        AWAIT_CLEAR_HEAD,
+        "        };\n",
+    ),
+    fault(
+        "a consumer that skips the first KV block of a window does not clear its share",
+        WINDOW_SM90,
+        LONG_SEQUENCES_MHA,
+        ("deadlock",),
+        SKIP_FIRST_BLOCK,
+        "            skip_block([] {});\n",
+    ),
+    fault(
+        "rows before a window are cleared ahead of the turn that others wait for",
+        WINDOW_SM90,
+        LONG_SEQUENCES_MHA,
+        ("deadlock",),
+        SKIP_LAST_BLOCK,
+        CLEAR_AHEAD_OF_TURN,
     ),
 )
 
@@ -136,4 +271,14 @@ def test_a_planted_fault_is_found(planted: Fault, compiler, fresh_seed):
     def source_of(step):
         return planted.plant(render(step)) if step.name == planted.variant else render(step)
 
-    assert differing(example, lambda each: simulated(variant, each, fresh_seed, source_of))
+    try:
+        found = (
+            WRONG
+            if differing(example, lambda each: simulated(variant, each, fresh_seed, source_of))
+            else None
+        )
+    except SimulationError as error:
+        found = error.check
+    except AssertionError:  # wrong even where unseen keys are 0
+        found = WRONG
+    assert found in planted.caught

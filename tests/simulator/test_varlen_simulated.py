@@ -366,7 +366,7 @@ FAULTS = (
     (fault("zeros without a proxy fence", HOPPER, TILES, ("proxy",),
            "    fence_proxy_async();  // wgmma would not see the zeros otherwise\n", ""), {}),
     (fault("V is multiplied before all consumers have cleared it", HOPPER, TILES, ("race",),
-           "            mbarrier_wait(barriers.tail_clear(), tail_parity);\n", ""), {}),
+           "            mbarrier_wait(barriers.rows_clear(), clear_parity);\n", ""), {}),
     (fault("a consumer that skips the last KV block does not clear its share", HOPPER, TILES, ("deadlock",),
            "            clear_tail(block);\n            skip_block();", "            skip_block();"), {}),
     (fault("V is cleared before it has arrived", HOPPER, TILES, ("copy in flight", "race", WRONG),

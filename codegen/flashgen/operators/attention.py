@@ -130,9 +130,6 @@ class AttentionProblem(Problem):
 
     @property
     def seen_keys(self) -> tuple[int, int]:
-        """The keys [begin, end) that some query sees, unless a dense mask hides them. A key outside has no
-        effect, whatever its bits in k and v.
-        """
         if not self.seqlen_q:
             return 0, 0
         return Band.of(self).keys_of_some(0, self.seqlen_q, self.seqlen_kv)

@@ -73,6 +73,13 @@ class Problem:
         """Whether the bits of a sequence must not depend on its batch nor on the GPU's multiprocessors."""
         return self.splits != AUTO
 
+    @property
+    def seen_keys(self) -> tuple[int, int]:
+        """The keys [begin, end) that some query sees, unless a dense mask hides them: of an operator with
+        queries and keys. A key outside has no effect, whatever its bits.
+        """
+        raise NotImplementedError
+
     def standard(self) -> Problem:
         """What stands for such a problem where its kernel is chosen: the same for each batch."""
         raise NotImplementedError

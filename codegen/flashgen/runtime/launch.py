@@ -100,11 +100,11 @@ class Launcher:
             with activated(self.device):
                 self._map(address, pointers, encoded)
         elif encoded:
-            for offset, source, _ in self._made.maps:
-                tensormap.move(address + offset, pointers[source])
+            for offset, source, map in self._made.maps:
+                tensormap.move(address + offset, pointers[source] + map.distance)
         else:
             for offset, source, map in self._made.maps:
-                tensormap.encode(map, pointers[source], address + offset)
+                tensormap.encode(map, pointers[source] + map.distance, address + offset)
             self._template = ctypes.string_at(address, len(self._template))
             self._encoded = True
 

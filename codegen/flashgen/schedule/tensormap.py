@@ -34,7 +34,8 @@ class TensorMap(NamedTuple):
     """A map but for its address. All tuples begin with the dimension whose elements are contiguous.
 
     ``extents`` and ``box`` are in elements, ``strides`` (of all dimensions but the first) in bytes.
-    ``swizzle`` is the period of the swizzle in bytes, which is also the size of a box's rows.
+    ``swizzle`` is the period of the swizzle in bytes, which is also the size of a box's rows. The map begins
+    ``distance`` bytes into the array.
     """
 
     dtype: str
@@ -42,6 +43,7 @@ class TensorMap(NamedTuple):
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    distance: int = 0
 
 
 def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | None:
@@ -50,7 +52,8 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
     The dimensions are (head_dim, seqlen, heads, batch), the box is (columns, rows, 1, 1). In packed GQA a row
     of a tile is a query and a head of its group: there an array of query heads is (head_dim, group, seqlen_q,
     num_heads_kv, batch), its box (columns, group, rows / group, 1, 1). Where keys lie in pages, these are the
-    batch, and each box lies in one of them.
+    batch, and each box lies in one of them. Of k and v of a call without lengths the map has only the keys
+    that some query sees, so that all others arrive as zeros.
 
     Raises SpecError for an array that there is no map of.
     """
@@ -66,6 +69,10 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
     batch, seqlen, heads, columns = array.extents
     batch_stride, row_stride, head_stride = array.strides
     rows, size = param.box.rows, array.element_bytes
+    distance = 0
+    if not array.argument.is_output and "seqlen_kv" in array.argument.symbols:
+        begin, end = problem.seen_keys
+        seqlen, distance = end - begin, begin * row_stride * size
     if dict(variant.axes).get("pages") == "paged" and "rows_kv" in array.argument.symbols and seqlen % rows:
         return None
     if variant.gqa == "packed" and "num_heads_q" in array.argument.symbols:
@@ -85,7 +92,7 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
     in_bytes = _stride_bytes(extents, tuple(stride * size for stride in strides), size)
     if in_bytes is None:
         return None
-    return TensorMap(array.dtype, extents, in_bytes, box, param.box.columns * size)
+    return TensorMap(array.dtype, extents, in_bytes, box, param.box.columns * size, distance)
 
 
 def expressible(problem: Problem, variant: Variant) -> bool:

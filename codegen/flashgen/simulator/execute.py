@@ -256,7 +256,7 @@ def _parameters(step: Step, problem: Problem, pointers: Pointers) -> bytes:
     """The parameter struct, as the launcher of a GPU fills it in."""
     memory = filled(step.struct, pointers, problem.scalar_values())
     for offset, source, described in step.struct.maps:
-        memory[offset : offset + BYTES] = encode(described, pointers[source])
+        memory[offset : offset + BYTES] = encode(described, pointers[source] + described.distance)
     return bytes(memory)
 
 
