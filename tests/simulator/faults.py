@@ -202,8 +202,8 @@ FAULTS = (
         PLAIN,
         RAGGED,
         NUMBERS,
-        "rows[i].row_max[row8] + log2_approx",
-        "rows[i].row_max[row8] - log2_approx",
+        "(row_max + log2_approx(row_sum)) * kLn2",
+        "(row_max - log2_approx(row_sum)) * kLn2",
     ),
     fault(
         "lanes of a warp part before a shuffle",

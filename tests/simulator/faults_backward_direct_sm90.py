@@ -113,8 +113,8 @@ FAULTS = (
         CAUSAL,
         BLIND,
         (WRONG,),
-        "values.lse[i] == -INFINITY ? INFINITY : values.lse[i] * kLog2e",
-        "values.lse[i] * kLog2e",
+        "if (lse_log2 == -INFINITY) return INFINITY;",
+        "",
     ),
     fault(
         "rows past the last are read",

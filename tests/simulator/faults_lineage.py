@@ -84,8 +84,8 @@ FAULTS = (
         SOFTMAX,
         RAGGED,
         NUMBERS,
-        "(row_max + log2_approx(sum)) * kLn2",
-        "log2_approx(sum) * kLn2",
+        "(row_max + log2_approx(row_sum)) * kLn2",
+        "log2_approx(row_sum) * kLn2",
     ),
     # naive: O.
     fault(
@@ -143,7 +143,7 @@ FAULTS = (
         V1,
         WIDE,
         NUMBERS,
-        "exp2_approx(previous - rows[i].row_max[row8])",
+        "rescale_factor(previous, rows[i].row_max[row8])",
         "exp2_approx(rows[i].row_max[row8] - previous)",
     ),
     fault(

@@ -145,14 +145,14 @@ FAULTS = (
         "offset of the block not added to the maximum",
         TILES_PACKED,
         "alibi",
-        "fmaf(value, scale_log2, rows.offset[half])",
-        "value * scale_log2",
+        "__fmaf_ru(value, scale_log2, rows.offset[half])",
+        "__fmul_ru(value, scale_log2)",
     ),
     fault(
         "offset of the block not subtracted",
         TILES,
         "alibi",
-        "rows.row_max[0] - rows.offset[0]",
+        "__fsub_ru(rows.row_max[0], rows.offset[0])",
         "rows.row_max[0]",
     ),
     fault(

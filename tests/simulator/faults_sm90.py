@@ -531,8 +531,8 @@ FAULTS = (
     planted(
         "P past the largest number of fp16",
         NUMBERS,
-        "(kSlack + kPBias)",
-        "(kSlack + 2 * kPBias)",
+        "__fadd_rd(rows.row_max[half], kSlack + kPBias)",
+        "__fadd_rd(rows.row_max[half], kSlack + 2 * kPBias)",
         shape=STEEP,
     ),
     planted(
