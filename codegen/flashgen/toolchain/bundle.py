@@ -94,7 +94,8 @@ class Bundle:
         # Whoever packs it anew may add folders and files of their own.
         members = (name.removeprefix(_FOLDER) for name in self._file.namelist() if name.startswith(_FOLDER))
         held = {name for name in members if _KEY.fullmatch(name)}
-        listed = {each.key: each[0] for each in (*self.kernels, *self.specs)}
+        listed = {each.key: each.variant for each in self.kernels}
+        listed |= {each.key: each.spec for each in self.specs}
         missing = [name for key, name in listed.items() if key not in held]
         if missing:
             raise BadParam(f"{path} lists {missing[0]} and does not hold it; {_REMEDY}")

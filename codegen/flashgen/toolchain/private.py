@@ -1,8 +1,8 @@
 """Files and folders that nobody else can write: made so whatever the umask, and checked before they are used.
 
 What the cache and the bundles hold runs as this user. A SHA-256 that is stored beside its data says that the
-data is whole, not who wrote it: that, the owner and the mode of the file say. A folder that is held open is
-entered and left by its descriptor, so no symbolic link below it is followed.
+data is whole, not who wrote it. The owner and the mode of the file say that. Folders are held open, and what
+is in them is reached by their descriptors, so no symbolic link below them is followed.
 """
 
 from __future__ import annotations
