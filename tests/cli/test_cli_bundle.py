@@ -1,7 +1,10 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from flashgen import errors as flashgen_errors
 from flashgen.toolchain.bundle import Bundle, Held, write
 
 WANTED = ("--select", "tiny_fwd_hdim64_fp16_sm80", "--arch", "sm_90", "--arch", "sm_80")
@@ -105,3 +108,28 @@ def test_what_is_not_understood(arguments, message, flashgen):
     result = flashgen("bundle", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+SELECTIONS = sorted({*re.findall(r"flashgen (?:build|bundle) --select '([^']*)'", README)})
+
+
+@pytest.mark.parametrize("more", [(), ("--score", "softcap"), ("--arch", "sm_80")], ids=" ".join)
+@pytest.mark.parametrize("select", [*SELECTIONS, "head_dim=64 dtype=fp16 mask_type=none"])
+def test_build_and_bundle_take_the_same_kernels(select, more, flashgen, monkeypatch, tmp_path):
+    """Those of the README, and others of several families. With a modification a bundle also has the kernels
+    of the same calls that have no seam for it.
+    """
+    asked = []
+
+    def compiled(variants, archs, jobs):
+        seams = [variant for variant in variants if variant.score_seam or "--score" not in more]
+        asked.append(({variant.name for variant in seams}, archs))
+        raise flashgen_errors.CompileError("not tried")
+
+    monkeypatch.setattr("flashgen.cli.kernels.compiled", compiled)
+    assert flashgen("build", "--select", select, *more).exit_code == 1
+    assert flashgen("bundle", "--select", select, *more, "-o", tmp_path / "kernels.zip").exit_code == 1
+    built, bundled = asked
+    assert len(built[0]) > 3
+    assert built == bundled

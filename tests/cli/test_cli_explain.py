@@ -69,6 +69,24 @@ def test_what_is_no_call(arguments, code, message, flashgen):
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("options", "option", "rows", "meant"),
+    [
+        (("--shape", "1x4096x16"), "--shape", "1 row of 4096 heads of 16", "1x1x4096x16"),
+        (("--shape", "1x4x16x64", "--kv", "32x16x64"), "--kv", "32 rows of 16 heads of 64", "1x32x16x64"),
+        (("--shape", "1x4x16x64", "--v", "4x16x64"), "--v", "4 rows of 16 heads of 64", "1x4x16x64"),
+    ],
+)
+def test_a_shape_without_a_batch_has_to_be_meant(options, option, rows, meant, flashgen):
+    result = flashgen("explain", *options, "--arch", "sm_90")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    said = " ".join(result.stderr.split())
+    assert f"'{option}'" in said or f"{option}:" in said
+    assert rows in said
+    assert f"write {meant}" in said
+
+
 @pytest.mark.parametrize("word", ["causal", "causal_bottom_right", "3"])
 def test_mask_types_go_by_the_words_of_attention(word, flashgen):
     shown = [

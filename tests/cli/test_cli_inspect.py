@@ -182,3 +182,22 @@ def test_a_kernel_that_does_not_compile_is_one_message(tiny, edit, flashgen):
         template = tiny / "templates" / "tiny.cu.j2"
         number = 1 + [line.strip() for line in template.read_text().splitlines()].index("no such thing;")
         assert f"is made of {template}:{number}\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"head_dim": "128"},
+        {"head_dim": "128", "dtype": "bf16", "mask_type": "causal"},
+        {"head_dim": "64", "dtype": "fp16", "gqa": "packed"},
+        {"dtype": "fp32"},
+        {"target": "sm86"},
+        {"tile": "m64"},
+    ],
+    ids=str,
+)
+def test_the_first_is_the_first_of_the_list(axes, flashgen):
+    options = [each for key, value in axes.items() for each in (f"--{key.replace('_', '-')}", value)]
+    shown = json.loads(flashgen("inspect", *options, "--json").stdout)["name"]
+    select = " ".join(f"{key}={value}" for key, value in axes.items())
+    assert shown == json.loads(flashgen("list", "--select", select, "--json").stdout)[0]["name"]

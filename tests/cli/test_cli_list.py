@@ -1,15 +1,17 @@
 import json
 import re
+import shutil
 
 import pytest
 
 from flashgen.spec.load import load_specs
+from flashgen.spec.selection import in_order
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def names(tiny):
-    return [variant.name for spec in load_specs() for variant in spec.variants()]
+    return [variant.name for variant in in_order(v for spec in load_specs() for v in spec.variants())]
 
 
 def test_a_pipe_gets_every_name_whole_and_no_colours(tiny, flashgen):
@@ -96,7 +98,7 @@ def test_a_template_with_the_usual_delimiters_of_jinja_is_an_error(tiny, edit, f
 
 def test_specs_of_ones_own_are_added(tiny, flashgen, tmp_path):
     own = tmp_path / "own"
-    own.mkdir()
+    shutil.copytree(tiny / "templates", own)
     text = (tiny / "specs/tiny.yaml").read_text()
     (own / "mine.yaml").write_text(text.replace("family: tiny_fwd", "family: mine"))
     result = flashgen("list", "--specs", own, "--select", "family=mine", "--json")

@@ -43,8 +43,9 @@ the bundles, and only then compiles it. So a container needs neither NVRTC nor a
 serves the version of flashgen that made it, with the same specs and templates. One that another user could
 have written is refused, unless FLASHGEN_TRUST names it.
 
-Kernels are taken from the disk cache, or compiled as by `flashgen build`; no GPU is needed. Exit code 1: a
-kernel does not compile, or with --show the bundle cannot be used.
+The kernels are those that `flashgen build` compiles with the same options, and whatever else a call of them
+launches. They are taken from the disk cache, or compiled; no GPU is needed. Exit code 1: a kernel does not
+compile, or with --show the bundle cannot be used.
 """,
 )
 @select_option
@@ -118,13 +119,11 @@ def _built(
 ) -> tuple[list[Built], tuple[Spec, ...]]:
     """Every kernel that a chosen variant launches, compiled; and the specs."""
     from flashgen.cli.kernels import compiled
-    from flashgen.cli.options import with_score
+    from flashgen.cli.options import chosen_variants
     from flashgen.spec.load import load_specs
-    from flashgen.spec.selection import select
 
     loaded = load_specs(specs)
-    chosen = select([variant for spec in loaded for variant in spec.variants()], selections)
-    chosen = with_score(chosen, specs, score)
+    chosen = chosen_variants(specs, selections, score=score)
     steps = dict.fromkeys(step for variant in chosen for step in variant.steps)
     return compiled([*steps], archs, jobs), loaded
 

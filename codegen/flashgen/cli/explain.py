@@ -42,8 +42,9 @@ Examples:
   flashgen explain --shape 8x1x32x128 --kv 8x4000x8x128 --splits every:1024
   flashgen explain --shape 4x4096x16x128 --operator attention_backward
 
-Shapes are those of attention(): BATCHxSEQLENxHEADSxHEAD_DIM, or without batch. Arrays are assumed to be
-contiguous. Times are those of dispatch's model; compare them within one call only.
+Shapes are BATCHxSEQLENxHEADSxHEAD_DIM; attention() also takes arrays without batch, which have a batch of 1
+here. Arrays are assumed to be contiguous. Times are those of dispatch's model; compare them within one call
+only.
 
 Without --arch the GPU is this machine's, with the tiles that were tuned on it. With --arch it is a well-known
 one of that architecture, such as the H100 for sm_90. Exit code 1 if no kernel serves the call.
@@ -117,6 +118,9 @@ def command(
         options["window_size"] = window
     if splits is not None:
         options["splits"] = splits
+    if packed is None:
+        for option, shape in (("--shape", q), ("--kv", k), ("--v", v)):
+            _require_batch(option, shape)
     batch = q[0] if packed is None else packed
     if packed is not None:
         options |= {"cu_seqlens_q": (packed + 1,), "max_seqlen_q": max_seqlen_q}
@@ -140,6 +144,19 @@ def command(
         _print(found, everything)
     if found.variant is None:
         raise click.exceptions.Exit(1)
+
+
+def _require_batch(option: str, shape: tuple[int, ...] | None) -> None:
+    """That a shape of three sizes, which attention() would take for one without batch, is meant so."""
+    if shape is None or len(shape) != 3:
+        return
+    seqlen, heads, head_dim = shape
+    count = f"{seqlen} row{'s' * (seqlen != 1)} of {heads} heads of {head_dim}"
+    raise click.BadParameter(
+        f"{seqlen}x{heads}x{head_dim} has three sizes, and BATCHxSEQLENxHEADSxHEAD_DIM are four. Without a "
+        f"batch it is {count}; if that is meant, write 1x{seqlen}x{heads}x{head_dim}",
+        param_hint=option,
+    )
 
 
 def _as_dict(found: Explanation) -> dict[str, Any]:

@@ -40,8 +40,8 @@ Examples:
   flashgen inspect flash_fwd_hdim128_fp16_sm80 --sass | grep -c HMMA
 
 NAME is a variant's name as `flashgen list` prints it, or the path of its generated file. Instead of NAME,
-give axes; of several variants that fit, the first in the spec's order is shown, and a remark says so. With
---arch only those count that dispatch prefers there.
+give axes; of several variants that fit, the first that `flashgen list` prints is shown, and a remark says
+so. With --arch only those count that dispatch prefers there.
 """,
 )
 @click.argument("name", required=False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.options import chosen_variants, json_option, score_option, select_option, specs_option
+from flashgen.spec.selection import in_order
 from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
@@ -37,10 +38,12 @@ def command(selections: tuple[str, ...], specs: Path | None, score: str | None, 
     A variant is one kernel: a point of the spec's axes (head_dim, dtype, mask_type, gqa) with a tile and a
     target, the class of GPUs whose shared memory it fits. Tiles that `flashgen tune` found for this machine's
     GPU are called `tuned`. Nothing is rendered or compiled.
+
+    Kernels of attention() come first, those of families on request last, default tiles before others.
     """
     from flashgen.cli.output import counted, note, print_json, print_table
 
-    variants = chosen_variants(specs, selections, score=score)
+    variants = in_order(chosen_variants(specs, selections, score=score))
     if as_json:
         print_json([variant.as_dict() for variant in variants])
         return

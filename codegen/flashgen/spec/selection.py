@@ -105,20 +105,25 @@ def find_one(variants: Sequence[Variant], name: str) -> Variant:
 
 
 def find_by_axes(variants: Sequence[Variant], wanted: Mapping[str, str | int]) -> tuple[Variant, ...]:
-    """The variants whose keys have the wanted values: those of families on request last, of attention ahead
-    of other operators, of a call's main step ahead of its others, of families for few rows last of them;
-    default tiles first, then in spec order.
+    """The variants whose keys have the wanted values, `in_order`.
 
     Raises SelectionError for an unknown key or value, and where no variant has all of them.
     """
-    found = select(variants, [" ".join(f"{key}={value}" for key, value in wanted.items())])
+    return in_order(select(variants, [" ".join(f"{key}={value}" for key, value in wanted.items())]))
+
+
+def in_order(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """The variants in the order in which commands list them: those of families on request last, of attention
+    ahead of other operators, of a call's main step ahead of its others, of families for few rows last of
+    them; default tiles first, then in the order of the specs.
+    """
     operators = list(OPERATORS)
 
     def rank(v: Variant) -> tuple[int, ...]:
         of_kind = operators.index(v.operator), not v.is_main
         return v.on_request, *of_kind, v.rows_at_most is not None, v.tile_name != ""
 
-    return tuple(sorted(found, key=rank))
+    return tuple(sorted(variants, key=rank))
 
 
 def _matches(
