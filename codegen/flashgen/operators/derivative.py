@@ -17,20 +17,28 @@ _ZERO, _ONE = number(0.0), number(1.0)
 @lru_cache(maxsize=64)
 def derivative(tree: Node) -> Node:
     """The tree of d(tree) / d(score)."""
-    return _below(tree, _ONE)
+    return _below(tree, _ONE, {})
 
 
-def _below(node: Node, outer: Node) -> Node:
-    """What a change of ``score`` adds to the result by way of ``node``, of which it changes by ``outer``."""
+def _below(node: Node, outer: Node, known: dict[tuple[Node, Node], Node]) -> Node:
+    """What a change of ``score`` adds to the result by way of ``node``, of which it changes by ``outer``.
+    ``known`` has what was found before.
+    """
+    if (node, outer) not in known:
+        known[node, outer] = _found(node, outer, known)
+    return known[node, outer]
+
+
+def _found(node: Node, outer: Node, known: dict[tuple[Node, Node], Node]) -> Node:
     if node.op == "name":
         return outer if node.value == "score" else _ZERO
     if node.op in ("where", "min", "max") and "score" in node.reads():
         condition, a, b = _branches(node)
-        return _where(condition, _below(a, outer), _below(b, outer))
+        return _where(condition, _below(a, outer, known), _below(b, outer, known))
     total = _ZERO
     for position, arg in enumerate(node.args):
         if arg.type != "bool" and "score" in arg.reads():
-            total = _sum(total, _below(arg, _passed_on(node, position, outer)))
+            total = _sum(total, _below(arg, _passed_on(node, position, outer), known))
     return total
 
 

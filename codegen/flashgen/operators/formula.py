@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import ast
 import math
-from dataclasses import dataclass
+import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, Any
+
+from flashgen import forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +25,9 @@ ALLOWED = (
 )
 # The largest integer, either way: that and a position still fit in 32 bits.
 MAX_INTEGER = 2**30
+# The longest text of a formula, the deepest nesting of its operations, and the most operations of formulas
+# that are chained.
+MAX_TEXT, MAX_DEPTH, MAX_SIZE = 10_000, 50, 2_500
 _ARITHMETIC = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
 
@@ -34,37 +40,88 @@ class FormulaError(ValueError):
         self.column = column
 
 
-@dataclass(frozen=True, slots=True)
+_nodes: weakref.WeakValueDictionary[tuple[Any, ...], Node] = weakref.WeakValueDictionary()
+_making = forks.guard()
+
+
 class Node:
-    """An operation on its arguments. ``op`` is ``number``, ``name``, ``load`` (whose arguments are indices),
-    an operator, or a function; ``value`` is the number, or the name of what is read. ``type`` is ``int``,
-    ``float`` or ``bool``.
+    """An operation on its arguments; never changed. ``op`` is ``number``, ``name``, ``load`` (whose arguments
+    are indices), an operator, or a function; ``value`` is the number, or the name of what is read. ``type``
+    is ``int``, ``float`` or ``bool``.
+
+    Equal nodes are one object. What a formula, or its derivative, repeats is there once, and a function that
+    remembers what it made of each node takes time for the distinct ones alone. ``size`` counts operations as
+    often as the formula written out has them, and ``depth`` how deeply they are nested.
     """
 
-    op: str
-    args: tuple[Node, ...] = ()
-    value: float | str | None = None
-    type: str = "float"
+    __slots__ = ("__weakref__", "_reads", "_repeated", "args", "depth", "op", "size", "type", "value")
+
+    def __new__(
+        cls,
+        op: str,
+        args: tuple[Node, ...] = (),
+        value: float | str | None = None,
+        type: str = "float",
+    ) -> Node:
+        key = (op, args, value, type)
+        with _making:
+            node = _nodes.get(key)
+            if node is None:
+                node = super().__new__(cls)
+                node.op, node.args, node.value, node.type = key
+                node.size = 1 + sum([arg.size for arg in args])
+                node.depth = 1 + max([arg.depth for arg in args], default=0)
+                own = {str(value)} if op in ("name", "load") else ()
+                node._reads = frozenset().union(own, *[arg._reads for arg in args])
+                node._repeated = None
+                _nodes[key] = node
+        return node
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Node, (self.op, self.args, self.value, self.type)
+
+    def __repr__(self) -> str:
+        return f"Node({text(self) if self.size < MAX_SIZE else f'{self.op} of {self.size} operations'})"
 
     def walk(self) -> Iterator[Node]:
-        """This node and all below it."""
-        yield self
-        for arg in self.args:
-            yield from arg.walk()
+        """This node and all below it, each once, in the order in which the formula has them."""
+        seen, waiting = set(), [self]
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                yield node
+                waiting += reversed(node.args)
 
     def reads(self) -> frozenset[str]:
         """The names and arrays in it."""
-        return frozenset(str(node.value) for node in self.walk() if node.op in ("name", "load"))
+        return self._reads
+
+    def repeated(self) -> frozenset[Node]:
+        """The operations that several others, or one twice, take as arguments."""
+        if self._repeated is None:
+            uses = Counter(arg for node in self.walk() for arg in node.args if arg.args)
+            self._repeated = frozenset(node for node, times in uses.items() if times > 1)
+        return self._repeated
 
     def replaced(self, change: Callable[[Node], Node | None]) -> Node:
         """The tree with each node for which ``change`` gives another in its place, the topmost first."""
-        other = change(self)
-        if other is not None:
-            return other
-        return Node(self.op, tuple(arg.replaced(change) for arg in self.args), self.value, self.type)
+        known: dict[Node, Node] = {}
+
+        def of(node: Node) -> Node:
+            if node not in known:
+                other = change(node)
+                if other is None:
+                    other = Node(node.op, tuple([of(arg) for arg in node.args]), node.value, node.type)
+                known[node] = other
+            return known[node]
+
+        return of(self)
 
 
 def number(value: float) -> Node:
+    if value == 0:
+        value = type(value)()  # -0.0 is equal to 0.0
     return Node("number", (), value, "int" if isinstance(value, int) else "float")
 
 
@@ -72,19 +129,24 @@ def parse(text: str, names: Mapping[str, str], arrays: Mapping[str, tuple[tuple[
     """The tree of ``text``, a float. ``names`` maps names to their types, ``arrays`` those of arrays to their
     dimensions and types.
 
-    A dimension called as one of ``names`` has that name as its index; any other has an integer. Raises
+    The text has at most MAX_TEXT characters and nests its operations at most MAX_DEPTH deep. A dimension called as one of ``names`` has that name as its index; any other has an integer. Raises
     FormulaError.
     """
+    if len(text) > MAX_TEXT:
+        raise FormulaError(f"the formula has {len(text):,} characters; at most {MAX_TEXT:,} are allowed", 0)
+    too_deep = FormulaError(f"the formula is nested too deeply; at most {MAX_DEPTH} operations deep", 0)
     try:
         root = ast.parse(text, mode="eval").body
         tree = _Parser(names, arrays).node(root)
     except FormulaError:
         raise
     except (RecursionError, MemoryError):
-        raise FormulaError("the formula is nested too deeply", 0) from None
+        raise too_deep from None
     except (SyntaxError, ValueError) as error:
         column = max(0, (getattr(error, "offset", None) or 1) - 1)
         raise FormulaError(f"{text!r} is not an expression; allowed: {ALLOWED}", column) from None
+    if tree.depth > MAX_DEPTH:
+        raise too_deep
     if tree.type == "bool":
         raise FormulaError(f"{text!r} is a condition; a score is a number", 0)
     return tree
@@ -232,14 +294,22 @@ def evaluate(node: Node, values: Mapping[str, Any], xp: Any) -> Any:
     """The value of a formula. ``values`` has a number or an array of the library ``xp`` for each name, which
     broadcast, and a function of the indices for each declared array.
     """
-    if node.op == "number":
-        return node.value
-    if node.op == "name":
-        return values[node.value]
-    args = [evaluate(arg, values, xp) for arg in node.args]
-    if node.op == "load":
-        return values[node.value](*args)
-    return operation(node.op, args, xp)
+    repeated, known = node.repeated(), {}
+
+    def of(node: Node) -> Any:
+        if node.op == "number":
+            return node.value
+        if node.op == "name":
+            return values[node.value]
+        if node in known:
+            return known[node]
+        args = [of(arg) for arg in node.args]
+        value = values[node.value](*args) if node.op == "load" else operation(node.op, args, xp)
+        if node in repeated:
+            known[node] = value
+        return value
+
+    return of(node)
 
 
 def operation(op: str, args: list[Any], xp: Any) -> Any:

@@ -71,7 +71,7 @@ def lower(tree: Node, scalars: frozenset[str], approximate: bool, derivative: No
         sign = _host("sign", whole.a)
         argument = _scaled(lowering.arguments[whole.x], sign)
         signed = Node("tanh", (lowering.value(argument),))
-        lowering.known[whole.x] = _Affine(sign, signed, _ZERO)
+        lowering.has(whole.x, _Affine(sign, signed, _ZERO))
         whole = _plain(signed)
     body, offset = _without_offset(lowering.value(whole))
     slope = None if derivative is None else lowering.value(lowering.affine(derivative))
@@ -100,9 +100,20 @@ class _Lowering:
         self.arguments: dict[Node | None, _Affine] = {}
         # And what the kernel has already in place of some of them.
         self.known: dict[Node, _Affine] = {}
+        self._made: dict[Node, _Affine] = {}
+
+    def has(self, tanh: Node, instead: _Affine) -> None:
+        """The kernel has ``instead`` in place of an approximate tanh."""
+        self.known[tanh] = instead
+        self._made.clear()
 
     def affine(self, node: Node) -> _Affine:
         """A number, integer or float, as a x + b."""
+        if node not in self._made:
+            self._made[node] = self._affine(node)
+        return self._made[node]
+
+    def _affine(self, node: Node) -> _Affine:
         if self._is_scalar(node):
             return _Affine(_ONE, None, node)
         if node.op == "name" and node.value == "score":
@@ -157,9 +168,7 @@ class _Lowering:
         return self.value(self.affine(node))
 
     def _is_scalar(self, node: Node) -> bool:
-        return node.type != "bool" and all(
-            each.op != "load" and (each.op != "name" or each.value in self._scalars) for each in node.walk()
-        )
+        return node.type != "bool" and node.reads() <= self._scalars
 
     def _condition(self, node: Node) -> Node:
         """A condition; integers are compared as such."""

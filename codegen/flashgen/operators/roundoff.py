@@ -32,12 +32,28 @@ def evaluate_with_error(
     whether it is within the error that it comes out the other way. ``errors`` are those of names; ``dtype``
     is that of the kernel's elements.
     """
-    if node.op == "number":
-        return node.value, 0.0
-    if node.op == "name":
-        value = values[node.value]
-        return value, errors.get(node.value, 0.0 if node.type == "int" else abs(value) * _ROUNDOFF)
-    pairs = [evaluate_with_error(arg, values, errors, dtype, xp) for arg in node.args]
+    repeated, known = node.repeated(), {}
+
+    def of(node: Node) -> tuple[Any, Any]:
+        if node in known:
+            return known[node]
+        if node.op == "number":
+            return node.value, 0.0
+        if node.op == "name":
+            value = values[node.value]
+            return value, errors.get(node.value, 0.0 if node.type == "int" else abs(value) * _ROUNDOFF)
+        found = _of_operation(node, [of(arg) for arg in node.args], values, dtype, xp)
+        if node in repeated:
+            known[node] = found
+        return found
+
+    return of(node)
+
+
+def _of_operation(
+    node: Node, pairs: list[tuple[Any, Any]], values: Mapping[str, Any], dtype: str, xp: Any
+) -> tuple[Any, Any]:
+    """The value and the error of an operation from those of its arguments."""
     args, wrong = [value for value, _ in pairs], [error for _, error in pairs]
     if node.type == "float":  # where an integer becomes a float
         for i, arg in enumerate(node.args):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flashgen.errors import BadParam
 from flashgen.operators.arguments import Argument, shown
 from flashgen.operators.derivative import derivative
-from flashgen.operators.formula import Node, evaluate, text
+from flashgen.operators.formula import MAX_DEPTH, MAX_SIZE, Node, evaluate, text
 from flashgen.operators.lowering import Lowered, lower
 from flashgen.operators.roundoff import evaluate_with_error
 
@@ -136,7 +136,7 @@ class Score:
 def chained(scores: Sequence[Score]) -> Score:
     """One modification after another: each takes for ``score`` what the one before it made.
 
-    Raises BadParam where two have a parameter of one name.
+    Raises BadParam where two have a parameter of one name, and for a formula that is too long as a whole.
     """
     if len(scores) == 1:
         return scores[0]
@@ -150,6 +150,12 @@ def chained(scores: Sequence[Score]) -> Score:
     for score in scores[1:]:
         before = tree
         tree = score.tree.replaced(lambda node, before=before: before if node.value == "score" else None)
+        if tree.size > MAX_SIZE or tree.depth > MAX_DEPTH:
+            chain = ", ".join(score.name for score in scores)
+            raise BadParam(
+                f"the scores {chain} make one formula of {tree.size:,} operations, {tree.depth} deep; at most "
+                f"{MAX_SIZE:,} and {MAX_DEPTH} are allowed; chain fewer"
+            )
     text = "; then ".join(score.text for score in scores)
     return Score("_".join(score.name for score in scores), text, params, tree)
 

@@ -40,7 +40,18 @@ _CALLS = {
     "max": "fmaxf",
     "fma": "fmaf",
 }
+# What is repeated has a name where it is longer, written out.
+_LONG = 16
 _SLOW = ("exp2", "log2", "rcp", "tanh")
+# Of what operators and words of C++ give.
+_WORDS = {
+    "+": "sum",
+    "-": "difference",
+    "*": "product",
+    "where": "choice",
+    "neg": "negative",
+    "float": "real",
+}
 _INT_CALLS = {"abs": "abs", "min": "min", "max": "max"}
 _SIGNS = {"and": "&&", "or": "||"}
 
@@ -94,8 +105,12 @@ class _Writer:
     def _names_read(self, trees: list[Node], kept: set[Node]) -> set[str]:
         """Positions that the functions of scores read; ``query`` is the index that q is in an array."""
         found: set[str] = set()
+        seen: set[tuple[Node, bool]] = set()
 
         def visit(node: Node, is_index: bool = False) -> None:
+            if (node, is_index) in seen:
+                return
+            seen.add((node, is_index))
             if node in kept:  # score_row() needs the head of its elements
                 found.update({"b", "h"} & node.reads() if node in self._of_row else ())
                 return
@@ -175,7 +190,7 @@ class _Writer:
         """The function of one score and its derivative; what both read or call has a name."""
         lines = []
         for node in self._shared():
-            name = f"{node.value if node.op == 'load' else node.op}_{len(self._named)}"
+            name = f"{node.value if node.op == 'load' else _WORDS.get(node.op, node.op)}_{len(self._named)}"
             lines.append(f"    const {node.type} {name} = {_bare(self._code(node))};")
             self._named[node] = name
         lines += [
@@ -199,7 +214,9 @@ class _Writer:
         ]
 
     def _shared(self) -> list[Node]:
-        """The loads and approximate functions of one score that it needs several times, inner ones first."""
+        """What one score needs several times, inner ones first: loads, approximate functions, and whatever is
+        long.
+        """
         found: dict[Node, int] = {}
 
         def count(node: Node) -> None:
@@ -209,7 +226,7 @@ class _Writer:
             if not again:
                 for arg in node.args:
                     count(arg)
-            if node.op == "load" or node.op in _SLOW:
+            if node.op == "load" or node.op in _SLOW or (node.type == "float" and node.size > _LONG):
                 found[node] = found.get(node, 0) + 1
 
         for tree in (self._body, self._lowered.derivative):
