@@ -52,8 +52,8 @@ _KERNEL_OPTIONS = (
 _UNOPTIMISED = ("-O0", "-ggdb3", "-Dalways_inline=noinline")
 
 _KERNEL = re.compile(
-    r"__global__\s+void\s+(?:__cluster_dims__\s*\((?P<cluster>[^)]*)\)\s*)?"
-    r"(?:__launch_bounds__\s*\((?P<bounds>[^)]*)\)\s*)?(?P<name>\w+)\s*\(",
+    r"__global__\s+void\s+(?:__cluster_dims__\s*\((?P<cluster>[^()]*)\)\s*)?"
+    r"(?:__launch_bounds__\s*\((?P<bounds>[^()]*)\)\s*)?(?P<name>\w+)\s*\(",
     re.DOTALL,
 )
 _SHARED = re.compile(r"\bextern\s+__shared__\b[^;]*?(?P<name>\w+)\s*\[\s*\]\s*;")

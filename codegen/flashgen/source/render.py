@@ -42,6 +42,7 @@ _INSIDE = re.compile(INSIDE)
 # Headers that the compiler would look for in the current directory.
 _OTHER_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"((?!flashgen/|\$\{)[^"\n]*)"', re.MULTILINE)
 # Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
+_SPACES = " \t"
 _VALUE = r"\$\{[^}]*\}"
 # Delimiters of statements and comments within this module, which neither C++ nor PTX has.
 _BEGIN, _END, _BEGIN_COMMENT, _END_COMMENT = "\x02%", "%\x03", "\x02#", "#\x03"
@@ -65,10 +66,11 @@ _FOREIGN = (
 # The mark of the template line that a rendered line is made of: its file and number.
 _MARK = re.compile("\x04([^\x05]*)\x05")
 # Jinja's own line statements swallow the blank lines behind them, its line comments leave one, and it looks
-# for either at each character.
-_STATEMENT_LINE = r"(?m)^[ \t]*//%([-+]?)(.*?)[ \t]*$"
+# for either at each character. In a run of spaces a match begins at the first one alone, so that a long run
+# takes linear time.
+_STATEMENT_LINE = r"(?m)^[ \t]*//%([-+]?)(.*)$"
 _COMMENT_LINE = r"(?m)^[ \t]*//#.*$"
-_COMMENT = r"[ \t]*//#.*"
+_COMMENT = r"(?<![ \t])[ \t]*//#.*"
 _BLANK_LINES = r"\n(?:[ \t]*\n){2,}"
 _PRAGMA_ONCE = r"(?m)^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n"
 
@@ -256,6 +258,11 @@ def _of_score(form: Variant) -> dict[str, Any]:
     }
 
 
+def _statement(match: re.Match[str]) -> str:
+    sign, words = match.groups()
+    return f"{_BEGIN}{sign}{words.rstrip(_SPACES)} {_END}"
+
+
 @lru_cache(maxsize=8)
 def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
     import jinja2
@@ -269,7 +276,7 @@ def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
             source = re.sub(_COMMENT_LINE, _BEGIN_COMMENT + _END_COMMENT, _read(path))
             source = re.sub(_COMMENT, "", source)
             refuse_foreign(source, str(path))
-            source = re.sub(_STATEMENT_LINE, rf"{_BEGIN}\1\2 {_END}", source)
+            source = re.sub(_STATEMENT_LINE, _statement, source)
             if marked:
                 source = _marked(source, str(path))
 
