@@ -129,7 +129,8 @@ def parse(text: str, names: Mapping[str, str], arrays: Mapping[str, tuple[tuple[
     """The tree of ``text``, a float. ``names`` maps names to their types, ``arrays`` those of arrays to their
     dimensions and types.
 
-    The text has at most MAX_TEXT characters and nests its operations at most MAX_DEPTH deep. A dimension called as one of ``names`` has that name as its index; any other has an integer. Raises
+    The text has at most MAX_TEXT characters and nests its operations at most MAX_DEPTH deep. A dimension
+    called as one of ``names`` has that name as its index; any other has an integer. Raises
     FormulaError.
     """
     if len(text) > MAX_TEXT:

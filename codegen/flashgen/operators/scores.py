@@ -153,8 +153,8 @@ def chained(scores: Sequence[Score]) -> Score:
         if tree.size > MAX_SIZE or tree.depth > MAX_DEPTH:
             chain = ", ".join(score.name for score in scores)
             raise BadParam(
-                f"the scores {chain} make one formula of {tree.size:,} operations, {tree.depth} deep; at most "
-                f"{MAX_SIZE:,} and {MAX_DEPTH} are allowed; chain fewer"
+                f"the scores {chain} make one formula of {tree.size:,} operations, {tree.depth} deep; "
+                f"at most {MAX_SIZE:,} and {MAX_DEPTH} are allowed; chain fewer"
             )
     text = "; then ".join(score.text for score in scores)
     return Score("_".join(score.name for score in scores), text, params, tree)

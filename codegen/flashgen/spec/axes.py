@@ -14,6 +14,8 @@ from flashgen.spec.schema import AxisValues, DefaultAxis, File, Name
 if TYPE_CHECKING:
     from flashgen.spec.yamlfile import Document
 
+# The most combinations of values: all shipped specs together have some 5,000.
+MAX_POINTS = 50_000
 Value = str | int
 Values = tuple[Value, ...]
 
@@ -55,6 +57,13 @@ def read_axes(document: Document, file: File) -> Axes:
             values[axis] = lists[axis] = _list(document, ("axes", axis), given)
     if "dtype" not in lists:
         raise document.error(("axes",), "the axis `dtype` is missing")
+    count = 1
+    for axis, own in values.items():
+        # An axis with a default has at each value of another one this and its own at most.
+        count *= max(map(len, allowed[axis][1].values())) if axis in allowed else len(own)
+        if count > MAX_POINTS:
+            why = f"the values of the axes up to this one make more than {MAX_POINTS:,} combinations"
+            raise document.error(("axes", axis), why)
     return Axes(values, allowed)
 
 

@@ -26,6 +26,9 @@ _SCALARS = {
     "tag:yaml.org,2002:bool": _scalars.construct_yaml_bool,
     "tag:yaml.org,2002:null": _scalars.construct_yaml_null,
 }
+# Bytes of a file, values in it, aliases written out, and how deeply they are nested: the largest shipped spec
+# has some 20,000 bytes.
+MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1_000_000, 100_000, 30
 _preparing = forks.guard()
 _AT = re.compile(r"^(.*?)(?: - at `(key` in `)?\$(.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")
@@ -41,14 +44,20 @@ _PLAIN = {
 class Document:
     """The parsed ``text`` of one YAML file. ``value`` holds plain Python values.
 
-    Raises SpecError for a text that is not UTF-8, is not YAML, is not a mapping, or repeats a key.
+    Raises SpecError for a text that is not UTF-8, is not YAML, is not a mapping, repeats a key, or is larger
+    than MAX_BYTES, MAX_VALUES and MAX_DEPTH allow.
     """
 
     def __init__(self, path: Path, text: bytes) -> None:
         self.path = path
         self._text = text
+        if len(text) > MAX_BYTES:
+            raise SpecError(f"{path}:1: has {len(text):,} bytes; a spec has at most {MAX_BYTES:,}")
+        self._values = 0
         try:
             root = yaml.compose(text.decode(), Loader=_Loader)
+        except RecursionError:
+            raise SpecError(f"{path}:1: values are nested too deeply, at most {MAX_DEPTH} deep") from None
         except UnicodeDecodeError as error:
             raise SpecError(f"{path}: cannot be read: {error}") from error
         except yaml.YAMLError as error:
@@ -58,10 +67,7 @@ class Document:
         if not isinstance(root, yaml.MappingNode):
             raise SpecError(f"{path}:1: a spec is a mapping of keys to values")
         self._root = root
-        try:
-            self.value: dict[str, Any] = self._plain(root)
-        except RecursionError:
-            raise SpecError(f"{path}:1: an anchor contains itself") from None
+        self.value: dict[str, Any] = self._plain(root)
 
     def error(self, keys: Keys, message: str, column: int | None = None) -> SpecError:
         """A SpecError that names the file, the line and the key path of ``keys``, and the place of one
@@ -143,14 +149,24 @@ class Document:
                 break
         return line + 1
 
-    def _plain(self, node: yaml.Node) -> Any:
+    def _plain(self, node: yaml.Node, depth: int = 0) -> Any:
+        self._values += 1
+        if self._values > MAX_VALUES or depth > MAX_DEPTH:
+            at = f"{self.path}:{node.start_mark.line + 1}"
+            if depth > MAX_DEPTH:
+                raise SpecError(f"{at}: nested more than {MAX_DEPTH} deep, or an anchor contains itself")
+            raise SpecError(f"{at}: more than {MAX_VALUES:,} values, those of aliases included")
         if isinstance(node, yaml.ScalarNode):
+            at = f"{self.path}:{node.start_mark.line + 1}"
             try:
-                return _scalar(node)
+                value = _scalar(node)
             except ValueError as error:
-                raise SpecError(f"{self.path}:{node.start_mark.line + 1}: {node.value!r}: {error}") from None
+                raise SpecError(f"{at}: {_shortened(node.value)!r}: {error}") from None
+            if isinstance(value, int) and abs(value) >= 1 << 63:
+                raise SpecError(f"{at}: the integer {_shortened(node.value)} has more than 64 bits")
+            return value
         if isinstance(node, yaml.SequenceNode):
-            return [self._plain(item) for item in node.value]
+            return [self._plain(item, depth + 1) for item in node.value]
         mapping = {}
         for key_node, value_node in node.value:
             key = _scalar(key_node)
@@ -159,8 +175,12 @@ class Document:
             if key in mapping:
                 line = key_node.start_mark.line + 1
                 raise SpecError(f"{self.path}:{line}: {key}: the key occurs twice in one mapping")
-            mapping[key] = self._plain(value_node)
+            mapping[key] = self._plain(value_node, depth + 1)
         return mapping
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) < 50 else f"{text[:20]}..."
 
 
 def _scalar(node: yaml.Node) -> Any:
