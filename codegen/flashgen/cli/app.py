@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import errno
 import importlib
-import json
 import os
 import sys
 import warnings
@@ -71,17 +70,20 @@ class CommandGroup(click.Group):
         where it is about which variants are meant. With --json it is one document on standard output.
         """
         _say_which_copy()
+        from flashgen.cli.output import as_json, plain
+
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             try:
                 return self._invoke(ctx)
             except click.ClickException as error:
                 if not ctx.meta[_AS_JSON]:
+                    error.message = plain(error.message)
                     raise
                 cause = error.__cause__ or error
                 message = str(cause) if isinstance(cause, FlashgenError) else error.format_message()
                 said = {"error": message, "kind": type(cause).__name__}
-                click.echo(json.dumps(said, indent=2, ensure_ascii=False))
+                click.echo(as_json(said))
                 ctx.exit(error.exit_code)
 
     def _invoke(self, ctx: click.Context) -> object:

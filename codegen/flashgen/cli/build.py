@@ -21,6 +21,7 @@ from flashgen.cli.options import (
     select_option,
     specs_option,
 )
+from flashgen.cli.output import say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -145,7 +146,7 @@ def command(
         if as_json:
             print_json({"kernels": [], **files, "failures": 0, "not_kept": 0})
         else:
-            click.echo(f"{len(variants)} rendered, {_changed(written)}")
+            say(f"{len(variants)} rendered, {_changed(written)}")
         return
     results = compiled(variants, archs, jobs)
     failed = [built for built in results if built.failure]
@@ -210,11 +211,11 @@ def _check(
         )
     elif found:
         for each in found:
-            click.echo(str(each))
-        click.echo(f"\n{counted(len(found), 'file')} in {folder} not as the specs and templates say;")
-        click.echo(f"`flashgen build{options}` brings them up to date")
+            say(str(each))
+        say(f"\n{counted(len(found), 'file')} in {folder} not as the specs and templates say;")
+        say(f"`flashgen build{options}` brings them up to date")
     else:
-        click.echo(f"{counted(len(variants), 'file')} in {folder} as the specs and templates say")
+        say(f"{counted(len(variants), 'file')} in {folder} as the specs and templates say")
     if found:
         sys.exit(1)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.options import chosen_variants, json_option, select_option, specs_option
+from flashgen.cli.output import plain, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,10 +114,10 @@ def verify(as_json: bool) -> None:
         )
     else:
         for path in report.damaged:
-            click.echo(f"damaged, {'and cannot be removed' if path in report.left else 'removed'}: {path}")
+            say(f"damaged, {'and cannot be removed' if path in report.left else 'removed'}: {path}")
         for path, why in report.unreadable:
-            click.echo(f"not used ({why}): {path}")
-        click.echo(f"{report.intact} entries are intact, {len(report.damaged)} were damaged")
+            say(f"not used ({why}): {path}")
+        say(f"{report.intact} entries are intact, {len(report.damaged)} were damaged")
     if report.damaged or report.unreadable:
         sys.exit(1)
 
@@ -170,16 +171,16 @@ def clear(
 
     if not yes:
         which = "these" if wanted or older_than else "all"
-        click.confirm(f"Remove {which} kernels in {cache.root}?", abort=True, err=True)
+        click.confirm(plain(f"Remove {which} kernels in {cache.root}?"), abort=True, err=True)
     cleared = cache.clear(wanted, older_than or 0.0)
     if as_json:
         print_json({"removed": cleared.removed, "left": cleared.left, "problem": cleared.problem})
     else:
-        click.echo(f"{cleared.removed} entries removed from {cache.root}")
+        say(f"{cleared.removed} entries removed from {cache.root}")
         if cleared.left:
-            click.echo(f"{cleared.left} entries could not be removed: {cleared.problem}", err=True)
+            say(f"{cleared.left} entries could not be removed: {cleared.problem}", err=True)
         elif cleared.problem:
-            click.echo(f"nothing was looked at: {cleared.problem}", err=True)
+            say(f"nothing was looked at: {cleared.problem}", err=True)
     if cleared.problem:
         sys.exit(1)
 

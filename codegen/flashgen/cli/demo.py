@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashgen.cli.options import json_option, variants_on_offer
+from flashgen.cli.output import say
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,7 +81,7 @@ def command(as_json: bool) -> None:
     gpu, why = _place()
     report: dict[str, Any] = {"place": gpu.name if gpu else "CPU", "why": why, "no_compiler": ""}
     if not as_json:
-        click.echo(f"attention on the {report['place']}" + (f": {report['why']}" if report["why"] else ""))
+        say(f"attention on the {report['place']}" + (f": {report['why']}" if report["why"] else ""))
     calls = [_call(case, gpu) for case in _CASES]
     archs = [arch_for(call.variant, gpu) if gpu else call.variant.archs[0] for call in calls]
     built: list[Built] = []
@@ -95,7 +96,7 @@ def command(as_json: bool) -> None:
         if built:
             print_kernels(built)
         else:
-            click.echo(f"kernels were not compiled: {report['no_compiler']}")
+            say(f"kernels were not compiled: {report['no_compiler']}")
     results = []
     for call in calls:
         with waiting(f"attention, {call.case.title}, and its check against float64"):
@@ -312,19 +313,19 @@ def _short(value: float, units: tuple[tuple[str, float], ...]) -> str:
 def _print_simulated(simulated: dict[str, Any]) -> None:
     click.echo()
     if simulated["why"]:
-        click.echo(f"the CUDA was not simulated: {simulated['why']}")
+        say(f"the CUDA was not simulated: {simulated['why']}")
         return
-    click.echo(f"the CUDA of {simulated['variant']}, simulated on the CPU:")
+    say(f"the CUDA of {simulated['variant']}, simulated on the CPU:")
     if simulated["failure"]:
-        click.echo(f"  {simulated['failure']} !")
+        say(f"  {simulated['failure']} !")
         return
     shape = "x".join(map(str, simulated["shape"]))
     error, share = _error(simulated)
     times = f"{simulated['seconds']:.1f} s after {simulated['compile_seconds']:.1f} s of compiling"
-    click.echo(f"  {shape} causal: error {error}, {share} of its bound; {times}")
+    say(f"  {shape} causal: error {error}, {share} of its bound; {times}")
 
 
 def _print_sources(sources: dict[str, str | None]) -> None:
-    click.echo("\nread the CUDA:")
+    say("\nread the CUDA:")
     for name, path in sources.items():
-        click.echo(f"  {path or f'flashgen inspect {name} --source'}")
+        say(f"  {path or f'flashgen inspect {name} --source'}")

@@ -15,7 +15,7 @@ import click
 
 from flashgen import __version__
 from flashgen.cli.options import json_option
-from flashgen.cli.output import counted, size
+from flashgen.cli.output import counted, plain, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ def command(as_json: bool) -> None:
             print_pairs(pairs, title=title)
             click.echo()
         for problem in report.problems:
-            click.echo(click.style("problem: ", fg="red") + problem)
+            click.echo(click.style("problem: ", fg="red") + plain(problem))
         if not report.problems:
             click.echo("no problems found")
     if report.problems:

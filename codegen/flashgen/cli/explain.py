@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashgen.cli.options import Architecture, ShapeType, SplitsType, json_option, mask_type_option
+from flashgen.cli.output import say
 
 if TYPE_CHECKING:
     from flashgen.operators.splits import Splits
@@ -210,6 +211,6 @@ def _print(found: Explanation, everything: bool) -> None:
         )
     counts = found.counts()
     if counts and not everything:
-        click.echo("\nruled out before their time was modelled (--all lists them):")
+        say("\nruled out before their time was modelled (--all lists them):")
         for rule, count in counts.items():
-            click.echo(f"  {counted(count, 'variant'):>13}  by {rule}")
+            say(f"  {counted(count, 'variant'):>13}  by {rule}")

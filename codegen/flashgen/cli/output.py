@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -35,6 +36,19 @@ class Column:
     wraps: bool = False
 
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def plain(text: str) -> str:
+    """``text`` without control characters, by which a file could move the cursor or rename the window."""
+    return text.translate(_CONTROLS)
+
+
+def say(text: str = "", *, err: bool = False) -> None:
+    """Print lines, of which parts may come from files."""
+    click.echo(plain(text), err=err)
+
+
 def console() -> Console:
     """A console on standard output; in a pipe it has no colours and does not wrap."""
     from rich.console import Console
@@ -56,6 +70,7 @@ def print_table(
     from rich.text import Text
 
     screen = console()
+    rows = [[plain(cell) for cell in row] for row in rows]
     shown = _fitting(columns, rows, screen.width)
     chosen = [columns[at] for at in shown]
     cells = [[row[at] for at in shown] for row in rows]
@@ -160,11 +175,11 @@ def print_pairs(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
 
     screen = console()
     if title:
-        screen.print(Text(title, style="bold"))
+        screen.print(Text(plain(title), style="bold"))
     width = max((len(name) for name, _ in pairs), default=0)
     if not screen.is_terminal:
         for name, value in pairs:
-            lines = value.splitlines() or [""]
+            lines = plain(value).splitlines() or [""]
             click.echo(
                 "\n".join(
                     [
@@ -176,7 +191,7 @@ def print_pairs(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
         return
     indent = " " * (2 + width + _GAP)
     for name, value in pairs:
-        lines = _wrapped(value, max(20, screen.width - len(indent)))
+        lines = _wrapped(plain(value), max(20, screen.width - len(indent)))
         screen.print(
             Text(f"  {name:<{width}}", style="cyan"), Text(f"{'':{_GAP}}{lines[0]}"), sep="", soft_wrap=True
         )
@@ -199,6 +214,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def fitted(message: str) -> str:
     """A message for standard error, in lines that fit where that is a terminal."""
+    message = plain(message)
     if not sys.stderr.isatty():
         return message
     return "\n".join(_wrapped(message, shutil.get_terminal_size().columns))
@@ -213,14 +229,20 @@ def print_code(text: str, lexer: str) -> None:
     from rich.syntax import Syntax
 
     # Printed as text rather than as a Syntax block, which would cut long lines at the terminal's edge.
-    highlighted = Syntax("", lexer, theme="ansi_dark", background_color="default").highlight(text)
+    highlighted = Syntax("", lexer, theme="ansi_dark", background_color="default").highlight(plain(text))
     highlighted.rstrip()
     screen.print(highlighted, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
     """Print one JSON document."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    click.echo(as_json(value))
+
+
+def as_json(value: Any) -> str:
+    """A JSON document. JSON escapes some control characters; the others are escaped as well."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def note(message: str) -> None:

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import click
+from flashgen.cli.output import plain, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
         done += 1
         if time.monotonic() - last >= pause:
             last, pause = time.monotonic(), min(2 * pause, _LONGEST_PAUSE)
-            click.echo(f"{what}: {done} of {total} done, {text} the last", err=True)
+            say(f"{what}: {done} of {total} done, {text} the last", err=True)
 
     with waiting(what):
         yield remark
@@ -64,7 +64,7 @@ def _bar(total: int, what: str, screen: Console) -> Iterator[Callable[[str], Non
         def get_renderables(self) -> Iterator[Any]:
             yield self.make_tasks_table(self.tasks)
             for task in self.tasks:
-                yield Text(task.description, overflow="fold")
+                yield Text(plain(task.description), overflow="fold")
 
     columns = [MofNCompleteColumn(), TimeElapsedColumn()]
     if screen.width >= 50:
@@ -86,7 +86,7 @@ def waiting(what: str) -> Iterator[None]:
         with screen.status(what):
             yield
         return
-    remark = threading.Timer(_REMARK_AFTER, lambda: click.echo(f"{what} ...", err=True))
+    remark = threading.Timer(_REMARK_AFTER, lambda: say(f"{what} ...", err=True))
     remark.daemon = True
     remark.start()
     try:

@@ -19,6 +19,7 @@ from flashgen.cli.options import (
     specs_option,
     with_score,
 )
+from flashgen.cli.output import say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -298,7 +299,7 @@ def _print(found: dict[str, Any], verdict: Verdict) -> None:
         for each in found["accesses"]
     ]
     print_table(columns, rows, ["yellow" if each["conflicts"] else "" for each in found["accesses"]])
-    click.echo(
+    say(
         "\ncost: wavefronts of shared memory, 32-byte sectors of global memory; "
         "conflicts: those beyond the fewest"
     )

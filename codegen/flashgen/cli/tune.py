@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashgen.cli.options import OutputFolder, jobs_option, json_option, select_option, specs_option
+from flashgen.cli.output import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,7 +128,7 @@ def command(
         report = [_as_dict(ranking) for ranking in rankings]
         print_json({"gpu": here.name, "kernels": report, "written": [str(path) for path in written]})
     elif not write and any(ranking.winner is not ranking.ordinary for ranking in rankings):
-        click.echo("nothing was written; --write keeps the winners", err=True)
+        say("nothing was written; --write keeps the winners", err=True)
 
 
 def _subjects(
@@ -202,7 +203,7 @@ def _print(ranking: Ranking) -> None:
     from flashgen.tune.contest import tile_text
 
     ordinary = ranking.subject.ordinary
-    click.echo(f"{ordinary}: {len(ranking.trials)} tiles timed, {len(ranking.dropped)} dropped")
+    say(f"{ordinary}: {len(ranking.trials)} tiles timed, {len(ranking.dropped)} dropped")
     columns = [
         *(Column(key, number=True) for key, _ in ordinary.tile),
         *(Column(name, number=True) for name in ("regs", "spills", "blocks/SM")),
@@ -215,9 +216,9 @@ def _print(ranking: Ranking) -> None:
         ["green" if trial is ranking.winner else "" for trial in ranking.trials],
     )
     if ranking.winner is ranking.ordinary:
-        click.echo("the ordinary tile stays")
+        say("the ordinary tile stays")
     else:
-        click.echo(f"best: {tile_text(dict(ranking.winner.variant.tile))} efficiency={ranking.efficiency}")
+        say(f"best: {tile_text(dict(ranking.winner.variant.tile))} efficiency={ranking.efficiency}")
     for dropped in ranking.dropped[:_DROPPED_SHOWN]:
         note(f"dropped: {tile_text(dropped.tile)}: {_brief(dropped.why)}")
     if len(ranking.dropped) > _DROPPED_SHOWN:
