@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import hashlib
 import os
+import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashgen.errors import BadParam, InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["specs_dir", "templates_dir"]
 
@@ -16,6 +23,7 @@ TRUST_VARIABLE = "FLASHGEN_TRUST"  # names caches and bundles that other users m
 # The name of a file below a folder: relative, and without a step upwards.
 INSIDE = r"\A(?!/)(?!(?:.*/)?\.\.(?:/|\Z))[^\0\n\\]+\Z"
 
+_TEMPORARY = "TMPDIR names another folder"
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -74,6 +82,65 @@ def code_digest(*rooms: str) -> bytes:
         for module in sorted((_PACKAGE / room).glob("*.py")):
             digest.update(module.name.encode() + b"\0" + module.read_bytes())
     return digest.digest()
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a file. Raises OSError, also for a pipe or a device, which could block or never end."""
+    return read_with_status(path)[0]
+
+
+def read_with_status(
+    path: str | os.PathLike[str], folder: int | None = None, follow_link: bool = True
+) -> tuple[bytes, os.stat_result]:
+    """The bytes of a file and its status from the same moment; ``path`` counts from the folder of this
+    descriptor, if any. Raises OSError, also for a pipe or a device, which could block or never end.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
+    handle = os.open(path, flags, dir_fd=folder)
+    try:
+        status = os.fstat(handle)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))
+        with os.fdopen(handle, "rb", buffering=0, closefd=False) as file:
+            return file.read(), status
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder, removed at the end. Raises InternalError where there can be none, or it is full."""
+    import tempfile  # most calls need none
+
+    try:
+        made = tempfile.TemporaryDirectory(prefix="flashgen-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise InternalError(f"no temporary folder can be made: {error}; {_TEMPORARY}") from error
+    with made as folder:
+        try:
+            yield Path(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            where = Path(folder).parent
+            raise InternalError(
+                f"the temporary folder {where} cannot be written: {error.strerror}; {_TEMPORARY}"
+            ) from error
+
+
+def temporary_problem() -> str:
+    """Why temporary files cannot be used, or libraries in them not be loaded; "" where they can."""
+    try:
+        with temporary_folder() as folder:
+            (folder / "probe").write_bytes(bytes(1 << 20))
+            flags = os.statvfs(folder).f_flag if hasattr(os, "statvfs") else 0
+    except InternalError as error:
+        return str(error)
+    if flags & getattr(os, "ST_NOEXEC", 0):
+        return f"the temporary folder {folder.parent} is mounted noexec: no library in it loads; {_TEMPORARY}"
+    return ""
 
 
 def generated_dir() -> Path:

@@ -102,3 +102,25 @@ def test_native_arrays_are_not_adopted():
     x = np.zeros(3)
     assert dlpack.adopt(x, "x") is x
     assert dlpack.hand_back(x, x, ()) is x
+
+
+@pytest.mark.parametrize("speaks", ["dlpack", "cuda_array_interface"])
+def test_an_array_that_says_it_is_on_a_gpu_where_there_is_none(speaks, monkeypatch):
+    """The pointer is not followed."""
+    from flashgen.runtime import device
+
+    class Array:
+        shape, dtype = (1, 8, 2, 64), np.dtype(np.float16)
+
+    if speaks == "dlpack":
+        Array.__dlpack__ = lambda self, **_: None
+        Array.__dlpack_device__ = lambda self: (2, 0)
+    else:
+        Array.__cuda_array_interface__ = {
+            "shape": (1, 8, 2, 64), "typestr": "<f2", "data": (4096, False), "version": 3
+        }  # fmt: skip
+    monkeypatch.setattr(device, "why_unavailable", lambda: "there is no NVIDIA driver on this machine")
+    with pytest.raises(
+        DeviceTypeNotSupported, match="k says that it lies on a GPU, but there is no NVIDIA driver"
+    ):
+        dlpack.adopt(Array(), "k")

@@ -20,6 +20,8 @@ _LIBRARIES = {
     "numpy": ("numpy",),
 }
 
+_TIMEOUT = 20.0  # seconds
+
 
 def describe() -> dict[str, Any]:
     """Versions and device facts as plain types; what cannot be found is None. Needs no GPU."""
@@ -103,9 +105,15 @@ def gpu() -> dict[str, Any]:
 
 
 def _output(program: str, *arguments: str) -> str | None:
-    """What the program prints, or None when it is missing or fails."""
+    """What the program prints, or None when it is missing, fails, or does not end."""
     path = shutil.which(program)
     if path is None:
         return None
-    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False, cwd=Path.home())
+    command = [path, *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=Path.home(), timeout=_TIMEOUT
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
     return done.stdout.strip() or None if done.returncode == 0 else None

@@ -15,7 +15,7 @@ import click
 
 from flashgen import __version__
 from flashgen.cli.options import json_option
-from flashgen.cli.output import counted, plain, size
+from flashgen.cli.output import counted, plain, say, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +34,7 @@ _LIBRARIES = {
     "jax": ("jax",),
     "ml_dtypes": ("ml_dtypes",),
 }
+_TIMEOUT = 20.0  # seconds for nvidia-smi
 
 
 @dataclass
@@ -80,7 +81,7 @@ def command(as_json: bool) -> None:
         for problem in report.problems:
             click.echo(click.style("problem: ", fg="red") + plain(problem))
         if not report.problems:
-            click.echo("no problems found")
+            say("no problems found")
     if report.problems:
         sys.exit(1)
 
@@ -93,6 +94,7 @@ def examine() -> Report:
     report.probe("compiler", _compiler)
     report.probe("disassembler", _disassembler)
     report.probe("simulator", _simulator)
+    report.probe("temporary", _temporary)
     report.probe("specs", _specs)
     report.probe("tuned", _tuned)
     report.probe("cache", _cache)
@@ -124,12 +126,16 @@ def _gpus(report: Report) -> list[dict[str, Any]]:
     if tool is None:
         return []
     query = "name,driver_version,compute_cap,memory.total"
-    done = subprocess.run(
-        [tool, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
+    try:
+        done = subprocess.run(
+            [tool, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        report.problems.append(f"nvidia-smi fails: {error}; look at the driver")
+        return []
     if done.returncode != 0:
         report.problems.append(
             f"nvidia-smi fails: {(done.stderr or done.stdout).strip()}; look at the driver"
@@ -199,6 +205,18 @@ def _simulator(report: Report) -> dict[str, Any]:
             report.problems.append(str(error))
         found["why"] = str(error)
     return found
+
+
+def _temporary(report: Report) -> dict[str, Any]:
+    """The folder of temporary files, in which the simulator compiles and kernels are disassembled."""
+    import tempfile
+
+    from flashgen.paths import temporary_problem
+
+    problem = temporary_problem()
+    if problem:
+        report.problems.append(problem)
+    return {"folder": None if problem else tempfile.gettempdir(), "why": problem or None}
 
 
 def _specs(report: Report) -> dict[str, Any]:

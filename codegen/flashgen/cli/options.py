@@ -131,7 +131,7 @@ class ShapeType(click.ParamType):
         """The extents."""
         if isinstance(value, tuple):
             return value
-        if not re.fullmatch(r"\d+(?:[x,]\d+)*", value):
+        if not re.fullmatch(r"\d{1,18}(?:[x,]\d{1,18})*", value):
             self.fail(
                 f"{value!r} is not a shape; write BATCHxSEQLENxHEADSxHEAD_DIM: 1x4096x16x128", param, ctx
             )
@@ -149,7 +149,7 @@ class SplitsType(click.ParamType):
         from flashgen.operators.splits import SplitEvery, splits_of
 
         number = value.removeprefix("every:")
-        number = int(number) if number.isdecimal() else number
+        number = int(number) if number.isdecimal() and len(number) < 19 else number
         try:
             return SplitEvery(number) if value.startswith("every:") else splits_of(number)
         except BadParam as error:
@@ -167,7 +167,7 @@ class MaskType(click.ParamType):
         from flashgen.operators.maskoptions import mask_type_name
 
         try:
-            return mask_type_name(int(value) if value.isdecimal() else value)
+            return mask_type_name(int(value) if value.isdecimal() and len(value) < 19 else value)
         except BadParam as error:
             self.fail(str(error), param, ctx)
 

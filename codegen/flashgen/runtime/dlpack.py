@@ -10,6 +10,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer
+from flashgen.runtime import device
 from flashgen.runtime.arrays import cupy_kind, is_masked, is_of, kind_of
 from flashgen.runtime.cupykind import import_cupy
 
@@ -57,6 +58,7 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
 
             return _from_dlpack(np.from_dlpack, source, name, bf16)
         if device_type in _DL_CUDA:
+            _check_gpu(name)
             kind = cupy_kind()
             with import_cupy().cuda.Device(ordinal), kind.use(stream):
                 return _from_dlpack(import_cupy().from_dlpack, source, name, bf16)
@@ -66,7 +68,11 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
         )
     if hasattr(x, "__cuda_array_interface__"):
         # CuPy waits for the stream that the interface names.
-        return import_cupy().asarray(x)
+        _check_gpu(name)
+        try:
+            return import_cupy().asarray(x)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise BadTensorDtype(f"{name} cannot be read by __cuda_array_interface__: {error}") from error
     raise BadTensorDtype(
         f"{name} has type {type(x).__name__}; expected an array (CuPy, NumPy, PyTorch, JAX or DLPack)"
     )
@@ -157,6 +163,16 @@ def _from_dlpack(importer: Callable[[Any], Any], source: Any, name: str, bf16: b
     except (BufferError, TypeError, ValueError, RuntimeError) as error:
         raise BadTensorDtype(f"{name} cannot be read through DLPack: {error}") from error
     return array.view(_bfloat16()) if bf16 else array
+
+
+def _check_gpu(name: str) -> None:
+    """That there is a GPU for an array which says that it lies on one. Raises DeviceTypeNotSupported, and
+    NoCompilerError without CuPy.
+    """
+    import_cupy()
+    why = device.why_unavailable()
+    if why:
+        raise DeviceTypeNotSupported(f"{name} says that it lies on a GPU, but {why}")
 
 
 def _held(array: Any, owners: tuple[Any, ...]) -> Any:

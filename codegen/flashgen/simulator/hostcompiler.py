@@ -79,7 +79,12 @@ def build(
 @functools.lru_cache(maxsize=8)
 def _find(chosen: str, path: str) -> HostCompiler:
     if chosen:
-        command = tuple(shlex.split(chosen))
+        try:
+            command = tuple(shlex.split(chosen))
+        except ValueError as error:
+            raise NoHostCompilerError(
+                f"CXX is {chosen!r}, which is no command: {error}; {_INSTALL}"
+            ) from None
         compiler = _ask(command, path)
         if compiler is None:
             raise NoHostCompilerError(f"CXX is {chosen!r}, which does not start; {_INSTALL}")

@@ -12,12 +12,11 @@ import functools
 import hashlib
 import platform
 import re
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashgen import forks
+from flashgen import forks, paths
 from flashgen.errors import InternalError
 from flashgen.simulator import hostcompiler
 from flashgen.toolchain import cache as caches
@@ -219,7 +218,11 @@ class Library:
         try:
             loaded = ctypes.CDLL(str(path))
         except OSError as error:
-            raise InternalError(f"{name} compiles for the simulator but cannot be loaded: {error}") from error
+            advice = paths.temporary_problem()
+            raise InternalError(
+                f"{name} compiles for the simulator but cannot be loaded: {error}"
+                + (f"; {advice}" if advice else "")
+            ) from error
         if (version := loaded.flashgen_simulator_abi()) != ABI:
             raise InternalError(f"the simulator's engine has interface {version}; this package wants {ABI}")
         loaded.flashgen_params_size.restype = ctypes.c_uint64
@@ -254,7 +257,7 @@ def load(source: str, name: str, cache: CubinCache | None = None) -> Library:
         return library
 
     def build() -> bytes:
-        with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
+        with paths.temporary_folder() as folder:
             # Messages name the file alone: the folder is gone when they are read. Stripped, an object takes
             # a twentieth of the room.
             options = (*_KERNEL_OPTIONS, "-s", f"-ffile-prefix-map={folder}/=")
@@ -262,7 +265,7 @@ def load(source: str, name: str, cache: CubinCache | None = None) -> Library:
 
     # This is host code, and runs in this process: none of it comes from a bundle.
     payload = (cache or caches.default()).get_or_build(key, build, bundled=False)
-    with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
+    with paths.temporary_folder() as folder:
         path = Path(folder, f"{name}-{key[:12]}.so")
         path.write_bytes(payload)
         library = Library(path, name, digest)
@@ -304,7 +307,7 @@ def _engine(compiler: HostCompiler, cache: CubinCache | None) -> bytes:
     """The relocatable object of the engine, from the cache where it is there."""
 
     def build() -> bytes:
-        with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
+        with paths.temporary_folder() as folder:
             sources = sorted((HERE / "engine").glob("*.cpp"))
             objects = [Path(folder, f"{source.stem}.o") for source in sources]
             options = (*_ENGINE_OPTIONS, "-c", f"-I{INCLUDE}")

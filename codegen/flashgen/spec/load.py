@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.errors import SpecError
-from flashgen.paths import expanded, specs_dir
+from flashgen.paths import expanded, read_file, specs_dir
 from flashgen.spec.bases import SCORES_FILE, is_of, whole_text
 from flashgen.spec.model import Spec
 
@@ -93,7 +93,7 @@ def load_specs(
 
 def _text(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path)
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error}") from error
 

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from flashgen.errors import SpecError
 from flashgen.operators import OPERATORS
 from flashgen.operators.backward import KEPT
 from flashgen.operators.contract import DTYPES
 from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
 from flashgen.operators.lowering import CONSTANT
 from flashgen.operators.scores import DIMENSIONS, NAMES, TYPES, Score, ScoreParam
+from flashgen.paths import read_file
 from flashgen.spec.bases import SCORES_FILE
 from flashgen.spec.load import spec_folders, yaml_files
 from flashgen.spec.params import score_params
@@ -112,7 +114,11 @@ def load_scores(extra: str | os.PathLike[str] | None = None) -> Scores:
 
 def read_scores(path: Path) -> Scores:
     """The modifications of one file. Raises SpecError."""
-    document = Document(path, path.read_bytes())
+    try:
+        text = read_file(path)
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from error
+    document = Document(path, text)
     file = document.convert((), document.value, _File)
     by_name = {name: _score(document, name, given) for name, given in file.scores.items()}
     for i, row in enumerate(file.commit):

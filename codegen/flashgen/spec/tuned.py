@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashgen.errors import BadParam, TunedWarning
-from flashgen.paths import tuned_dir
+from flashgen.paths import read_file, tuned_dir
 
 
 class Tuned(NamedTuple):
@@ -45,7 +45,7 @@ def find(spec: str, gpu: str) -> Tuned | None:
     """What the user has tuned for a spec on a GPU; None, with a warning, where the file cannot be read."""
     path = path_for(spec, gpu)
     try:
-        return Tuned(path, gpu, path.read_bytes())
+        return Tuned(path, gpu, read_file(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

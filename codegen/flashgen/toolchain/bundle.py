@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import os
 import re
@@ -31,6 +32,9 @@ FORMAT = 2
 _MANIFEST = "manifest.json"
 _FOLDER = "entries/"
 _REMEDY = "copy it again, or make it anew with `flashgen bundle`"
+# What one entry, and the manifest, may have in bytes: a kernel has some 100,000, and zip packs zeros a
+# thousandfold.
+MAX_ENTRY, MAX_MANIFEST = 1 << 26, 1 << 22
 _KEY = re.compile("[0-9a-f]{64}")
 # What zipfile raises for damaged data, members of other kinds, and encrypted ones.
 _DAMAGED = (
@@ -74,12 +78,15 @@ class Bundle:
             self.distrust = private.distrust(status)
             # In memory: a process that is forked would share the position in an open file.
             self._file = zipfile.ZipFile(io.BytesIO(data))
-            manifest = json.loads(self._file.read(_MANIFEST))
+            manifest = json.loads(self._read(_MANIFEST, MAX_MANIFEST))
             made = manifest["format"], manifest["flashgen"]
             if made == (FORMAT, __version__):
                 self.compiler: str = manifest["compiler"]
                 self.kernels = tuple(Held(**each) for each in manifest["kernels"])
                 self.specs = tuple(HeldSpec(**each) for each in manifest["specs"])
+                for text in (self.compiler, *itertools.chain(*self.kernels, *self.specs)):
+                    if not isinstance(text, str):
+                        raise TypeError(f"its manifest has {text!r} where a text should be")
         except FileNotFoundError:
             raise BadParam(
                 f"{path} does not exist; `flashgen bundle --select ... -o {path}` writes a bundle"
@@ -106,13 +113,21 @@ class Bundle:
         if key not in self._listed:
             return None
         try:
-            data = self._file.read(_FOLDER + key)
+            data = self._read(_FOLDER + key, MAX_ENTRY)
         except _DAMAGED as error:
             raise BadParam(f"{self.path} is damaged: {key} cannot be read ({error}); {_REMEDY}") from error
         payload = unpack(data, key)
         if payload is None:
             raise BadParam(f"{self.path} is damaged: the SHA-256 of {key} does not match; {_REMEDY}")
         return payload
+
+    def _read(self, name: str, most: int) -> bytes:
+        """A member of the file. Raises ValueError for more than ``most`` bytes, which are not unpacked."""
+        with self._file.open(name) as member:
+            data = member.read(most + 1)  # the size that the zip states need not be true
+        if len(data) > most:
+            raise ValueError(f"{name} has more than {most:,} bytes")
+        return data
 
     def verify(self) -> None:
         """Read every entry. Raises BadParam for a damaged one."""

@@ -106,7 +106,7 @@ def bound() -> int:
     if not text:
         return MAX_BYTES
     parsed = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", text.strip().upper())
-    if parsed is None or not float(parsed[1]):
+    if parsed is None or not 0 < float(parsed[1]) < 1e12:
         raise BadParam(f"{SIZE_VARIABLE} is {text!r}; expected a size such as 500MB or 4GB")
     return int(float(parsed[1]) * _UNITS[parsed[2]])
 

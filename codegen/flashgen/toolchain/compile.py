@@ -18,6 +18,7 @@ import re
 import struct
 import time
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen import installing, paths
@@ -33,6 +34,8 @@ BASE_OPTIONS: tuple[str, ...] = ("-std=c++17", "-default-device", "--ptxas-optio
 _NO_DRIVER_CACHE, _DRIVER_CACHE_SINCE = "-no-cache", (12, 9)
 
 _MAX_ERRORS_SHOWN = 8
+# Of `Compiled`; the other fields are integers or None.
+_FIELD_TYPES = {"name": str, "arch": str, "cubin": bytes, "log": str, "seconds": (int, float)}
 
 
 class Compiled(NamedTuple):
@@ -73,9 +76,13 @@ class Compiled(NamedTuple):
         """Inverse of `to_bytes`. Raises ValueError for anything else."""
         end = 4 + int.from_bytes(data[:4], "little")
         try:
-            return cls(cubin=data[end:], **json.loads(data[4:end]))
-        except TypeError as error:
+            found = cls(cubin=data[end:], **json.loads(data[4:end]))
+        except (TypeError, RecursionError) as error:
             raise ValueError(f"not a compiled kernel: {error}") from error
+        for name, value in found._asdict().items():
+            if not isinstance(value, _FIELD_TYPES.get(name, (int, NoneType))):
+                raise ValueError(f"not a compiled kernel: its {name} is {value!r}")
+        return found
 
 
 def compile_cubin(

@@ -7,10 +7,10 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashgen import paths
 from flashgen.errors import BadParam, InternalError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ _ALWAYS = ("LDL", "STL")  # that there is none is worth saying
 _INSTRUCTION = re.compile(
     r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE
 )
+_TIMEOUT = 120.0  # seconds; a kernel takes one
 _INSTALL = 'pip install "nvidia-cuda-nvdisasm>=13" installs it'
 
 
@@ -82,11 +83,16 @@ def sass(cubin: bytes) -> str:
         raise BadParam("only machine code has SASS; this is PTX, or no kernel at all")
     tools = dict.fromkeys((nvdisasm(), *_installed()))
     failures = []
-    with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
-        file = Path(folder, "kernel.cubin")
+    with paths.temporary_folder() as folder:
+        file = folder / "kernel.cubin"
         file.write_bytes(cubin)
         for tool in tools:
-            done = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=False)
+            command = [tool, "-c", file]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                failures.append(f"{tool} fails: {error}")
+                continue
             if done.returncode == 0:
                 return done.stdout
             failures.append(f"{tool} fails: {(done.stderr or done.stdout).strip()}")

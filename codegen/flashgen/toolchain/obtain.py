@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from flashgen import logs
 from flashgen.arch import arch_parts, range_of
-from flashgen.errors import DeviceTypeNotSupported
+from flashgen.errors import CacheWarning, DeviceTypeNotSupported
 from flashgen.source import render
 from flashgen.toolchain import cache as caches
 from flashgen.toolchain import compile as compiler
@@ -58,10 +59,25 @@ def _obtained(variant: Variant, arch: str, key: str) -> tuple[Compiled, bool]:
         )
         return made[0].to_bytes()
 
-    payload = cache.get_or_build(key, build)
+    kept = _unpacked(cache.get_or_build(key, build), variant, key)
+    if not made and kept is None:
+        cache.put(key, build())
     if not made:
         _log.debug("%s for %s came from %s", variant.name, arch, cache.root)
-    return (made[0], False) if made else (Compiled.from_bytes(payload), True)
+    return (made[0], False) if made else (kept, True)
+
+
+def _unpacked(payload: bytes, variant: Variant, key: str) -> Compiled | None:
+    """The kernel of an entry; None, with a warning, where it holds something else."""
+    try:
+        found = Compiled.from_bytes(payload)
+        if found.name == variant.name:
+            return found
+        why = f"it is {found.name}"
+    except ValueError as error:
+        why = str(error)
+    warnings.warn(f"{key} is not {variant.name} ({why}); it is built again", CacheWarning, stacklevel=2)
+    return None
 
 
 def recall(variant: Variant, arch: str) -> Compiled | None:
@@ -76,8 +92,10 @@ def recall(variant: Variant, arch: str) -> Compiled | None:
     for version in dict.fromkeys(versions):
         payload = None if version is None else cache.get(cache_key(variant, arch, version))
         if payload is not None:
-            _log.debug("%s for %s came from %s", variant.name, arch, cache.root)
-            return Compiled.from_bytes(payload)
+            found = _unpacked(payload, variant, cache_key(variant, arch, version))
+            if found is not None:
+                _log.debug("%s for %s came from %s", variant.name, arch, cache.root)
+                return found
     return None
 
 

@@ -13,7 +13,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from flashgen.paths import TRUST_VARIABLE, expanded
+from flashgen.paths import TRUST_VARIABLE, expanded, read_with_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,17 +57,8 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def read(path: str | os.PathLike[str], folder: int | None = None) -> tuple[bytes, os.stat_result]:
-    """The content of a regular file, and its status from the same moment. Raises OSError, also for a link."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    handle = os.open(path, flags, dir_fd=folder)
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
-        with os.fdopen(handle, "rb", buffering=0, closefd=False) as file:
-            return file.read(), status
-    finally:
-        os.close(handle)
+    """The content of a file, and its status from the same moment. Raises OSError, also for a link."""
+    return read_with_status(path, folder, follow_link=False)
 
 
 def write(name: str, data: bytes, folder: int) -> None:
