@@ -133,8 +133,9 @@ def temporary_folder() -> Iterator[Path]:
 def temporary_problem() -> str:
     """Why temporary files cannot be used, or libraries in them not be loaded; "" where they can."""
     try:
-        with temporary_folder() as folder:
-            (folder / "probe").write_bytes(bytes(1 << 20))
+        with temporary_folder() as folder, (folder / "probe").open("wb") as probe:
+            probe.write(bytes(1 << 20))
+            probe.flush()
             flags = os.statvfs(folder).f_flag if hasattr(os, "statvfs") else 0
     except InternalError as error:
         return str(error)
