@@ -119,7 +119,26 @@ def test_the_operators_pass_torchs_own_checks():
     q, k, v, dout = tensors()
     slopes = torch.rand(HEADS)
     none = (None, None, None)
-    plain = (None, [], *none, True, None, -1, -1, None, "", "", "", "auto", False, None, None, None, None)
+    plain = (
+        None,
+        [],
+        *none,
+        True,
+        None,
+        -1,
+        -1,
+        None,
+        "",
+        "",
+        "",
+        "auto",
+        False,
+        None,
+        None,
+        None,
+        None,
+        False,
+    )
     scored = (
         None,
         [slopes],
@@ -138,6 +157,7 @@ def test_the_operators_pass_torchs_own_checks():
         None,
         None,
         None,
+        False,
     )
     for given, dtype in ((plain, torch.float32), (scored, torch.float16)):
         inputs = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
@@ -192,7 +212,7 @@ def test_padded_sequences():
 def test_packed_sequences_pass_torchs_own_checks_and_compile():
     q, k, v, dout, lengths = packed()
     lengths["cu_seqlens_q"][-1] = 9  # what lies behind the last sequence is any number, as the checks compare
-    options = (True, None, -1, -1, None, "", "", "", "auto", False, None, None, 7, None)
+    options = (True, None, -1, -1, None, "", "", "", "auto", False, None, None, 7, None, False)
     given = None, [], None, *lengths.values(), *options
     torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *given))
     with torch.no_grad():

@@ -75,7 +75,7 @@ def test_compiled_into_one_graph():
 def test_the_operators_pass_torchs_own_checks():
     q, k, v, dout = tensors(seqlen_q=40, seqlen_kv=50)
     lengths = (None, None, None)
-    options = (True, None, -1, -1, None, "", "", "", "auto", False, None, None, None, None)
+    options = (True, None, -1, -1, None, "", "", "", "auto", False, None, None, None, None, False)
     given = [], *lengths, *options
     # Tensors that require gradients are what has the operators registered.
     out, lse = (x.detach() for x in flashgen.attention(q, k, v, causal=True, return_lse=True))
