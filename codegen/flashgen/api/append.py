@@ -178,6 +178,7 @@ class AppendPlan:
                 raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
             if cache.k is None or cache.v is None:  # outputs of the operator, which it would allocate
                 raise NullPointer(f"{'k' if cache.k is None else 'v'} is None; expected an array")
+            dlpack.check_libraries({**dict(zip(APPEND.positions, given, strict=True)), **named, "q": q})
             native_q, given = dlpack.adopt(q, "q", stream), _adopted(given, stream)
             first = self.append.ready(given, self.append.pointers(given), (), stream)
             second, given = self._attending(native_q, first[1], named, stream, workspace)
@@ -264,6 +265,7 @@ def asked_to_append(
     moves = flag("causal", causal) or mask_type_name(mask_type) == "causal_bottom_right"
     positions = "each" if moves or window_of(window_size) != NO_WINDOW else "first"
     new = _pair(new)
+    dlpack.check_libraries({"q": q, "k of the cache": cache.k, "k_new": new[0]})
     if max_seqlen_kv is not None and cu_seqlens_q is None:
         _check_bound(max_seqlen_kv, new[0])
     if rotary is None and cu_seqlens_q is not None:
@@ -331,7 +333,7 @@ def append_and_attend(
     """
     append, first = ready(*of_append, stream, backend, None)
     asked = attention_over(*_appended(first, q, cache))
-    attention, second = _attending(ready, asked, stream, backend, algorithm)
+    attention, second = _attending(ready, asked, q, stream, backend, algorithm)
     _queue(append, first, attention, second, (*asked[1], None))
     return _handed(attention, second, q, stream)
 
@@ -349,17 +351,23 @@ def held(
     append = make_plan(*of_append, backend, None)
     first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
     asked = attention_over(*_appended(first, q, cache))
-    attention = _attending(make_plan, asked, backend, algorithm)
+    attention = _attending(make_plan, asked, q, backend, algorithm)
     return AppendPlan(append, attention, _interleaved(rotary))
 
 
-def _attending(make: Callable[..., Any], asked: Asked, *rest: Any) -> Any:
-    """What ``make``, `ready` or `make_plan`, makes of the attention behind an append.
+def _attending(make: Callable[..., Any], asked: Asked, q: Any, *rest: Any) -> Any:
+    """What ``make``, `ready` or `make_plan`, makes of the attention behind an append. ``q`` is the caller's.
 
     Raises as it does, but that dtypes have to be the cache's, where for attention alone q's is the norm.
     """
+    operator, given, options, scalars = asked
+    named = dict(zip(operator.positions, given, strict=True))
+    alone = {name: x for name, x in named.items() if name not in _OF_APPEND}
+    dlpack.check_libraries({"q": q} | alone)
+    if any(x is not None and arrays.kind_of(x) is None for x in given):  # others are of the append
+        given = tuple(adopted(operator, named, rest[0] if make is ready else None).values())
     try:
-        return make(*asked, *rest)
+        return make(operator, given, options, scalars, *rest)
     except BadTensorDtype:
         of_q, of_k = (arrays.view(x, name).dtype for x, name in zip(asked[1], ("q", "k"), strict=False))
         if of_q == of_k:
@@ -466,6 +474,7 @@ def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
                 "an array of another library"
             )
     named = dict(zip(APPEND.positions, given, strict=True))
+    dlpack.check_libraries(named)
     native = {name: None if x is None else dlpack.adopt(x, name, stream) for name, x in named.items()}
     own = dlpack.own_libraries(named)
     if own:  # while it is known of which library they were

@@ -208,6 +208,8 @@ def make_plan(
     keeps_scalars: bool = True,
 ) -> Plan:
     """A plan whose scalars are these, or, where it does not keep them, those that a call leaves out."""
+    names = [argument.name for argument in operator.arguments]
+    dlpack.check_libraries(dict(zip(names, given, strict=True)))
     native = tuple(
         None if x is None and (argument.optional or argument.is_output) else dlpack.adopt(x, argument.name)
         for argument, x in zip(operator.arguments, given, strict=True)
@@ -216,7 +218,6 @@ def make_plan(
         None if x is None else arrays.view(x, argument.name)
         for argument, x in zip(operator.arguments, native, strict=True)
     )
-    names = [argument.name for argument in operator.arguments]
     by_name = dict(zip(names, views, strict=True))
     with naming(**dlpack.own_libraries(dict(zip(names, given, strict=True)))):
         arrays.check_libraries(by_name)

@@ -211,7 +211,9 @@ def _problem_of(
         if isinstance(shape := arrays.shape_if_any(x, argument.name, x), tuple | list)
         and not argument.optional
     }
-    views = []
+    views, of_arrays = [], {}
+    named = dict(zip(operator.positions, given, strict=True))
+    dlpack.check_libraries({name: x for name, x in named.items() if not isinstance(x, tuple | list | str)})
     for argument, x in zip(operator.arguments, given, strict=True):
         if x is None and not (argument.optional or argument.is_output):
             x = operator.shape_beside(argument.name, shapes)
@@ -223,7 +225,10 @@ def _problem_of(
             views.append(view_of_shape(_shape(argument.name, x), argument.dtype(dtype), 0))
         else:
             view = arrays.view(dlpack.adopt(x, argument.name), argument.name)
-            views.append(dataclasses.replace(view, device=0))
+            of_arrays[argument.name] = dataclasses.replace(view, device=0)
+            views.append(of_arrays[argument.name])
+    if of_arrays:
+        arrays.check_libraries(of_arrays)
     return operator.normalise(views, options, scalars)
 
 

@@ -123,10 +123,15 @@ def check_libraries(views: Mapping[str, ArrayView | None]) -> None:
     (name_of_first, first), *others = views.items()
     for name, view in others:
         if view is not None and view.kind != first.kind and view.device == first.device:
-            raise BadParam(
-                f"{name} is a {view.kind} array but {name_of_first} is a {first.kind} one; convert it; "
-                "DLPack does so without a copy"
-            )
+            raise BadParam(mixed(name, view.kind, name_of_first, first.kind))
+
+
+def mixed(name: str, library: str, other: str, other_library: str) -> str:
+    """What to say of arrays of two libraries."""
+    return (
+        f"{name} is a {library} array but {other} is a {other_library} one; convert it; DLPack does so "
+        "without a copy"
+    )
 
 
 def is_masked(x: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer
 from flashgen.runtime import device
-from flashgen.runtime.arrays import cupy_kind, is_masked, is_of, kind_of
+from flashgen.runtime.arrays import cupy_kind, is_masked, is_of, kind_of, mixed
 from flashgen.runtime.cupykind import import_cupy
 
 if TYPE_CHECKING:
@@ -116,10 +116,25 @@ def hand_back(result: Any, like: Any, inputs: tuple[Any, ...], stream: Any = Non
         return importer(source)
 
 
+def check_libraries(given: Mapping[str, Any]) -> None:
+    """That an array which has to be adopted has no arrays of other libraries beside it: adopted, it would
+    look like one of NumPy or CuPy. ``given`` has arrays by name; of what is no array nothing is said. Raises
+    BadParam.
+    """
+    found = {name: x for name, x in given.items() if x is not None and is_array(x)}
+    if all(kind_of(x) is not None for x in found.values()):
+        return
+    libraries = {name: library_of(x) for name, x in found.items()}
+    (name_of_first, first), *others = libraries.items()
+    for name, library in others:
+        if library != first:
+            raise BadParam(mixed(name, library, name_of_first, first))
+
+
 def own_libraries(given: Mapping[str, Any]) -> dict[str, str]:
     """For `errors.rename`: what errors that see adopted arrays, of NumPy or CuPy, call those of ``given``."""
     return {
-        f"{name} is a {kind}": f"{name} is a {_library_of(x)}"
+        f"{name} is a {kind}": f"{name} is a {library_of(x)}"
         for name, x in given.items()
         if x is not None and kind_of(x) is None
         for kind in ("numpy", "cupy")
@@ -187,7 +202,11 @@ def _refuse_tracer(x: Any, name: str) -> None:
         raise BadParam(f"{name} is traced by JAX; call flashgen outside jax.jit, jax.vmap and jax.grad")
 
 
-def _library_of(x: Any) -> str:
+def library_of(x: Any) -> str:
+    """The name of the library of an array."""
+    kind = kind_of(x)
+    if kind is not None:
+        return kind.name
     # What JAX's arrays are of is the module that implements them.
     return "jax" if _is_jax(x) else type(x).__module__.partition(".")[0]
 

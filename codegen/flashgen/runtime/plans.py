@@ -506,6 +506,7 @@ def run_adopted(call: Any, operator: Any, given: dict[str, Any], stream: Any, **
     ``given`` has an array or None for each argument of the operator.
     """
     first = given[operator.arguments[0].name]
+    dlpack.check_libraries(given)
     native = adopted(operator, given, stream)
     with naming(**dlpack.own_libraries(given)):
         results = call(**native, stream=stream, **rest)
