@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from flashgen.api.keywords import advice
 from flashgen.api.kvcache import FIELDS, KVCache
 from flashgen.errors import BadParam, NullPointer
 from flashgen.operators.arguments import flag, length_bound, shown
@@ -188,13 +189,13 @@ def score_of(
         return None, (), ()
     modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), names)
     wanted = {param.name for param in modification.params}
-    for name in sorted(given.keys() ^ wanted, key=str):
-        has = f"it has {', '.join(sorted(wanted)) or 'none'}"
-        if name in given:
-            raise BadParam(f"score {modification.name} has no parameter {name}; {has}")
-        raise BadParam(
-            f"score {modification.name} needs the parameter {name}; pass params={{{name!r}: ...}}: {has}"
-        )
+    # A name that is wrong comes first: for its sake another is missing.
+    for name in sorted(given.keys() - wanted, key=str):
+        has = f"it has {', '.join(sorted(wanted)) or 'none'}{advice(str(name), wanted)}"
+        raise BadParam(f"score {modification.name} has no parameter {name}; {has}")
+    for name in sorted(wanted - given.keys()):
+        params = ", ".join(f"{each!r}: ..." for each in sorted(wanted))
+        raise BadParam(f"score {modification.name} needs the parameter {name}; pass params={{{params}}}")
     return (
         modification,
         tuple(given[param.name] for param in modification.arrays),
