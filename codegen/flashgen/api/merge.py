@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from flashgen.api.calls import call_of
 from flashgen.api.keywords import unexpected
-from flashgen.errors import BadParam, naming
+from flashgen.errors import BadParam, FlashgenError, naming, rename
 from flashgen.operators.arguments import check_memory
 from flashgen.operators.merge import MERGE, check_parts, normalise
 from flashgen.runtime import arrays, dlpack, torchkind
@@ -36,11 +36,12 @@ def merge(
 
     Returns (out, lse) of the kind of the first o: new arrays, or those given. A row that no part saw a key
     for is 0, with an LSE of -inf. More than two parts are merged one after another in order, each result
-    rounded to the dtype: ((1, 2), 3), ... A list of one part returns its two arrays themselves.
+    rounded to the dtype: parts[0] with parts[1], then with parts[2], ... A list of one part returns its two
+    arrays themselves.
 
     Raises, before anything is queued or written, BadParam for a list that is empty or no list of pairs, and
     for a tensor that requires a gradient, as there is none; what ``attention`` raises for arrays that do not
-    fit. Messages count parts from 1: o1, lse1, o2, ...
+    fit. Messages call arrays as Python does: o of parts[0], lse of parts[1].
     """
     if unknown:
         raise unexpected(merge, unknown)
@@ -56,13 +57,13 @@ def merge(
         if traced:
             from flashgen.api import compiled
 
-            numbered = {
-                f"{name}{number}": x
-                for number, pair in enumerate(pairs, 1)
+            named = {
+                f"{name} of parts[{index}]": x
+                for index, pair in enumerate(pairs)
                 for name, x in zip(("o", "lse"), pair, strict=True)
             }
             results = {"out": out, "lse_out": lse_out}
-            compiled.check(numbered | results, stream, "merge()", {*results})
+            compiled.check(named | results, stream, "merge()", {*results})
         elif len(pairs) != 2:  # two are checked on the way to the kernel
             _check_merge(pairs, out, lse_out, stream)
         for number, part in enumerate(pairs[1:], 2):
@@ -71,9 +72,18 @@ def merge(
                 o, lse = compiled.merge(given, backend)
             else:
                 o, lse = call_of(kind, MERGE, given, (), (), stream, backend, None)
-    except torchkind.RequiresGradient as error:
-        raise error.of("merge()") from None
+    except FlashgenError as error:
+        if traced:  # named already
+            raise
+        refused = error.of("merge()") if isinstance(error, torchkind.RequiresGradient) else error
+        rename(refused, **_names(len(pairs)))
+        raise refused from None
     return o, lse
+
+
+def _names(count: int) -> dict[str, str]:
+    """What a caller calls the arrays that messages count from 1, for `errors.rename`."""
+    return {f"{name}{i + 1}": f"{name} of parts[{i}]" for i in range(count) for name in ("o", "lse")}
 
 
 def _pairs(parts: Any, what: str) -> list[tuple[Any, Any]]:
@@ -109,6 +119,7 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
     for name, x in results.items():
         if x is not None and dlpack.immutable(x):
             raise BadParam(f"{name} has type {type(x).__name__}, whose memory cannot be written to")
+    dlpack.check_libraries(dict(zip(names, given, strict=True)) | results)
     views = [arrays.view(dlpack.adopt(x, name, stream), name) for x, name in zip(given, names, strict=True)]
     written = {
         name: None if x is None else arrays.view(dlpack.adopt(x, name, stream), name)
