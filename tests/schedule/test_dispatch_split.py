@@ -1,5 +1,6 @@
 """Which calls with lengths on the device take the kernels that split the keys of many queries."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from flashgen.operators.arguments import Expected, view_of_shape
 from flashgen.operators.attention import normalise as rectangle
 from flashgen.operators.splits import SplitEvery
 from flashgen.operators.varlen import normalise
-from flashgen.schedule.dispatch import offers, select
+from flashgen.schedule.dispatch import cost, offers, select
 from flashgen.schedule.plan import plan_steps
 from flashgen.spec.load import load_specs
 
@@ -125,3 +126,48 @@ def test_pages_that_no_box_fits_and_other_gpus():
     assert chosen(chunks(1, 128, 32_768, page_size=8)).spec == "flash_fwd_varlen_sm80"
     blackwell = SimpleNamespace(**{**vars(H200), "arch": "sm_100", "compute_capability": (10, 0)})
     assert chosen(chunks(1, 128, 32_768), blackwell).spec == "flash_fwd_varlen_sm80"
+
+
+def plain_and_with_lengths(batch, queries, keys, heads, head_dim, causal):
+    """A call, and the same one whose sequences have their lengths on the device."""
+    q = view_of_shape((batch, queries, heads[0], head_dim), "bf16", 0)
+    kv = view_of_shape((batch, keys, heads[1], head_dim), "bf16", 0)
+    lengths = view_of_shape((batch,), "int32", 0)
+    return rectangle(q, kv, kv, causal=causal), normalise(q, kv, kv, kv_lengths=lengths, causal=causal)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.integers(1, 1500),
+    st.sampled_from([77, 1024, 4096, 16_384, 32_768, 131_072]),
+    st.sampled_from([(32, 8), (16, 16), (16, 2), (8, 1)]),
+    st.sampled_from([64, 80, 96, 128, 192, 256]),
+    st.booleans(),
+)
+def test_no_plain_call_is_slower_than_the_same_call_with_lengths(
+    batch, queries, keys, heads, head_dim, causal
+):
+    """By the model, whose times are comparable: kernels for calls with lengths have the same tiles."""
+    plain, varlen = plain_and_with_lengths(batch, queries, keys, heads, head_dim, causal)
+    times = [cost(problem, H200, chosen(problem)) for problem in (plain, varlen)]
+    assert times[0] <= 1.005 * times[1]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "queries"), [(1, 128), (1, 256), (2, 128)])
+def test_a_few_hundred_queries_without_lengths_are_split_as_well(batch, queries, causal):
+    plain, varlen = plain_and_with_lengths(batch, queries, 16_384, (32, 8), 128, causal)
+    assert chosen(varlen).family == SPLIT
+    variant = chosen(plain)
+    assert variant.family == "flash_split"
+    assert variant.tile == chosen(varlen).tile
+    plan = plan_steps(plain, variant, H200)
+    assert 0.95 * H200.num_sms < plan.steps[0].launch.blocks <= H200.num_sms
+
+
+@pytest.mark.parametrize("splits", [1, SplitEvery(1024)])
+def test_splits_that_a_plain_call_fixes_are_not_equal_shares(splits):
+    plain, _ = plain_and_with_lengths(1, 128, 32_768, (32, 8), 128, causal=False)
+    assert chosen(plain).family == "flash_split"
+    assert chosen(dataclasses.replace(plain, splits=splits)).family == "flash_fwd"

@@ -90,6 +90,8 @@ FORWARD_SM90 = (
     ("flash_fwd_hdim64_fp16_causal_sm90", TOP_LEFT),
     ("flash_fwd_hdim32_bf16_dense_m64_sm90", MASKED_WINDOW),
     ("flash_fwd_hdim64_bf16_dense_sm90", MASKED_TOP_LEFT),
+    ("flash_split_hdim64_fp16_local_m128_sm90", LONG_WINDOW_MHA),
+    ("flash_split_hdim64_bf16_causal_m128_packgqa_sm90", TOP_LEFT),
 )
 FORWARD_VARLEN_SM90 = (
     ("flash_fwd_varlen_hdim32_fp16_local_m64_sm90", SEQUENCES),

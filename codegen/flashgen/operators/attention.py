@@ -59,6 +59,9 @@ ARGUMENTS = (
         optional=True,
     ),
 )
+# Who splits keys: a kernel, into equal shares of all that there are, or the call; of a family that a call of
+# either kind may take, nobody ("any").
+SPLITS = ("none", "fixed")
 OPTIONS = ("causal", "mask_type", "window_size", "return_lse", "splits", "score")
 SCALARS = ("softmax_scale",)
 
@@ -369,6 +372,11 @@ ATTENTION = Operator(
         "dtype": Axis(lambda problem, value: value == problem.dtype, DTYPES),
         "mask_type": Axis(lambda problem, value: value == problem.mask_type, KERNEL_MASKS, default="none"),
         "gqa": Axis(_serves_grouping, ("mha", "gqa", "packed"), default="mha"),
+        "splits": Axis(
+            lambda problem, value: value == "any" or (value == "fixed") == (problem.splits != AUTO),
+            SPLITS,
+            default="any",
+        ),
     },
     grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch"),
     normalise=by_name(normalise, ARGUMENTS, OPTIONS, without=("lse",)),

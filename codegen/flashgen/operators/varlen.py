@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 # What a kernel knows of pages: the keys of a sequence are rows one after another, or lie in pages.
 PAGES = ("none", "paged")
-# Who splits keys: a kernel, into equal shares of all that there are, or the call; of a family that a call of
-# either kind may take, nobody ("any").
-SPLITS = ("none", "fixed")
 # Keys of the sequence that stands for all where the kernel must not depend on their lengths.
 _STANDARD_KEYS = 4096
 _INTEGERS = {"dtypes": ("int32",), "layout": "contiguous", "alignment": 4, "optional": True}
@@ -511,11 +508,6 @@ VARLEN = Operator(
     axes={
         **ATTENTION.axes,
         "pages": Axis(lambda problem, value: (value == "paged") == problem.paged, PAGES, default="none"),
-        "splits": Axis(
-            lambda problem, value: value == "any" or (value == "fixed") == (problem.splits != AUTO),
-            SPLITS,
-            default="any",
-        ),
     },
     grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_rows"),
     normalise=attention.by_name(normalise, ARGUMENTS, OPTIONS, without=("lse",)),

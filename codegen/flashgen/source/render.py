@@ -233,6 +233,7 @@ def _context(form: Variant) -> dict[str, Any]:
         "variant": form,
         "name": form.name,
         "operator": form.operator,
+        "has_lengths": form.operator in ("varlen", "varlen_backward"),  # of each sequence, on the device
         "target": form.target,
         "header": header_comment(form),
         "params_struct": struct_text(form.params),

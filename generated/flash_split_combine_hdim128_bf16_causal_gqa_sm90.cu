@@ -1,0 +1,328 @@
+// flash_split_combine_hdim128_bf16_causal_gqa_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, splits none, gqa gqa
+// tile      block_m 192, block_n 64, q_stages 2, stages 3
+// block     256 threads, 0 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// spec      flash_split_sm90.yaml
+// template  flash_combine_rows_sm90.cu.j2
+#include "flashgen/sm90.cuh"
+
+// Adds up what several thread blocks of the kernel before this one have left of a tile, and writes O and LSE. Rows are many and parts of a
+// row few, so a warp has a row to itself.
+
+using element = bf16;
+
+constexpr int kHeadDimV = 128;  // of O
+constexpr int kBlockM = 192;  // query rows of a tile of the kernel before this one
+constexpr int kBlockN = 64;  // keys of its KV blocks
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kVectors = kHeadDimV / 4;             // of a row of O in fp32
+constexpr int kLaneVectors = (kVectors + 31) / 32;  // of them, those of a lane
+constexpr int kPartsAtOnce = 4;                     // parts that a warp has on their way from global memory
+
+static_assert(kHeadDimV % 4 == 0, "a lane stores four elements of a row");
+
+struct Params {
+    const float* part_outputs;            // (parts, kBlockM, kHeadDimV)
+    const float* part_sums;               // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
+    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
+    int64_t out_batch_stride;             // strides are in elements
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int64_t lse_batch_stride;
+    int64_t lse_head_stride;
+    int32_t num_heads_q;
+    int32_t batch_size;
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
+    int32_t head_dim_v;                   // of the call, at most kHeadDimV
+    int32_t num_row_blocks;               // rows of one head
+    int32_t num_tiles;                    // rows of all heads, as a tile is one row
+    int32_t first_kv_block;               // of every tile
+    int32_t num_kv_blocks;                // of all tiles
+    int32_t kv_blocks_per_tile;
+    int32_t kv_blocks_per_share;          // of a thread block
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
+    uint64_t num_row_blocks_divisor;
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+};
+static_assert(sizeof(Params) == 144 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
+static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, out_batch_stride) == 32);
+static_assert(offsetof(Params, out_row_stride) == 40 && offsetof(Params, out_head_stride) == 48);
+static_assert(offsetof(Params, lse_batch_stride) == 56 && offsetof(Params, lse_head_stride) == 64);
+static_assert(offsetof(Params, num_heads_q) == 72 && offsetof(Params, batch_size) == 76 && offsetof(Params, seqlen_q) == 80);
+static_assert(offsetof(Params, seqlen_kv) == 84 && offsetof(Params, head_dim_v) == 88 && offsetof(Params, num_row_blocks) == 92);
+static_assert(offsetof(Params, num_tiles) == 96 && offsetof(Params, first_kv_block) == 100);
+static_assert(offsetof(Params, num_kv_blocks) == 104 && offsetof(Params, kv_blocks_per_tile) == 108);
+static_assert(offsetof(Params, kv_blocks_per_share) == 112 && offsetof(Params, num_heads_divisor) == 120);
+static_assert(offsetof(Params, num_row_blocks_divisor) == 128 && offsetof(Params, diagonal_offset) == 136);
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
+
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
+}
+
+// Which thread blocks of the kernel before this one had parts of a tile.
+struct Parts {
+    int first;
+    int last;
+    bool begins_share;  // whether the share of thread block `first` begins with the tile
+};
+
+// A row of the tiles of a head.
+struct Row {
+    int batch;
+    int head;  // of the queries
+    int row_in_tile;
+    int row_in_entry;  // of out and lse, in which the sequence may be one of several
+    Parts parts;  // of its tile
+};
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+// The rows of a head in this grid. The launcher counts single rows as tiles here, so num_row_blocks is a number of rows.
+__device__ __forceinline__ int rows_of_head(const Params& params) { return params.num_row_blocks; }
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+// The queries of a sequence.
+__device__ __forceinline__ Rows queries_of(const Params& params, int) { return {0, params.seqlen_q}; }
+
+// Its keys.
+__device__ __forceinline__ Rows keys_of(const Params& params, int) { return {0, params.seqlen_kv}; }
+
+// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
+    Params own = params;
+    own.seqlen_q = seqlen_q;
+    own.seqlen_kv = seqlen_kv;
+    return own;
+}
+
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+// None where there is no such sequence.
+__device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
+    if (sequence >= params.batch_size) return {};
+    return {queries_of(params, sequence), keys_of(params, sequence)};
+}
+
+// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, const Lengths& lengths) {
+    return with_lengths(params, lengths.queries.count, lengths.keys.count);
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
+}
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
+// These are the KV blocks that some query of the sequence sees. The rows of one tile may see fewer.
+struct Tiles {
+    int row_blocks;
+    int first_kv_block;
+    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
+};
+
+// The launcher has counted them, for all sequences alike.
+__device__ __forceinline__ Tiles tiles_of(const Params& params) {
+    return {(num_rows(params) + kBlockM - 1) / kBlockM, params.first_kv_block, params.kv_blocks_per_tile};
+}
+
+__device__ __forceinline__ int num_heads(const Params& params) {
+    return params.num_heads_q;
+}
+
+// How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
+__device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
+    const Tiles tiles = tiles_of(with_lengths(params, lengths));
+    return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
+}
+
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths&, int& num_kv_blocks, int) {
+    num_kv_blocks = params.num_kv_blocks;
+    return params.kv_blocks_per_share;
+}
+
+// KV blocks of a share, and how many KV blocks all sequences before number `sequence` have.
+struct KvBlockCounts {
+    int per_share;
+    int sequence;
+    int before;
+};
+
+// Goes on to a sequence that is not before the last one. All lanes of the warp call it.
+__device__ __forceinline__ void advance_to(const Params& params, KvBlockCounts& counts, int sequence, int lane) {
+    for (; counts.sequence < sequence; counts.sequence += 32) {
+        const int other = counts.sequence + lane;
+        const int count = other < sequence ? count_kv_blocks(params, lengths_of(params, other)) : 0;
+        counts.before += __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
+    }
+    counts.sequence = sequence;
+}
+
+// Row `index` of the grid, which has num_row_blocks rows for each head of each sequence: the most that one may have. The shares are
+// consecutive KV blocks of all tiles, one tile after the other. A row that its sequence does not have has one part, so nothing is added.
+__device__ __forceinline__ Row find_row(const Params& params, KvBlockCounts& counts, int index, int lane) {
+    const int head_of_batch = divide(index, params.num_row_blocks_divisor);
+    const int row_of_head = index - head_of_batch * rows_of_head(params);
+    Row row;
+    row.batch = divide(head_of_batch, params.num_heads_divisor);
+    const int grid_head = head_of_batch - row.batch * num_heads(params);
+    advance_to(params, counts, row.batch, lane);
+    const Lengths lengths = lengths_of(params, row.batch);
+    const Params own = with_lengths(params, lengths);
+    const Tiles tiles = tiles_of(own);
+    const int query = query_of_row(params, row_of_head);
+    row.head = grid_head;
+    row.row_in_tile = row_of_head % kBlockM;
+    const int begin = counts.before + (grid_head * tiles.row_blocks + row_of_head / kBlockM) * tiles.kv_blocks;
+    Parts& parts = row.parts;
+    parts.first = begin / counts.per_share;
+    parts.last = row_of_head < num_rows(own) ? (begin + tiles.kv_blocks - 1) / counts.per_share : parts.first;
+    parts.begins_share = parts.first * counts.per_share == begin;
+    row.row_in_entry = lengths.queries.begin + query;
+    return row;
+}
+
+// Where a row of a thread block's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last
+// in another; what it has of a tile is the first, unless its share begins ahead of the tile.
+__device__ __forceinline__ int64_t part_row(const Params&, const Parts& parts, int block, int row) {
+    const int slot = 2 * block + (block == parts.first && !parts.begins_share ? 1 : 0);
+    return int64_t(slot) * kBlockM + row;
+}
+
+// O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
+struct Sums {
+    float row_max;
+    float row_sum;
+    float output[kLaneVectors][4];
+};
+
+__device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, const uint4 (&output)[kLaneVectors]) {
+    const float larger = fmaxf(sums.row_max, row_max);
+    const float own_factor = rescale_factor(sums.row_max, larger);
+    const float other_factor = rescale_factor(row_max, larger);
+    sums.row_max = larger;
+    sums.row_sum = sums.row_sum * own_factor + row_sum * other_factor;
+#pragma unroll
+    for (int i = 0; i < kLaneVectors; ++i) {
+        sums.output[i][0] = sums.output[i][0] * own_factor + __uint_as_float(output[i].x) * other_factor;
+        sums.output[i][1] = sums.output[i][1] * own_factor + __uint_as_float(output[i].y) * other_factor;
+        sums.output[i][2] = sums.output[i][2] * own_factor + __uint_as_float(output[i].z) * other_factor;
+        sums.output[i][3] = sums.output[i][3] * own_factor + __uint_as_float(output[i].w) * other_factor;
+    }
+}
+
+// Adds every kStep-th part of a row of the tile, from part `first_part` on, in order.
+template <int kStep>
+__device__ __forceinline__ Sums add_parts(const Params& params, const Parts& parts, int row, int first_part, int lane) {
+    Sums sums = {kNoRowMax, 0.0f, {}};
+    for (int first = first_part; first <= parts.last; first += kStep * kPartsAtOnce) {
+        // All loads are started before the first one is used.
+        float2 loaded[kPartsAtOnce];
+        uint4 output[kPartsAtOnce][kLaneVectors];
+#pragma unroll
+        for (int part = 0; part < kPartsAtOnce; ++part) {
+            if (first + part * kStep > parts.last) break;
+            const int64_t source = part_row(params, parts, first + part * kStep, row);
+            loaded[part] = load_global_64(params.part_sums + source * 2);
+#pragma unroll
+            for (int i = 0; i < kLaneVectors; ++i) {
+                if (kVectors % 32 != 0 && 32 * i + lane >= kVectors) break;
+                output[part][i] = load_global_128(params.part_outputs + source * kHeadDimV + (32 * i + lane) * 4);
+            }
+        }
+#pragma unroll
+        for (int part = 0; part < kPartsAtOnce; ++part) {
+            if (first + part * kStep > parts.last) break;
+            add(sums, loaded[part].x, loaded[part].y, output[part]);
+        }
+    }
+    return sums;
+}
+
+// Writes O of a row, four elements a lane, and the first lane LSE.
+__device__ __forceinline__ void store_row(const Params& params, const Row& row, const Sums& sums, int lane) {
+    // A row that attends to nothing has the sum 0 and becomes 0.
+    const float factor = sums.row_sum == 0.0f ? 0.0f : __fdividef(1.0f, sums.row_sum);
+    element* out = params.out + row.batch * params.out_batch_stride + row.row_in_entry * params.out_row_stride +
+                   row.head * params.out_head_stride;
+#pragma unroll
+    for (int i = 0; i < kLaneVectors; ++i) {
+        const int column = (32 * i + lane) * 4;
+        if (column >= params.head_dim_v) break;
+        store_global_32(out + column, pack<element>(sums.output[i][0] * factor, sums.output[i][1] * factor));
+        store_global_32(out + column + 2, pack<element>(sums.output[i][2] * factor, sums.output[i][3] * factor));
+    }
+    if (params.lse != nullptr && lane == 0) {
+        const int64_t lse_row = row.batch * params.lse_batch_stride + row.head * params.lse_head_stride + row.row_in_entry;
+        store_global_32(params.lse + lse_row, natural_lse(sums.row_max, sums.row_sum));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+flash_split_combine_hdim128_bf16_causal_gqa_sm90(const __grid_constant__ Params params) {
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
+    griddepcontrol_launch_dependents();
+
+    int num_kv_blocks;
+    KvBlockCounts counts = {kv_blocks_per_share(params, lengths_of(params, lane), num_kv_blocks, lane), 0, 0};
+    for (int index = block_index() * kWarps + warp; index < params.num_tiles; index += kWarps * int(gridDim.x)) {
+        const Row row = find_row(params, counts, index, lane);
+        if (row.parts.first == row.parts.last) continue;  // the one thread block that had the tile has written the row
+        store_row(params, row, add_parts<1>(params, row.parts, row.row_in_tile, row.parts.first, lane), lane);
+    }
+}
