@@ -242,6 +242,36 @@ __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& q
     return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
 }
 
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
+    const int end = keys_of_query(params, params.seqlen_q - 1).end;
+    return {end - first_key};
+}
+
 // The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
 // addresses that follow from it.
 __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address smem) {
@@ -304,9 +334,10 @@ using RowsOfV = SwizzledRows<kRowBytesV>;  // of dO, too
 using RowsOfScores = SwizzledRows<kBlockM * sizeof(element)>;  // of P^T and dS^T, a row for each key
 
 // Starts the copy of kCount rows into shared memory. kChunks threads stand side by side along a row, and each takes every kChunks-th
-// chunk of its rows. Rows from `valid_rows` on and elements from `columns` on become zeros. `row_stride` is in elements.
+// chunk of its rows. Rows outside of [first_row, end_row) and elements from `columns` on become zeros. `row_stride` is in elements.
 template <typename Rows, int kCount>
-__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int valid_rows, int columns) {
+__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int first_row, int end_row,
+                                          int columns) {
     constexpr int kRowsPerPass = kThreads / Rows::kChunks;
     static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
     const int row = threadIdx.x / Rows::kChunks;
@@ -322,7 +353,7 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
         for (int panel = 0; panel < Rows::kRowBytes / Rows::kPeriod; ++panel) {
             const int column = (panel * Rows::kChunks + chunk) * kChunkElements;
             cp_async_16(destination.step(first, panel * Rows::kChunks), source + panel * Rows::kChunks * kChunkElements,
-                        first + row < valid_rows && column < columns ? 16 : 0);
+                        first + row >= first_row && first + row < end_row && column < columns ? 16 : 0);
         }
         if (first + kRowsPerPass < kCount) source += kRowsPerPass * row_stride;
         opaque(source);
@@ -331,16 +362,17 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
 
 // Starts the copy of K and V of the block.
 __device__ __forceinline__ void copy_keys(const Params& params, const KeyBlock& block, shared_address smem) {
-    const int valid_rows = params.seqlen_kv - block.first_key;
+    const SeenRows seen = seen_rows(params, block.first_key);
+    constexpr int first_row = 0;
     const int kv_head = kv_head_of(params, block);
     copy_rows<RowsOfK, kBlockN>(smem + kKOffset,
                                 params.k + block.batch * params.k_batch_stride + kv_head * params.k_head_stride +
                                     block.first_key * params.k_row_stride,
-                                params.k_row_stride, valid_rows, params.head_dim);
+                                params.k_row_stride, first_row, seen.end, params.head_dim);
     copy_rows<RowsOfV, kBlockN>(smem + kVOffset,
                                 params.v + block.batch * params.v_batch_stride + kv_head * params.v_head_stride +
                                     block.first_key * params.v_row_stride,
-                                params.v_row_stride, valid_rows, params.head_dim_v);
+                                params.v_row_stride, first_row, seen.end, params.head_dim_v);
 }
 
 // Starts the copy of a step's Q, dO, lse_log2 and delta into a stage.
@@ -351,11 +383,11 @@ __device__ __forceinline__ void copy_queries(const Params& params, const KeyBloc
     copy_rows<RowsOfK, kBlockM>(stage + kQOffset,
                                 params.q + block.batch * params.q_batch_stride + head * params.q_head_stride +
                                     first_query * params.q_row_stride,
-                                params.q_row_stride, valid_rows, params.head_dim);
+                                params.q_row_stride, 0, valid_rows, params.head_dim);
     copy_rows<RowsOfV, kBlockM>(stage + kDoutOffset,
                                 params.dout + block.batch * params.dout_batch_stride + head * params.dout_head_stride +
                                     first_query * params.dout_row_stride,
-                                params.dout_row_stride, valid_rows, params.head_dim_v);
+                                params.dout_row_stride, 0, valid_rows, params.head_dim_v);
     // LSE and delta have all rows of the block. Four floats a thread.
     const int row = threadIdx.x % (kBlockM / 4) * 4;
     const int64_t unit_row = first_unit_row(params, block.batch, head) + first_query + row;
@@ -494,17 +526,6 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][
             }
         }
     }
-}
-
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
-// The keys that a query attends to: those up to its diagonal.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }

@@ -486,15 +486,15 @@ __device__ __forceinline__ void clear_rows(shared_address block, int begin, int 
 
 constexpr int kClearBarrier = 1;  // the named barrier of all consumers
 
-// Whether rows of K and V lie past the sequence's keys.
-__device__ __forceinline__ bool has_tail_of_keys(const Params& params, const KeyBlock& block) {
+// Whether no query of the sequence sees some rows of K and V: they lie past its keys.
+__device__ __forceinline__ bool has_unseen_keys(const Params& params, const KeyBlock& block) {
     return params.seqlen_kv - block.first_key < kBlockN;
 }
 
 // Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. It waits for K and V itself. All consumers of
 // a thread block that has steps call it, ahead of their first read of either.
-__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& block, shared_address shared,
-                                                   const Barriers& barriers) {
+__device__ __forceinline__ void clear_unseen_keys(const Params& params, const KeyBlock& block, shared_address shared,
+                                                  const Barriers& barriers) {
     const int keys_left = params.seqlen_kv - block.first_key;
     mbarrier_wait(barriers.q_full(0), 0);
     clear_rows<kPanels, kBlockN>(shared, keys_left);
@@ -715,7 +715,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
     Step previous = step;
-    if (count > 0 && has_tail_of_keys(params, block)) clear_tail_of_keys(params, block, shared, barriers);
+    if (count > 0 && has_unseen_keys(params, block)) clear_unseen_keys(params, block, shared, barriers);
     // dQ = dS K, with dS of both consumers.
     auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
         mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);

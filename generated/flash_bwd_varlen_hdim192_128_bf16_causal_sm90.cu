@@ -602,15 +602,15 @@ __device__ __forceinline__ void clear_rows(shared_address block, int begin, int 
 
 constexpr int kClearBarrier = 1;  // the named barrier of all consumers
 
-// Whether rows of K and V lie past the sequence's keys.
-__device__ __forceinline__ bool has_tail_of_keys(const Params& params, const KeyBlock& block) {
+// Whether no query of the sequence sees some rows of K and V: they lie past its keys.
+__device__ __forceinline__ bool has_unseen_keys(const Params& params, const KeyBlock& block) {
     return params.seqlen_kv - block.first_key < kBlockN;
 }
 
 // Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. It waits for K and V itself. All consumers of
 // a thread block that has steps call it, ahead of their first read of either.
-__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& block, shared_address shared,
-                                                   const Barriers& barriers) {
+__device__ __forceinline__ void clear_unseen_keys(const Params& params, const KeyBlock& block, shared_address shared,
+                                                  const Barriers& barriers) {
     const int keys_left = params.seqlen_kv - block.first_key;
     mbarrier_wait(barriers.q_full(0), 0);
     clear_rows<kPanels, kBlockN>(shared, keys_left);
@@ -843,7 +843,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& bl
     QueryValues lse;
     HeldRows<128> k_rows;
     if (count > 0) {
-        if (has_tail_of_keys(params, block)) clear_tail_of_keys(params, block, shared, barriers);
+        if (has_unseen_keys(params, block)) clear_unseen_keys(params, block, shared, barriers);
         clear_tail_of_step(params, step, shared, barriers, ring);
         mbarrier_wait(barriers.q_full(0), 0);
         k_rows.load(shared, lane);
@@ -947,7 +947,7 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& bl
     QueryValues delta;
     HeldRows<64> v_rows;
     if (count > 0) {
-        if (has_tail_of_keys(params, block)) clear_tail_of_keys(params, block, shared, barriers);
+        if (has_unseen_keys(params, block)) clear_unseen_keys(params, block, shared, barriers);
         clear_tail_of_step(params, step, shared, barriers, ring);
         mbarrier_wait(barriers.dout_full(0), 0);
         v_rows.load(shared + kVOffset, lane);

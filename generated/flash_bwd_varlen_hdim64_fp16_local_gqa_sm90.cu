@@ -248,6 +248,18 @@ __device__ __forceinline__ QueryRange queries_of_key(const Params& params, int k
     return {max(diagonal - params.window_right, 0), end < params.seqlen_q ? int(end) : params.seqlen_q};
 }
 
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: a window around its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    const int diagonal = query + params.diagonal_offset;
+    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
+}
+
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K and V arrive with the first Q and dO. A stage, of Q and
 // dO, is empty when every consumer warp has released it.
 struct Barriers {
@@ -514,20 +526,28 @@ __device__ __forceinline__ void clear_rows(shared_address block, int begin, int 
 
 constexpr int kClearBarrier = 1;  // the named barrier of all consumers
 
-// Whether rows of K and V lie past the sequence's keys.
-__device__ __forceinline__ bool has_tail_of_keys(const Params& params, const KeyBlock& block) {
-    return params.seqlen_kv - block.first_key < kBlockN;
+// The rows of a block of keys that no query of the sequence sees, as its window begins behind them.
+__device__ __forceinline__ int rows_before_window(const Params& params, int first_key) {
+    return min(kBlockN, max(0, keys_of_query(params, 0).begin - first_key));
+}
+
+// Whether no query of the sequence sees some rows of K and V: they lie past its keys, or before its window.
+__device__ __forceinline__ bool has_unseen_keys(const Params& params, const KeyBlock& block) {
+    return params.seqlen_kv - block.first_key < kBlockN || rows_before_window(params, block.first_key) > 0;
 }
 
 // Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. It waits for K and V itself. All consumers of
 // a thread block that has steps call it, ahead of their first read of either.
-__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& block, shared_address shared,
-                                                   const Barriers& barriers) {
+__device__ __forceinline__ void clear_unseen_keys(const Params& params, const KeyBlock& block, shared_address shared,
+                                                  const Barriers& barriers) {
     const int keys_left = params.seqlen_kv - block.first_key;
     mbarrier_wait(barriers.q_full(0), 0);
     clear_rows<kPanels, kBlockN>(shared, keys_left);
     mbarrier_wait(barriers.dout_full(0), 0);
     clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
+    const int before_window = rows_before_window(params, block.first_key);
+    clear_rows<kPanels, kBlockN>(shared, 0, before_window);
+    clear_rows<kPanelsV, kBlockN>(shared + kVOffset, 0, before_window);
     barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
 }
 
@@ -745,7 +765,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
     Step previous = step;
-    if (count > 0 && has_tail_of_keys(params, block)) clear_tail_of_keys(params, block, shared, barriers);
+    if (count > 0 && has_unseen_keys(params, block)) clear_unseen_keys(params, block, shared, barriers);
     // dQ = dS K, with dS of both consumers.
     auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
         mma_dq(dq, ds_smem + consumer * kDsPanelBytes, shared);

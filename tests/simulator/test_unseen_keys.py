@@ -44,6 +44,7 @@ FEW_SEQUENCES = Shape(3, 700, heads=1, batch=4, window=(300, 0))
 FEW_MASKED = Shape(3, 700, heads=1, batch=4, window=(300, 0), mask="qk")
 
 WINDOW_SM90 = "flash_fwd_varlen_hdim32_bf16_local_sm90"  # several consumers
+WINDOW_BACKWARD = "flash_bwd_varlen_hdim64_fp16_local_sm90"
 
 FORWARD_SM80 = (
     ("flash_fwd_hdim32_fp16_local_m64_sm80", WINDOW),  # loop stages
@@ -261,6 +262,78 @@ FAULTS = (
         ("deadlock",),
         SKIP_LAST_BLOCK,
         CLEAR_AHEAD_OF_TURN,
+    ),
+    # The backward pass, in which K is multiplied by dS, too.
+    fault(
+        "rows before a window copied for gradients",
+        "flash_bwd_hdim32_fp16_local_sm80",
+        WINDOW,
+        NUMBERS,
+        "first + row >= first_row && ",
+        "",
+    ),
+    fault(
+        "rows past a diagonal copied for gradients",
+        "flash_bwd_hdim32_fp16_causal_sm80",
+        TOP_LEFT,
+        NUMBERS,
+        *END,
+    ),
+    fault(
+        "keys before a window taken for those in it, by TMA, for gradients",
+        "flash_bwd_hdim64_fp16_local_sm90",
+        WINDOW,
+        NUMBERS,
+        "const int row = mapped_row(params, block.first_key);",
+        "const int row = block.first_key;",
+    ),
+    fault(
+        "steps over the keys before a window, by TMA",
+        "flash_bwd_hdim64_fp16_local_direct_sm90",
+        WINDOW,
+        NUMBERS,
+        "const int row = mapped_row(params, (steps.last - i) * kBlockM);",
+        "const int row = (steps.last - i) * kBlockM;",
+    ),
+    fault(
+        "no block of keys begins before a window",
+        WINDOW_BACKWARD,
+        SEQUENCES,
+        NUMBERS,
+        " || rows_before_window(params, block.first_key) > 0;",
+        ";",
+    ),
+    fault(
+        "K before a window as it is",
+        WINDOW_BACKWARD,
+        SEQUENCES,
+        NUMBERS,
+        "    clear_rows<kPanels, kBlockN>(shared, 0, before_window);\n",
+        "",
+    ),
+    fault(
+        "V before a window as it is",
+        WINDOW_BACKWARD,
+        SEQUENCES,
+        NUMBERS,
+        "    clear_rows<kPanelsV, kBlockN>(shared + kVOffset, 0, before_window);\n",
+        "",
+    ),
+    fault(
+        "the peer's K before a window as it is",
+        "flash_bwd_varlen_hdim192_fp16_local_pair_sm90",
+        LONG_SEQUENCES_MHA,
+        NUMBERS,
+        "shared + kPeerKOffset, 0, rows_before_window(params, first_key_of_peer(block)));",
+        "shared + kPeerKOffset, 0, 0);",
+    ),
+    fault(
+        "zeros before a window without a proxy fence, for gradients",
+        WINDOW_BACKWARD,
+        SEQUENCES,
+        ("proxy",),
+        "    fence_proxy_async();  // wgmma would not see the zeros otherwise\n",
+        "",
     ),
 )
 
