@@ -56,7 +56,8 @@ class Expression:
         self.text = " ".join(str(text).split())
         # Most are numbers, which need no compiler.
         self._number = text if type(text) is int else None
-        self._code, self._numbers = None, ()
+        self._code: CodeType | None = None
+        self._numbers: tuple[str, ...] = ()
         if self._number is None:
             self._code, self._numbers = _compile(self.text, names)
         self.reads = names.intersection(self._code.co_names) if self._code else frozenset()
