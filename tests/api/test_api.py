@@ -163,9 +163,10 @@ def test_kinds_that_are_mixed_are_called_by_their_own_libraries():
     with pytest.raises(errors.BadParam, match=r"^alibi_slopes is a jax array but q is a torch one"):
         flashgen.attention(*tensors, alibi_slopes=jax.numpy.ones(4))
     plan = flashgen.plan(*tensors)
-    for given, name in ((others, "q"), ((*tensors[:2], others[2]), "v")):
-        with pytest.raises(errors.BadParam, match=f"^{name} is a jax array, but the plan was made for torch"):
-            plan(*given)
+    with pytest.raises(errors.BadParam, match=r"^q is a jax array, but the plan was made for torch"):
+        plan(*others)
+    with pytest.raises(errors.BadParam, match=r"^v is a jax array but q is a torch one"):
+        plan(*tensors[:2], others[2])
 
 
 def test_kinds_that_nothing_refuses_are_a_fault_of_flashgen(monkeypatch):

@@ -575,7 +575,7 @@ def test_arrays_of_several_libraries_are_called_by_their_own():
     q, *new = map(torch.from_numpy, given)
     with pytest.raises(errors.BadParam, match=r"^v_new is a jax array but k_new is a torch one"):
         flashgen.append(cache, new[0], jnp.asarray(given[2]))
-    with pytest.raises(errors.BadParam, match=r"^k is a torch array but q is a jax one"):
+    with pytest.raises(errors.BadParam, match=r"^k_new is a torch array but q is a jax one"):
         flashgen.attention(jnp.asarray(given[0]), cache, append=new)
     slopes = torch.ones(4)
     plan = flashgen.plan(q, cache, append=new, alibi_slopes=slopes)
@@ -583,5 +583,5 @@ def test_arrays_of_several_libraries_are_called_by_their_own():
         plan(q, cache, (jnp.asarray(given[1]), jnp.asarray(given[2])), slope=slopes)
     for changed in ({"q": jnp.asarray(given[0])}, {"slope": jnp.ones(4)}):
         (name,) = changed
-        with pytest.raises(errors.BadParam, match=f"^{name} is a jax array, but the plan was made for torch"):
+        with pytest.raises(errors.BadParam, match=f"^{name} is a jax array but k_new is a torch one"):
             plan(**{"q": q, "cache": cache, "append": new, "slope": slopes} | changed)

@@ -24,7 +24,6 @@ CALLS = {
     "q": lambda x: flashgen.attention(x, Q, Q),
     "out": lambda x: flashgen.attention(x, x, x, out=Q.copy()),
     "mask": lambda x: flashgen.attention(Q, Q, Q, mask=x[0, :, :1, 0] > 9),
-    "lengths": lambda x: flashgen.attention(x, cache()),
     "plan": lambda x: flashgen.plan(Q, x, x),
     "call of a plan": lambda x: flashgen.plan(Q, Q, Q)(Q, x, x),
     "backward": lambda x: flashgen.attention_backward(x, Q, Q, Q, Q, LSE),
@@ -35,7 +34,7 @@ CALLS = {
     "cascade": lambda x: flashgen.cascade(Q, [(Q, Q), (x, x)]),
     "cascade of one": lambda x: flashgen.cascade(Q, [(x, x)]),
     "cascade into out": lambda x: flashgen.cascade(x, [(x, x), (x, x)], out=Q.copy()),
-    "append": lambda x: flashgen.append(cache(), *new(x)),
+    "append": lambda x: flashgen.append(cache(), x[:, :1], Q[:, :1]),
     "append before attention": lambda x: flashgen.attention(Q[:, :1], cache(), append=new(x)),
     "attention after append": lambda x: flashgen.attention(x[:, :1], cache(), append=new(Q)),
     "mask after append": lambda x: flashgen.attention(Q, cache(), append=new(Q), mask=x[0, :, :1, 0] > 9),
@@ -62,3 +61,18 @@ def test_libraries_do_not_mix(name, make):
     either = f"({make.__name__.removeprefix('from_')}|numpy)"
     with pytest.raises(BadParam, match=rf"is a {either} array(,| but .* is a {either} one)"):
         CALLS[name](x)
+
+
+def test_a_cache_may_be_of_a_library_that_can_be_written_to_beside_jax():
+    x = from_jax()
+    held, own = cache(), cache()
+    total, _ = flashgen.append(held, *new(x))
+    flashgen.append(own, *new(Q))
+    np.testing.assert_array_equal(held.k, own.k)
+    assert type(total) is type(x)
+    after = flashgen.KVCache(held.k, held.v, np.ones(1, np.int32))
+    out = flashgen.attention(x[:, :1], after)
+    np.testing.assert_array_equal(np.asarray(out), flashgen.attention(Q[:, :1], after))
+    table = pytest.importorskip("jax.numpy").zeros((1, 1), np.int32)
+    with pytest.raises(BadParam, match="pages is a jax array but k is a numpy one"):
+        flashgen.attention(x[:, :1], flashgen.KVCache(held.k, held.v, after.lengths, table))

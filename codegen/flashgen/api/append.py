@@ -24,7 +24,7 @@ from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag, length_bound, overlapping
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.runtime import arrays, check, dlpack, hostarrays, torchkind
-from flashgen.runtime.plans import adopted, placed_workspace
+from flashgen.runtime.plans import adopted, cache_arrays, placed_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -178,7 +178,8 @@ class AppendPlan:
                 raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
             if cache.k is None or cache.v is None:  # outputs of the operator, which it would allocate
                 raise NullPointer(f"{'k' if cache.k is None else 'v'} is None; expected an array")
-            dlpack.check_libraries({**dict(zip(APPEND.positions, given, strict=True)), **named, "q": q})
+            own = {**dict(zip(APPEND.positions, given, strict=True)), **named, "q": q}
+            dlpack.check_libraries(own, cache_arrays(own))
             native_q, given = dlpack.adopt(q, "q", stream), _adopted(given, stream)
             first = self.append.ready(given, self.append.pointers(given), (), stream)
             second, given = self._attending(native_q, first[1], named, stream, workspace)
@@ -265,7 +266,7 @@ def asked_to_append(
     moves = flag("causal", causal) or mask_type_name(mask_type) == "causal_bottom_right"
     positions = "each" if moves or window_of(window_size) != NO_WINDOW else "first"
     new = _pair(new)
-    dlpack.check_libraries({"q": q, "k of the cache": cache.k, "k_new": new[0]})
+    dlpack.check_libraries({"q": q, "k_new": new[0], "k": cache.k}, ("k",))
     if max_seqlen_kv is not None and cu_seqlens_q is None:
         _check_bound(max_seqlen_kv, new[0])
     if rotary is None and cu_seqlens_q is not None:
@@ -474,7 +475,7 @@ def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
                 "an array of another library"
             )
     named = dict(zip(APPEND.positions, given, strict=True))
-    dlpack.check_libraries(named)
+    dlpack.check_libraries(named, cache_arrays(named))
     native = {name: None if x is None else dlpack.adopt(x, name, stream) for name, x in named.items()}
     own = dlpack.own_libraries(named)
     if own:  # while it is known of which library they were

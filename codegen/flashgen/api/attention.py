@@ -56,8 +56,8 @@ def attention(
     """softmax(q k^T * softmax_scale, masked) v, exactly, without the matrix of scores.
 
     Arrays may be of CuPy, NumPy, PyTorch, JAX, or of any library with DLPack or ``__cuda_array_interface__``;
-    none is copied, and all arrays of a call are of one library. NumPy arrays, and others in host memory, are
-    computed on the CPU.
+    none is copied. All arrays of a call are of one library; beside those of JAX, which cannot be written to,
+    a KVCache may be of another. NumPy arrays, and others in host memory, are computed on the CPU.
 
     q: (batch, seqlen_q, num_heads_q, head_dim), or without batch; fp16, bf16 or fp32. head_dim is at most 256
         and a multiple of 8 (of 4 for fp32). Any strides, but the last dimension is contiguous and rows are

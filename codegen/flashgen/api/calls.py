@@ -11,7 +11,7 @@ from flashgen.api.backends import runner_for
 from flashgen.api.kvcache import arrays_instead
 from flashgen.errors import InternalError, naming
 from flashgen.runtime import arrays, dlpack, torchkind
-from flashgen.runtime.plans import Plan, adopted, run_adopted
+from flashgen.runtime.plans import Plan, adopted, cache_arrays, run_adopted
 
 if TYPE_CHECKING:
     from flashgen.operators.operator import Operator
@@ -209,7 +209,8 @@ def make_plan(
 ) -> Plan:
     """A plan whose scalars are these, or, where it does not keep them, those that a call leaves out."""
     names = [argument.name for argument in operator.arguments]
-    dlpack.check_libraries(dict(zip(names, given, strict=True)))
+    named = dict(zip(names, given, strict=True))
+    dlpack.check_libraries(named, cache_arrays(named))
     native = tuple(
         None if x is None and (argument.optional or argument.is_output) else dlpack.adopt(x, argument.name)
         for argument, x in zip(operator.arguments, given, strict=True)
@@ -219,7 +220,7 @@ def make_plan(
         for argument, x in zip(operator.arguments, native, strict=True)
     )
     by_name = dict(zip(names, views, strict=True))
-    with naming(**dlpack.own_libraries(dict(zip(names, given, strict=True)))):
+    with naming(**dlpack.own_libraries(named)):
         arrays.check_libraries(by_name)
     problem = operator.normalise(views, options, (None,) * len(scalars))
     called = problem.with_scalars(scalars)  # raises what is wrong with them, ahead of compiling

@@ -101,7 +101,13 @@ def cascade(
         raise NullPointer("q is None; expected an array")
     of_parts = {f"parts[{i}]: {name}": x for i, part in enumerate(parts) for name, x in _named(part).items()}
     if any(x is not None and arrays.kind_of(x) is None for x in (q, *of_parts.values())):
-        dlpack.check_libraries({"q": q} | of_parts | {"out": out})
+        in_caches = [
+            f"parts[{i}]: {name}"
+            for i, part in enumerate(parts)
+            if isinstance(part, KVCache)
+            for name in _named(part)
+        ]
+        dlpack.check_libraries({"q": q} | of_parts | {"out": out}, in_caches)
         with naming(**dlpack.own_libraries({"q": q, "out": out} | of_parts)):
             return _cascade_adopted(
                 q, parts, out, stream, causal, softmax_scale, softcap, return_lse, backend

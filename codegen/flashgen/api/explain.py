@@ -26,6 +26,7 @@ from flashgen.errors import (
 )
 from flashgen.operators.arguments import dtype_name, view_of_shape
 from flashgen.runtime import arrays, dlpack
+from flashgen.runtime.plans import cache_arrays
 from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
@@ -213,7 +214,8 @@ def _problem_of(
     }
     views, of_arrays = [], {}
     named = dict(zip(operator.positions, given, strict=True))
-    dlpack.check_libraries({name: x for name, x in named.items() if not isinstance(x, tuple | list | str)})
+    given_arrays = {name: x for name, x in named.items() if not isinstance(x, tuple | list | str)}
+    dlpack.check_libraries(given_arrays, cache_arrays(given_arrays))
     for argument, x in zip(operator.arguments, given, strict=True):
         if x is None and not (argument.optional or argument.is_output):
             x = operator.shape_beside(argument.name, shapes)

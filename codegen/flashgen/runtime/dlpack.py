@@ -15,7 +15,7 @@ from flashgen.runtime.arrays import cupy_kind, is_masked, is_of, kind_of, mixed
 from flashgen.runtime.cupykind import import_cupy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 # DLPack's device types and type codes: https://dmlc.github.io/dlpack/latest/c_api.html
 _DL_HOST = (1, 3)
@@ -116,19 +116,25 @@ def hand_back(result: Any, like: Any, inputs: tuple[Any, ...], stream: Any = Non
         return importer(source)
 
 
-def check_libraries(given: Mapping[str, Any]) -> None:
+def check_libraries(given: Mapping[str, Any], of_cache: Collection[str] = ()) -> None:
     """That an array which has to be adopted has no arrays of other libraries beside it: adopted, it would
-    look like one of NumPy or CuPy. ``given`` has arrays by name; of what is no array nothing is said. Raises
-    BadParam.
+    look like one of NumPy or CuPy. ``given`` has arrays by name; of what is no array nothing is said. The
+    arrays ``of_cache``, of a KV cache, may be of a library of their own beside those of JAX, which cannot be
+    written to. Raises BadParam.
     """
     found = {name: x for name, x in given.items() if x is not None and is_array(x)}
     if all(kind_of(x) is not None for x in found.values()):
         return
-    libraries = {name: library_of(x) for name, x in found.items()}
-    (name_of_first, first), *others = libraries.items()
-    for name, library in others:
-        if library != first:
-            raise BadParam(mixed(name, library, name_of_first, first))
+    others = {name: x for name, x in found.items() if name not in of_cache}
+    if others and all(map(immutable, others.values())):
+        groups = others, {name: x for name, x in found.items() if name in of_cache}
+    else:
+        groups = (found,)
+    for group in groups:
+        libraries = [(name, library_of(x)) for name, x in group.items()]
+        for name, library in libraries[1:]:
+            if library != libraries[0][1]:
+                raise BadParam(mixed(name, library, *libraries[0]))
 
 
 def own_libraries(given: Mapping[str, Any]) -> dict[str, str]:

@@ -32,6 +32,8 @@ from flashgen.runtime.arrays import Arrays, Pointers, Work
 from flashgen.runtime.streams import stream_pointer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.operator import Problem
     from flashgen.schedule.plan import Step
@@ -500,13 +502,20 @@ def adopted(operator: Any, given: dict[str, Any], stream: Any) -> dict[str, Any]
     }
 
 
+def cache_arrays(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which of the arrays that an operator is given, by name, a KV cache may have."""
+    if given.get("k_cache") is not None:
+        return "k_cache", "v_cache", "lengths", "pages", "index"
+    return () if given.get("kv_lengths") is None else ("k", "v", "kv_lengths", "pages", "index")
+
+
 def run_adopted(call: Any, operator: Any, given: dict[str, Any], stream: Any, **rest: Any) -> Any:
     """``call`` for arrays that flashgen does not read directly: adopt them, call, hand the results back.
 
     ``given`` has an array or None for each argument of the operator.
     """
     first = given[operator.arguments[0].name]
-    dlpack.check_libraries(given)
+    dlpack.check_libraries(given, cache_arrays(given))
     native = adopted(operator, given, stream)
     with naming(**dlpack.own_libraries(given)):
         results = call(**native, stream=stream, **rest)
