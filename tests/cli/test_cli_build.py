@@ -1,9 +1,11 @@
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 
+from flashgen.paths import templates_dir
 from flashgen.spec.load import load_specs
 from flashgen.toolchain.cache import default
 from flashgen.toolchain.obtain import recall
@@ -234,6 +236,8 @@ def test_check_advises_what_was_checked(tiny, flashgen, tmp_path):
 def test_a_checkout_keeps_generated_up_to_date(tiny, flashgen, monkeypatch):
     generated = tiny / "generated"
     generated.mkdir()
+    # Its templates are then the shipped ones, which have all headers.
+    shutil.copytree(templates_dir() / "include", tiny / "templates" / "include", dirs_exist_ok=True)
     monkeypatch.setattr("flashgen.paths.checkout", lambda: tiny)
     (generated / "README.md").write_text("kept")
     assert flashgen("build", "--no-compile").exit_code == 0
