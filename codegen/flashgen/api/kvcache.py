@@ -44,7 +44,8 @@ class KVCache(_ShapesShown):
     lengths: int32 (batch,), contiguous, on the device of k: the tokens that each sequence has in the cache.
         No call changes it.
     pages: int32 (batch, max_pages): pages[b, j] has the keys j * page_size to (j + 1) * page_size - 1 of
-        sequence b. Entries behind the last token have no effect.
+        sequence b. Entries without a key that some query sees may hold anything: those after the last token,
+        and those before a window.
     index: int32 (batch,): the row of k and v of each sequence; by default its own number. Not with pages.
     """
 
