@@ -2,13 +2,13 @@
 #pragma once
 
 #include <bit>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
 #include "simulator/machine.hpp"
+#include "simulator/math.hpp"
 #include "simulator/vectors.hpp"
 
 #define __global__

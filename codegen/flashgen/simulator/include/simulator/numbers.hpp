@@ -2,8 +2,9 @@
 #pragma once
 
 #include <bit>
-#include <cmath>
 #include <cstdint>
+
+#include "simulator/math.hpp"
 
 namespace flashgen::simulator {
 
