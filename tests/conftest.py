@@ -1,6 +1,7 @@
 """A tiny family of kernels (tests/fixtures) to load, change and render, apart from the shipped ones; and a
 GPU that only keeps what it is asked to launch."""
 
+import functools
 import os
 import secrets
 import shutil
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, settings
 from threadpoolctl import threadpool_limits
 
 from fake_gpu import H200, Binding, Driver
+from flashgen.paths import specs_dir
+from flashgen.spec import tuned
 from flashgen.spec.load import load_spec
 from flashgen.toolchain.parallel import processors
 
@@ -20,6 +23,7 @@ settings.register_profile("flashgen", deadline=None, suppress_health_check=[Heal
 settings.load_profile("flashgen")
 
 FIXTURES = Path(__file__).parent / "fixtures"
+SHIPPED = specs_dir()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +34,26 @@ def blas_threads():
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     with threadpool_limits(max(1, processors() // workers), "blas"):
         yield
+
+
+@functools.cache
+def shipped_spec(path):
+    return load_spec(path)
+
+
+@pytest.fixture(autouse=True)
+def shipped_specs_are_checked_once(request, monkeypatch):
+    """By each process. It takes more than a second, and a test of the command line may load them twice.
+    tests/spec, which tests loading, loads as a user does.
+    """
+
+    def load(path, cache=None, gpu=None):
+        if path.parent != SHIPPED or (gpu is not None and tuned.find(path.stem, gpu) is not None):
+            return load_spec(path, cache, gpu)
+        return shipped_spec(path)
+
+    if "spec" not in request.path.parts:
+        monkeypatch.setattr("flashgen.spec.load.load_spec", load)
 
 
 @pytest.fixture(autouse=True)
