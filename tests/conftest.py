@@ -3,7 +3,6 @@ GPU that only keeps what it is asked to launch."""
 
 import functools
 import os
-import secrets
 import shutil
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from threadpoolctl import threadpool_limits
 
+from draw import VARIABLE, draw, is_drawn, run_seed, seed_of
 from fake_gpu import H200, Binding, Driver
 from flashgen.paths import specs_dir
 from flashgen.spec import tuned
@@ -24,6 +24,37 @@ settings.load_profile("flashgen")
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SHIPPED = specs_dir()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="run all tests: those that are drawn from, and those marked extra",
+    )
+
+
+def pytest_configure():
+    run_seed()  # before pytest-xdist starts its workers
+
+
+def pytest_report_header(config):
+    part = "all tests" if config.option.whole else "a part of the simulator's tests, all with --whole"
+    return f"{VARIABLE}={run_seed()}: {part}"
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config, items):
+    """Without --whole leave out tests that are marked extra, and most of those that are many and alike; but
+    run all of a file that the command line names.
+    """
+    if config.option.whole or any(".py" in argument for argument in config.args):
+        return
+    many = [item for item in items if is_drawn(item)]
+    left_out = set(many) - draw(many, run_seed())
+    left_out |= {item for item in items if item.get_closest_marker("extra")}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,11 +94,10 @@ def nothing_tuned(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def fresh_seed():
-    """A fresh seed, which pytest shows where a test fails; or FLASHGEN_TEST_SEED, to see a failure again."""
-    seed = int(os.environ.get("FLASHGEN_TEST_SEED") or secrets.randbits(32))
-    print(f"FLASHGEN_TEST_SEED={seed}")
-    return seed
+def fresh_seed(request):
+    """A fresh seed, from that of the run, which pytest shows where a test fails."""
+    print(f"{VARIABLE}={run_seed()}")
+    return seed_of(request.node.nodeid)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extra
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.extra
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 

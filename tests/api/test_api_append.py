@@ -43,6 +43,7 @@ def tables(rng):
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("backend", ON)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (6, 0)}], ids=str)
 @pytest.mark.parametrize("rotates", [False, True], ids=["plain", "rotary"])

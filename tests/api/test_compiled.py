@@ -12,6 +12,7 @@ from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, Fl
 from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
+
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
@@ -20,6 +21,7 @@ from flashgen.api import compiled  # noqa: E402, F401  # registers the operators
 from flashgen.compat.flash_attn import flash_attn_func  # noqa: E402
 
 ROWS, HEADS, KV_HEADS, WIDTH = 3, 4, 2, 16
+pytestmark = pytest.mark.extra
 needs_compiler = pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="Inductor compiles C++")
 
 

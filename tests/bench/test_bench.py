@@ -435,6 +435,7 @@ LINEAGE = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "head_dim", "mask"), LINEAGE)
 @pytest.mark.parametrize("seqlen", [256, 300])
 def test_the_formula_of_bytes_is_what_the_simulator_counts(name, head_dim, mask, seqlen, monkeypatch):

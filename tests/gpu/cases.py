@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import flashgen
+from draw import VARIABLE, run_seed, seed_of
 from flashgen.operators import reference
 from flashgen.operators.attention import normalise
 from flashgen.operators.masks import Band
@@ -210,10 +210,9 @@ def locate(wrong: Tensor) -> str:
 
 
 def new_seed() -> int:
-    """A fresh seed, which pytest shows where a test fails; or FLASHGEN_TEST_SEED, to see a failure again."""
-    seed = int(os.environ.get("FLASHGEN_TEST_SEED") or secrets.randbits(32))
-    print(f"FLASHGEN_TEST_SEED={seed}")
-    return seed
+    """A fresh seed, from that of the run, which pytest shows where a test fails."""
+    print(f"{VARIABLE}={run_seed()}")
+    return seed_of(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0])
 
 
 def make(case: Case, device: str, seed: int) -> Arrays:

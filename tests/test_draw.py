@@ -1,0 +1,76 @@
+"""What is drawn from tests that are alike: a part, with every trait, the same for the same seed."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import draw
+from flashgen.spec.load import load_specs
+from simulator import faults, faults_sm90
+
+
+def cases(name, values):
+    """Items of a test of the simulator, one for each value of its parameter."""
+    return [
+        Item(f"tests/simulator/{name}[{at}]", SimpleNamespace(params={"value": value}))
+        for at, value in enumerate(values)
+    ]
+
+
+class Item:
+    path = Path("tests/simulator/test_some.py")
+
+    def __init__(self, nodeid, callspec=None):
+        self.nodeid = nodeid
+        if callspec is not None:
+            self.callspec = callspec
+
+    def get_closest_marker(self, name):
+        return None
+
+
+FAULTS = (*faults.FAULTS, *faults_sm90.FAULTS)
+VARIANTS = [variant for spec in load_specs() for variant in spec.variants()[::20]]
+
+
+def test_a_part_is_drawn_and_another_seed_draws_another():
+    items = cases("test.py::test_it", range(100))
+    drawn = [draw.draw(items, seed) for seed in (1, 1, 2)]
+    assert [len(each) for each in drawn] == [math.ceil(100 / draw.SHARE)] * 3
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_each_test_keeps_a_case():
+    items = [item for at in range(10) for item in cases(f"test.py::test_{at}", range(3))]
+    assert {item.nodeid.partition("[")[0] for item in draw.draw(items, 1)} == {
+        item.nodeid.partition("[")[0] for item in items
+    }
+
+
+def test_each_kernel_with_a_fault_each_check_and_each_spec_is_drawn():
+    for values in (FAULTS, VARIANTS):
+        for seed in range(5):
+            drawn = draw.draw(cases("test.py::test_it", values), seed)
+            found = draw.traits(item.callspec.params["value"] for item in drawn)
+            assert found == draw.traits(values)
+            assert len(drawn) < len(values) / 2
+
+
+def test_only_cases_of_the_simulator_and_of_marked_tests_are_drawn():
+    case, alone = cases("test.py::test_it", [1])[0], Item("tests/simulator/test.py::test_it")
+    assert draw.is_drawn(case)
+    assert not draw.is_drawn(alone)
+    case.path = Path("tests/api/test_api.py")
+    assert not draw.is_drawn(case)
+    case.get_closest_marker = lambda name: object() if name == "drawn" else None
+    assert draw.is_drawn(case)
+
+
+def test_tests_have_seeds_of_their_own_which_the_seed_of_the_run_repeats(monkeypatch):
+    monkeypatch.setenv(draw.VARIABLE, "7")
+    first, other = draw.seed_of("a test"), draw.seed_of("another")
+    assert first == draw.seed_of("a test") != other
+    monkeypatch.setenv(draw.VARIABLE, "8")
+    assert draw.seed_of("a test") != first
+    monkeypatch.setenv(draw.VARIABLE, "")
+    assert draw.run_seed() == draw.run_seed() > 0
