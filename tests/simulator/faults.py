@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.simulator.example import Shape
+from simulator.edits import replace
 
 # Ways of finding a fault that are no SimulationError.
 WRONG = "wrong numbers"
@@ -13,7 +14,7 @@ WRONG = "wrong numbers"
 @dataclass(frozen=True)
 class Fault:
     """``caught`` names the checks any of which may find it first: which one does depends on the order of
-    threads. ``edits`` are (old text, new text) pairs; each old text stands once in the source of ``variant``.
+    threads. ``edits`` are (old text, new text) pairs for ``edits.replace``.
     """
 
     name: str
@@ -26,8 +27,7 @@ class Fault:
     def plant(self, source: str) -> str:
         """The source with the fault; AssertionError where the kernel is no longer written that way."""
         for old, new in self.edits:
-            assert source.count(old) == 1, f"{self.name}: {old!r} stands {source.count(old)} times"
-            source = source.replace(old, new)
+            source = replace(source, old, new, self.name)
         return source
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flashgen.simulator.example import Shape
 from flashgen.source.render import render
+from simulator.edits import replace
 from simulator.faults import ASYNC, NUMBERS, RACE, WRONG
 
 # Two warps share keys and have halves of the queries and of the columns; two stages.
@@ -45,8 +46,7 @@ class Fault:
 
     def plant(self, source: str) -> str:
         """The source with the fault; AssertionError where the kernel is no longer written that way."""
-        assert source.count(self.old) == 1, f"{self.name}: {self.old!r} stands {source.count(self.old)} times"
-        return source.replace(self.old, self.new)
+        return replace(source, self.old, self.new, self.name)
 
     def sources(self, step):
         """The source of a step of the call, which may be the one with the fault."""
