@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pytest
 
 # One test of so many, and more where a trait would be missing.
-SHARE = 8
+SHARE = 12
 VARIABLE = "FLASHGEN_TEST_SEED"
 
 
