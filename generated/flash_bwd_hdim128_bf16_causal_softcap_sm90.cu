@@ -727,6 +727,10 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
     auto own_dq_of = [&](const Step& done) {
         return dq_of(params, block, done, consumer * kPanelColumns, warp_key % 64, lane);
     };
+    // Adds this warp's part of dQ of a step.
+    auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {
+        add_dq(own, dq);
+    };
 
     // Consumers start steps in turn, so that one's MMAs run while the other computes P and dS. Otherwise they may come to do the same at
     // the same time, and their MMAs wait for each other.
@@ -776,7 +780,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_dq(own_dq, dq);
+        if (i > 0) add_own_dq(own_dq, dq);
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
@@ -792,7 +796,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes);
         wgmma_wait<0>();
         pin_registers(dq);
-        add_dq(own_dq_of(previous), dq);
+        add_own_dq(own_dq_of(previous), dq);
     }
     barrier_arrive(kAddedBarrier, kAddedThreads);
     // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.

@@ -801,7 +801,8 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
     auto own_dq_of = [&](const Step& done) {
         return dq_of(params, block, done, consumer * kPanelColumns, warp_key % 64, lane);
     };
-    auto add_and_arrive = [&](float* own, const float (&dq)[kDqColumns / 2]) {
+    // Adds this warp's part of dQ of a step.
+    auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {
         add_dq(own, dq);
         __syncwarp();  // all lanes have added
         release(barriers.dq_added());
@@ -859,7 +860,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         release(barriers.ds_ready());
         pin_registers(dq);
         if (i > 0) mbarrier_wait(barriers.turn(), (i + 1) % 2);
-        if (i > 0) add_and_arrive(own_dq, dq);
+        if (i > 0) add_own_dq(own_dq, dq);
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
@@ -876,7 +877,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         wgmma_wait<0>();
         pin_registers(dq);
         mbarrier_wait(barriers.turn(), (count - 1) % 2);
-        add_and_arrive(own_dq_of(previous), dq);
+        add_own_dq(own_dq_of(previous), dq);
     }
     // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
     release(barriers.ds_ready());  // this warp no longer reads K

@@ -775,6 +775,10 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
     auto own_dq_of = [&](const Step& done) {
         return dq_of(params, block, done, 0, warp_key, lane);
     };
+    // Adds this warp's part of dQ of a step.
+    auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {
+        add_dq(own, dq);
+    };
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -822,7 +826,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_dq(own_dq, dq);
+        if (i > 0) add_own_dq(own_dq, dq);
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
@@ -838,7 +842,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes);
         wgmma_wait<0>();
         pin_registers(dq);
-        add_dq(own_dq_of(previous), dq);
+        add_own_dq(own_dq_of(previous), dq);
     }
     // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
     release(barriers.ds_ready());  // this warp no longer reads K

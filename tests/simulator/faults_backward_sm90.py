@@ -285,7 +285,7 @@ FAULTS = (
         SKIPS,
         SKIPPED,
         (WRONG,),
-        "        add_dq(own_dq_of(previous), dq);\n        previous = step;\n",
+        "        add_own_dq(own_dq_of(previous), dq);\n        previous = step;\n",
         "        previous = step;\n",
     ),
     # A dense mask.
@@ -391,15 +391,15 @@ FAULTS = (
         ROWS,
         SHAPE,
         (WRONG,),
-        "if (i > 0) add_dq(own_dq, dq);",
-        "add_dq(own_dq, dq);",
+        "if (i > 0) add_own_dq(own_dq, dq);",
+        "add_own_dq(own_dq, dq);",
     ),
     fault(
         "dQ of the last step is not",
         ROWS,
         SHAPE,
         (WRONG,),
-        "        add_dq(own_dq_of(previous), dq);\n    }\n",
+        "        add_own_dq(own_dq_of(previous), dq);\n    }\n",
         "    }\n",
     ),
     fault(
