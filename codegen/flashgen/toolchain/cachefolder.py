@@ -206,10 +206,13 @@ class CacheFolder:
 
 
 def _is_cache(folder: int) -> bool:
-    """Whether a folder without a marker has nothing but what the cache writes: one of an earlier version of
-    flashgen, or an empty one.
+    """Whether a folder has nothing but what the cache writes: one of an earlier version of flashgen, or an
+    empty one. A marker settles it: another thread or process may have just written it.
     """
-    for part in _names(folder):
+    parts = list(_names(folder))
+    if MARKER in parts:
+        return True
+    for part in parts:
         if part not in _PARTS:
             return False
         try:
