@@ -277,14 +277,16 @@ __device__ __forceinline__ void copy_v(const Params& params, const element* v, s
 
 // The same for a block whose keys some query sees, so that rows are not predicated: of the blocks that a tile visits, only the last may
 // reach past the last such key.
+__device__ __forceinline__ SeenRows whole_at_its_end(const Params&, int) { return {kBlockN}; }
+
 __device__ __forceinline__ void copy_k_whole(const Params& params, const element* k, shared_address stage, int block) {
-    const SeenRows rows = {kBlockN};
-    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, rows, params.head_dim);
+    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, whole_at_its_end(params, block),
+                        params.head_dim);
 }
 
 __device__ __forceinline__ void copy_v_whole(const Params& params, const element* v, shared_address stage, int block) {
-    const SeenRows rows = {kBlockN};
-    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, rows, params.head_dim_v);
+    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, whole_at_its_end(params, block),
+                         params.head_dim_v);
 }
 
 // Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.

@@ -293,16 +293,19 @@ __device__ __forceinline__ void copy_v(const Params& params, const element* v, s
                          params.head_dim_v);
 }
 
-// The same for a block of which all keys exist: of the blocks that a tile visits, only the last may reach past the sequence's end. Rows of
-// K are not predicated, as scores of keys that no query sees are masked, whatever they are. Those of V are, at the beginning.
+// The same for a block whose last keys some query sees: of the blocks that a tile visits, only the last may reach past the last such key.
+__device__ __forceinline__ SeenRows whole_at_its_end(const Params& params, int block) {
+    return {seen_rows(params, block * kBlockN).begin, kBlockN};
+}
+
 __device__ __forceinline__ void copy_k_whole(const Params& params, const element* k, shared_address stage, int block) {
-    const SeenRows rows = {0, kBlockN};
-    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, rows, params.head_dim);
+    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, whole_at_its_end(params, block),
+                        params.head_dim);
 }
 
 __device__ __forceinline__ void copy_v_whole(const Params& params, const element* v, shared_address stage, int block) {
-    const SeenRows rows = {seen_rows(params, block * kBlockN).begin, kBlockN};
-    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, rows, params.head_dim_v);
+    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, whole_at_its_end(params, block),
+                         params.head_dim_v);
 }
 
 // Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
