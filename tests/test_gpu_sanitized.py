@@ -39,7 +39,8 @@ def test_every_tile_mask_type_grouping_head_dim_and_dtype_is_watched():
 
     runnable = [v for v in sanitized.VARIANTS.values() if runs_on(v, H200)]
     assert seen(CHOSEN) == seen(runnable)
-    specs = {"flash_decode_sm80", "flash_decode_sm90", "flash_fwd_sm80", "flash_fwd_sm90"}
+    specs = {f"{family}_{target}" for family in ("flash_decode", "flash_fwd") for target in ("sm80", "sm90")}
+    specs.add("flash_split_sm90")
     assert {v.spec for v in CHOSEN} == specs
     assert len(CHOSEN) < len(runnable) / 10
 

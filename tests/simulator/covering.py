@@ -31,15 +31,17 @@ IN_CLUSTERS = "flash_decode_sm90"
 
 def traits(variant: Variant) -> set[tuple]:
     """What the set must have: each tile of a target with each mask type, and for each spec all pairs of axis
-    values, target, loop and name of the tile. Decoding has one loop, so there a tile is needed once. Thread
+    values, target, loop and name of the tile. Decoding, and sharing out keys, has one
+    loop, so there a tile is needed once. Thread
     blocks of all clusters do the same with a head dim, so in clusters that is in no pair.
     """
     values = [*variant.axes, ("target", variant.target), ("loop", dict(variant.tile).get("loop"))]
     values.append(("tile_name", variant.tile_name))
     paired = values if variant.spec != IN_CLUSTERS else [x for x in values if not x[0].startswith("head_dim")]
     pairs = {(variant.spec, *pair) for pair in combinations(paired, 2)}
-    mask_type = None if variant.spec in ("flash_decode_sm80", IN_CLUSTERS) else variant.mask_type
-    return {*((variant.spec, x) for x in values), *pairs, (variant.target, tile_of(variant), mask_type)}
+    one_loop = variant.spec in ("flash_decode_sm80", IN_CLUSTERS, "flash_split_sm90")
+    tile = (variant.spec, variant.target, tile_of(variant), None if one_loop else variant.mask_type)
+    return {*((variant.spec, x) for x in values), *pairs, tile}
 
 
 def tile_of(variant: Variant) -> tuple:

@@ -103,7 +103,7 @@ def test_lengths_pages_and_indices_are_cut_to_their_range(name, shape, compiler,
     plant(rng, example.lengths[places], -5, -1, problem.batch_kv, MOST, LEAST)
     for bound in (problem.capacity, problem.capacity // 2):
         plant(rng, example.lengths["kv_lengths"], -1, bound + 1, problem.capacity + 1, MOST, LEAST)
-        bounded = dataclasses.replace(problem, seqlen_kv=bound)
+        bounded = dataclasses.replace(problem, seqlen_kv=bound, most_keys=bound)
         called = dataclasses.replace(example, problem=bounded)
         simulate(variant, called, fresh_seed)
         assert cut(variant, called).judge().ok
