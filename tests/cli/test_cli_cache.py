@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import tempfile
 
 import pytest
 
@@ -22,13 +23,20 @@ def filled(tmp_path, monkeypatch):
 
 @pytest.fixture
 def read_only(filled, monkeypatch):
-    """The same, as on a file system that is mounted read-only."""
+    """The same, as on a file system that is mounted read-only; temporary folders are on another one."""
+    temporary = f"{tempfile.gettempdir()}/flashgen-"
 
     def refuse(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
+    def outside(does):
+        def function(path, *args, **options):
+            return (does if str(path).startswith(temporary) else refuse)(path, *args, **options)
+
+        return function
+
     for name in ("mkdir", "unlink", "rename"):
-        monkeypatch.setattr(os, name, refuse)
+        monkeypatch.setattr(os, name, outside(getattr(os, name)))
     monkeypatch.setattr(private, "write", refuse)
     return filled
 
