@@ -96,8 +96,8 @@ def test_shares_of_every_size(num_sms, name):
 
     def attend(arrays):
         problem = problem_of(arrays)
-        decode = (v for v in kernels(problem) if v.family == "flash_decode" and v.tile_name == name)
-        (variant,) = (v for v in decode if v.grid.shares)
+        decode = (v for v in kernels(problem) if v.spec == "flash_decode_sm80")
+        (variant,) = (v for v in decode if v.tile_name == name)
         plan = plan_by(problem, variant, arrays, arrays.out, gpu)
         return plan(arrays.q, arrays.k, arrays.v, out=arrays.out, lse=arrays.lse)
 
