@@ -100,8 +100,8 @@ def tool(request):
     return request.param
 
 
-# All lanes of a warp read a tile, and after a __syncwarp one of them arrives for all. Racecheck does not follow
-# this order; the simulator does, and finds no race in this family.
+# All lanes of a warp read a tile. After a __syncwarp one of them arrives for all. Racecheck does not follow
+# this order. The simulator does, and finds no race in this family.
 _ONE_LANE_ARRIVES = {"flash_split_sm90"}
 
 
