@@ -183,7 +183,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
 
 
 def expected_keys(rng: np.random.Generator, shape: Shape, splits: Splits = AUTO) -> Expected | None:
-    """A bound of keys below that of ``shape``, which must cut none, or no bound."""
+    """A bound of keys that is smaller than ``shape.seqlen_kv`` and must cut no key; None for no bound."""
     return Expected(int(rng.integers(shape.seqlen_kv + 1))) if splits == AUTO and rng.integers(2) else None
 
 

@@ -313,7 +313,7 @@ def refuse_foreign(text: str, file: str) -> None:
         if match:
             raise _wrong(
                 f"{file}:{_line_of(match)}",
-                f"{match[0].strip()!r} has the usual delimiters of Jinja, not those of flashgen: {instead}",
+                f"{match[0].strip()!r} has Jinja's usual delimiters. flashgen has its own: {instead}",
             )
 
 

@@ -155,7 +155,7 @@ class Document:
             at = f"{self.path}:{node.start_mark.line + 1}"
             if depth > MAX_DEPTH:
                 raise SpecError(f"{at}: nested more than {MAX_DEPTH} deep, or an anchor contains itself")
-            raise SpecError(f"{at}: more than {MAX_VALUES:,} values, those of aliases included")
+            raise SpecError(f"{at}: more than {MAX_VALUES:,} values, aliases included")
         if isinstance(node, yaml.ScalarNode):
             at = f"{self.path}:{node.start_mark.line + 1}"
             try:

@@ -28,7 +28,7 @@ class Distrusted(PermissionError):
 
     def __init__(self, path: str | os.PathLike[str], why: str) -> None:
         remedy = (
-            "make it yours alone (chown, chmod -R go-w), or, if you trust whoever may write to it, name it "
+            "make it yours alone (chown, chmod -R go-w), or, if you trust all who may write to it, name it "
             f"in {TRUST_VARIABLE}"
         )
         super().__init__(errno.EPERM, f"{why}; {remedy}", os.fspath(path))
@@ -78,7 +78,7 @@ def remove(name: str, folder: int) -> None:
 
 
 def make_folder(path: str | os.PathLike[str], folder: int | None = None) -> None:
-    """Make a folder, unless it is there, that only this user can enter; in that of the descriptor, if any."""
+    """Make a folder for this user alone, unless it is there. ``folder``: the descriptor of its parent."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700, dir_fd=folder)
         made = os.stat(path, dir_fd=folder, follow_symlinks=False)
@@ -99,7 +99,7 @@ def make_folders(path: Path) -> None:
 def opened(
     path: str | os.PathLike[str], folder: int | None = None, follow_link: bool = False
 ) -> Iterator[int]:
-    """The descriptor of a folder, in that of the descriptor ``folder``, if any. Raises OSError."""
+    """The descriptor of a folder. ``folder``: the descriptor of its parent, if any. Raises OSError."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
     handle = os.open(path, flags, dir_fd=folder)
     try:
