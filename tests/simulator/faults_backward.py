@@ -76,7 +76,7 @@ FAULTS = (
     Fault("the next step's copies into this one's stage", PLAIN, "main", SHAPE, ASYNC,
           "(left - 1) % kStages", "left % kStages"),
     Fault("one stage, and no wait for its readers", SINGLE, "main", WIDE, ASYNC,
-          "            barrier_sync(kThreads);  // every warp has finished with Q and dO\n", ""),
+          "barrier_sync(kThreads); copy_queries(params, block, next,", "copy_queries(params, block, next,"),
     Fault("the step before the one it should be", PLAIN, "main", SHAPE, (WRONG,),
           "copy_queries(params, block, next,", "copy_queries(params, block, step,"),
     Fault("rows past the last query", PLAIN, "main", SHAPE, ("global bounds", WRONG),
@@ -96,7 +96,7 @@ FAULTS = (
           "(warp_query + query - first_query) * kMaskRowBytes", "(query - first_query) * kMaskRowBytes"),
     # Products.
     Fault("dS of all warps is not awaited", PLAIN, "main", SHAPE, (*RACE, "uninitialised shared memory"),
-          "        barrier_sync(kThreads);  // P and dS of all warps are here\n", ""),
+          "barrier_sync(kThreads); add_dq(params, block,", "add_dq(params, block,"),
     Fault("own queries once more", PLAIN, "main", SHAPE, (WRONG,), "(part + other) % kQueryWarps", "part"),
     Fault("P in place of dS", PLAIN, "main", SHAPE, (WRONG,),
           "mma_dq(dq, smem + kDsOffset,", "mma_dq(dq, smem + kPOffset,"),
@@ -113,7 +113,7 @@ FAULTS = (
           "column_warp * kDqWarpStride) / 8", "column_warp) / 8"),
     # Results.
     Fault("dK and dV while K and V are read", PLAIN, "main", SHAPE, RACE,
-          "    barrier_sync(kThreads);  // every warp has finished with K and V\n", ""),
+          "barrier_sync(kThreads); store_gradients(params,", "store_gradients(params,"),
     Fault("keys past the end are written", PLAIN, "main", SHAPE, ("global bounds", "global access"),
           "if (first + row >= valid_rows) break;", ""),
     Fault("columns past the head dim are written", PLAIN, "main", SHORT, ("global bounds", "global access"),

@@ -44,7 +44,7 @@ KEYS_FULL = (
 DV_WAIT = "        pin_registers(dv);\n        pin_registers(dk);\n"
 RELEASE = "        if (lane == 0) mbarrier_arrive(barriers.empty(ring.stage));\n"
 KEYS_RELEASE = f"        __syncwarp();  // all lanes have read LSE and delta of the stage\n{RELEASE}"
-QUERIES_READ = "    barrier_sync(barrier, 128);  // no warp of the warpgroup reads its Q"
+QUERIES_READ = "    barrier_sync(barrier, 128);\n    store_gradient<kHeadDim>(params.dq, dq,"
 LAST_STORE = "params.softmax_scale, k_own, first_row, tile.head, tile.batch, barrier, lane);\n"
 
 FAULTS = (
@@ -162,7 +162,7 @@ FAULTS = (
         BOTH,
         SHAPE,
         ("barrier",),
-        f"    const int barrier = 1 + threadIdx.x / 128;  // the warpgroup's own\n{QUERIES_READ}",
+        f"    const int barrier = 1 + threadIdx.x / 128;\n{QUERIES_READ}",
         f"    const int barrier = 2;\n{QUERIES_READ}",
     ),
     fault(
@@ -236,8 +236,8 @@ FAULTS = (
         WIDE,
         SHAPE,
         (*ASYNC, "proxy", WRONG),
-        "    barrier_sync(barrier, 128);  // all rows of the warpgroup are there\n",
-        "",
+        "barrier_sync(barrier, 128); if (threadIdx.x % 128 == 0) {",
+        "if (threadIdx.x % 128 == 0) {",
     ),
     fault(
         "shared memory goes before TMA has read it",

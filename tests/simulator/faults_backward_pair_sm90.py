@@ -24,7 +24,7 @@ def fault(name: str, caught: tuple[str, ...], old: str, new: str, variant: str =
 RECEIVED = "        if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);\n"
 Q_FULL = "        mbarrier_wait(barriers.q_full(ring.stage), ring.parity);\n"
 LAST_RECEIVED = "        mbarrier_wait(barriers.ds_received((count - 1) % 2), (count - 1) / 2 % 2);\n"
-SYNC = "        __syncwarp();  // all lanes have read P and delta, and written their dS\n"
+SENT = "if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kOwnDsBytes);\n"
 
 FAULTS = (
     # dS.
@@ -47,7 +47,7 @@ FAULTS = (
         "        fence_proxy_async();\n        __syncwarp();",
         "        __syncwarp();",
     ),
-    fault("dS is sent when one lane has written it", (*ASYNC, "proxy"), SYNC, ""),
+    fault("dS is sent when one lane has written it", (*ASYNC, "proxy"), "__syncwarp();\n" + SENT, SENT),
     fault(
         "a barrier of the sender counts the bytes",
         ("operand",),

@@ -37,7 +37,7 @@ def fault(name: str, variant: str, shape: Shape, caught: tuple[str, ...], old: s
 
 
 DS_WAIT = "        mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);\n"
-DS_FENCE = "        fence_proxy_async();  // the MMA of dQ, in the next step,"
+DS_FENCE = "        fence_proxy_async();\n        wgmma_wait<1>();\n"
 DS_RELEASE = (
     "        __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage\n"
     "        release(barriers.ds_ready());\n"
@@ -129,8 +129,8 @@ FAULTS = (
         HELD,
         CAUSAL,
         (WRONG,),
-        "_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4)",
-        "_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + (byte ^ 32)) >> 4)",
+        "(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4)",
+        "(scores, a + ((panel * kBlockN * kPanelRowBytes + (byte ^ 32)) >> 4)",
     ),
     # dS, from consumer to consumer.
     fault("dS is written over while it is read", ROWS, SHAPE, ASYNC, DS_WAIT, ""),
@@ -142,7 +142,7 @@ FAULTS = (
         "(barriers.ds_ready(), (i + 1) % 2)",
         "(barriers.ds_ready(), i % 2)",
     ),
-    fault("dS without a proxy fence", COLUMNS, CAUSAL, PROXY, DS_FENCE, "        //"),
+    fault("dS without a proxy fence", COLUMNS, CAUSAL, PROXY, DS_FENCE, "        wgmma_wait<1>();\n"),
     fault(
         "dS of one lane",
         COLUMNS,
@@ -334,8 +334,8 @@ FAULTS = (
         DENSE,
         MASKED,
         (*ASYNC, WRONG),
-        "        __syncwarp();  // all lanes have copied\n",
-        "",
+        "__syncwarp(); uint32_t hidden[4] = {",
+        "uint32_t hidden[4] = {",
     ),
     fault(
         "a copy of the mask over what is still read",
@@ -432,8 +432,8 @@ FAULTS = (
         ROWS,
         SHAPE,
         PROXY,
-        "    fence_proxy_async();  // TMA would not see the writes otherwise\n",
-        "",
+        "fence_proxy_async(); barrier_sync(barrier, 128);",
+        "barrier_sync(barrier, 128);",
     ),
     fault(
         "nobody waits until gradients have been read",

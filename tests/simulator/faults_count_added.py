@@ -70,7 +70,7 @@ FAULTS = (
         "",
     ),
     wide("the consumer of dK does not arrive", "    mbarrier_wait(barriers.ds_ready()"),
-    wide("the consumer of dV does not arrive", "    // dV is staged"),
+    wide("the consumer of dV does not arrive", "    store_gradient<kHeadDimV>(params.dv, dv, 1.0f,"),
     plain(
         "another head is counted",
         "main",

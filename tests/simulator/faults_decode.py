@@ -197,8 +197,8 @@ FAULTS = (
         DECODE,
         SPLIT,
         ASYNC,
-        "barrier_sync(kThreads);  // every group has finished with that stage, and with Q",
-        "",
+        "barrier_sync(kThreads); if (more) copy_q(params, find_tile(params, part.tile + 1), smem);",
+        "if (more) copy_q(params, find_tile(params, part.tile + 1), smem);",
         multiprocessors=3,
     ),
     fault(
@@ -206,8 +206,8 @@ FAULTS = (
         DECODE,
         SPLIT,
         ASYNC,
-        "barrier_sync(kThreads);  // Q is here, and the stage may be fetched into again",
-        "",
+        "barrier_sync(kThreads); }",
+        "}",
         multiprocessors=3,
     ),
     fault(
@@ -306,8 +306,8 @@ FAULTS = (
         COMBINE,
         MANY_ROWS,
         RACE,
-        "barrier_sync(kThreads);  // the sums have been read",
-        "",
+        "barrier_sync(kThreads); }",
+        "}",
         multiprocessors=3,
     ),
 )

@@ -47,7 +47,7 @@ FAULTS = (
           "stage_address(stage == 0 ? kStages - 1 : stage - 1), group);", "stage_address(stage), group);"),
     # Groups.
     fault("O of a group over keys that another one reads", DECODE, SPLIT, ASYNC,
-          "    barrier_sync(kThreads);  // every group has finished with the stages\n", ""),
+          "barrier_sync(kThreads); store_group_rows(rows,", "store_group_rows(rows,"),
     fault("groups are added up before all have stored their rows", DECODE, SPLIT, ASYNC,
           "    store_group_rows(rows, smem, group, lane);\n    barrier_sync(kThreads);\n",
           "    store_group_rows(rows, smem, group, lane);\n"),

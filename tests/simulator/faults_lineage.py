@@ -42,8 +42,8 @@ FAULTS = (
         SCORES,
         RAGGED,
         ASYNC,
-        "barrier_sync(kThreads);  // every warp has finished with K",
-        "",
+        "barrier_sync(kThreads); finish_scores(params, tile, scores, warp * kWarpRows, first_key, lane);",
+        "finish_scores(params, tile, scores, warp * kWarpRows, first_key, lane);",
     ),
     fault("naive: K read before it is there", SCORES, RAGGED, ASYNC, "cp_async_wait<0>();", ""),
     fault(
@@ -151,8 +151,8 @@ FAULTS = (
         V1,
         RAGGED,
         ASYNC,
-        "barrier_sync(kThreads);  // every warp has finished with Q, and after the last Q block with K and V",
-        "",
+        "barrier_sync(kThreads); }",
+        "}",
     ),
     fault("v1: K, V and Q read before they are there", V1, RAGGED, ASYNC, "cp_async_wait<0>();", ""),
     fault(
@@ -160,8 +160,8 @@ FAULTS = (
         V1,
         RAGGED,
         UNWRITTEN,
-        "barrier_sync(kThreads);  // one lane of a quad has stored l and m for all",
-        "",
+        "barrier_sync(kThreads); for (int block = kv_blocks_of(params, 0, num_rows(params)).last;",
+        "for (int block = kv_blocks_of(params, 0, num_rows(params)).last;",
     ),
     fault(
         "v1: a KV block too few",

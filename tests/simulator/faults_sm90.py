@@ -50,7 +50,10 @@ REWRITE = """            const shared_address word = q_smem + threadIdx.x % 128 
             FENCEbarrier_sync(8 + consumer, 128);
 """
 EXPECTED = "mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);"
-FIRST_MMA = "        begin_turn();\n        mma_qk"
+FIRST_MMA = """        begin_turn();
+        mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+        end_turn();
+"""
 K_WAIT = "mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);\n"
 FIRST_WAIT = f"            float scores[kBlockN / 2];\n            {K_WAIT}"
 FIRST_TURN = f"        {K_WAIT}{FIRST_MMA}"
@@ -59,6 +62,12 @@ READ = "            tma_store_wait_read<0>();\n" + RELEASE
 SKIPPED = "        release(barriers.v_empty(v_ring.stage));\n        v_ring.advance();\n    };\n"
 LOOP_WAIT = "            wgmma_wait<1>();\n            pin_registers(scores);\n"
 OUTPUT_WAIT = "            wgmma_wait<0>();\n            pin_registers(output);\n"
+V_RELEASE = "            release(barriers.v_empty(v_ring.stage));\n"
+# After these comes what only the loop has.
+LOOP_RELEASE = V_RELEASE + "            v_ring.advance();\n            p.set(scores);\n"
+LOOP_OUTPUT = OUTPUT_WAIT + LOOP_RELEASE
+LOOP_PV = "mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes); end_turn();"
+LAST_RELEASE = V_RELEASE + "        v_ring.advance();\n        tiles.advance();\n"
 
 
 def planted(
@@ -79,8 +88,8 @@ FAULTS = (
     planted(
         "consumer does not wait for V",
         ASYNC,
-        "            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);\n            mma_pv",
-        "            mma_pv",
+        "            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);\n" + LOOP_PV,
+        LOOP_PV,
     ),
     planted(
         "consumer does not wait for Q",
@@ -137,8 +146,8 @@ FAULTS = (
         ASYNC,
         "            }\n            release(barriers.q_empty(q_ring.stage));\n",
         "            }\n",
-        "            p.set(scores);\n\n",
-        "            p.set(scores);\n            release(barriers.q_empty(q_ring.stage));\n",
+        "p.set(scores); for (--block;",
+        "p.set(scores); release(barriers.q_empty(q_ring.stage)); for (--block;",
         variant=SINGLE,
         shape=CAUSAL,
     ),
@@ -305,8 +314,8 @@ FAULTS = (
     planted(
         "stage of V released before its MMAs are done",
         ASYNC,
-        OUTPUT_WAIT + "            release(barriers.v_empty(v_ring.stage));\n",
-        "            release(barriers.v_empty(v_ring.stage));\n" + OUTPUT_WAIT,
+        LOOP_OUTPUT,
+        LOOP_OUTPUT.replace(OUTPUT_WAIT + V_RELEASE, V_RELEASE + OUTPUT_WAIT),
     ),
     planted(
         "every lane releases",
@@ -481,8 +490,8 @@ FAULTS = (
     planted(
         "wait for the output one group short",
         (*REGISTERS, *ASYNC),
-        OUTPUT_WAIT,
-        OUTPUT_WAIT.replace("<0>", "<1>"),
+        LOOP_OUTPUT,
+        LOOP_OUTPUT.replace("<0>", "<1>"),
     ),
     planted(
         "scores not pinned after the wait",
@@ -493,8 +502,8 @@ FAULTS = (
     planted(
         "output not pinned after the wait",
         REGISTERS,
-        "        wgmma_wait<0>();\n        pin_registers(output);\n        release",
-        "        wgmma_wait<0>();\n        release",
+        "wgmma_wait<0>(); pin_registers(output);" + LAST_RELEASE,
+        "wgmma_wait<0>();" + LAST_RELEASE,
     ),
     planted(
         "MMAs not committed",
@@ -511,14 +520,14 @@ FAULTS = (
     planted(
         "P replaced while it is multiplied",
         REGISTERS,
-        OUTPUT_WAIT,
-        "            p.set(scores);\n" + OUTPUT_WAIT,
+        LOOP_OUTPUT,
+        "            p.set(scores);\n" + LOOP_OUTPUT,
     ),
     planted(
         "output rescaled while it is added to",
         REGISTERS,
-        OUTPUT_WAIT,
-        "            if (moved) rescale(output, rows);\n" + OUTPUT_WAIT,
+        LOOP_OUTPUT,
+        "            if (moved) rescale(output, rows);\n" + LOOP_OUTPUT,
         shape=WIDE,
     ),
     planted(
@@ -668,7 +677,7 @@ FAULTS = (
         "no barrier of that number",
         ("barrier",),
         FIRST_MMA,
-        "        barrier_sync(16 + consumer, 256);\n        mma_qk",
+        FIRST_MMA.replace("begin_turn()", "barrier_sync(16 + consumer, 256)"),
     ),
     planted(
         "more registers wanted than the block has",

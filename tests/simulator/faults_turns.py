@@ -127,7 +127,7 @@ FAULTS = (
     hopper("a turn counts for two steps", (*OUT_OF_TURN, *STUCK),
            "        if (i > 0) mbarrier_wait(barriers.turn(), (i - 1) % 2);", "       "),
     hopper("the first step is not begun", STUCK,
-           "    mbarrier_arrive(barriers.turn());  // nothing is added", "    // nothing is added"),
+           "mbarrier_arrive(barriers.turn());\n#pragma unroll 1\n", "#pragma unroll 1\n"),
     hopper("a turn is not passed on", STUCK, "        pass_turn(params, block, step);\n", ""),
     hopper("consumers do not say what they have added", STUCK, "        release(barriers.dq_added());\n", ""),
     hopper("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
