@@ -122,7 +122,8 @@ def test_what_a_gpu_forbids_is_one_message_and_a_failure(flashgen, monkeypatch):
     monkeypatch.setattr("flashgen.simulator.example.run_steps", fault)
     result = flashgen("simulate", NAME, "--seed", 11)
     assert result.exit_code == 1
-    said = [line for line in result.stderr.splitlines() if not line.startswith("compiling ")]  # where it is slow
+    # A slow compile is announced.
+    said = [line for line in result.stderr.splitlines() if not line.startswith("compiling ")]
     assert said == ["Error: block 0, thread 5: race", "seed 11"]
 
 
