@@ -284,11 +284,13 @@ __device__ __forceinline__ void copy_v(const Params& params, const element* v, s
                          params.head_dim_v);
 }
 
-// The same for a block whose last keys some query sees: of the blocks that a tile visits, only the last may reach past the last such key.
+// The rows that are copied of a block before the last one that a tile visits: only the last block may reach past the last key that some
+// query sees, so rows are predicated at the beginning of the window alone.
 __device__ __forceinline__ SeenRows whole_at_its_end(const Params& params, int block) {
     return {seen_rows(params, block * kBlockN).begin, kBlockN};
 }
 
+// Start the copy of such a block of K, and of V.
 __device__ __forceinline__ void copy_k_whole(const Params& params, const element* k, shared_address stage, int block) {
     copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, whole_at_its_end(params, block),
                         params.head_dim);
