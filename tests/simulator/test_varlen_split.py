@@ -97,7 +97,7 @@ FAULTS = (
     fault("both parts of a share in one slot", CAUSAL, CHUNKS, (*NUMBERS, "race"),
           "(index == share.begin ? 0 : 1)", "0"),
     fault("a part taken for a whole tile", CAUSAL, CHUNKS, (*NUMBERS, "race"),
-          "count == tiles.kv_blocks ? -1 : slot", "count + 2 >= tiles.kv_blocks ? -1 : slot"),
+          "count == tiles.kv_blocks ? -1 : slot", "-1"),
     fault("all KV blocks of a tile for a part", CAUSAL, CHUNKS, NUMBERS,
           "min(blocks.last, found.end_block - 1)", "blocks.last"),
     fault("a window that begins with the first KV block", WINDOW_PAGED, WINDOWS, NUMBERS,
