@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashgen.bench.cases import Case
-from flashgen.bench.hosts import Host
-from flashgen.bench.peers.own import Flashgen
-from flashgen.bench.timing import graph_step, time_interleaved
+from flashgen.tools.bench.cases import Case
+from flashgen.tools.bench.hosts import Host
+from flashgen.tools.bench.peers.own import Flashgen
+from flashgen.tools.bench.timing import graph_step, time_interleaved
 
 HEADS = ((32, 8), (16, 16), (16, 2), (8, 1), (12, 12), (40, 8), (28, 4), (8, 8))
 HEAD_DIMS = (64, 64, 128, 128, 128, 32, 80, 96, 192, 256)
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
 
-    from flashgen.bench.hosts import CupyHost
+    from flashgen.tools.bench.hosts import CupyHost
 
     host, found = CupyHost(), []
     for kind, case in calls(options.calls, options.seed):
@@ -136,7 +136,7 @@ def main() -> None:
         fastest = min(each["us"], key=each["us"].get)
         print(f"{each['loss']:.2f}  {each['kind']}, {each['call']}: {each['taken']}, {fastest} is faster")
     if options.json:
-        from flashgen.bench import environment
+        from flashgen.tools.bench import environment
 
         report = {"environment": environment.describe(), "seed": options.seed, "calls": found}
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -50,7 +50,7 @@ SEQLEN = 128
 KINDS = ("uncached", "cached", "no bytecode")
 # Functions whose time is a stage, as module:name; what is missing from its module is an error.
 STAGES = {
-    "flashgen.spec.load:load_specs": "specs",
+    "flashgen.families.load:load_specs": "specs",
     "flashgen.schedule.dispatch:offers": "dispatch",
     "flashgen.schedule.dispatch:select": "dispatch",
     "flashgen.source.render:source_digest": "cache key",
@@ -244,7 +244,7 @@ def main() -> None:
     results = [measure(case, options.arrays, options.samples) for case in CASES]
     _print(results)
     if options.json:
-        from flashgen.bench import environment
+        from flashgen.tools.bench import environment
 
         report = {"environment": environment.describe(), "samples": options.samples, "first_use": results}
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -35,7 +35,7 @@ def main() -> None:
     for name, (median, low) in figures.items():
         print(f"{median:9.2f} µs  (10th percentile {low:.2f})  {name}")
     if options.json:
-        from flashgen.bench import environment
+        from flashgen.tools.bench import environment
 
         report = {"environment": environment.describe(), "calls_us": figures}
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -36,9 +36,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flashgen.bench.cases import Case, short_length
-from flashgen.bench.peers.registry import LINEAGE, OURS
-from flashgen.bench.results import Measurement, Report, Row, figure
+from flashgen.tools.bench.cases import Case, short_length
+from flashgen.tools.bench.peers.registry import LINEAGE, OURS
+from flashgen.tools.bench.results import Measurement, Report, Row, figure
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -119,7 +119,7 @@ def unused(pages: str, results: Path) -> list[str]:
 
 def _draw(pages: str, results: Path) -> None:
     """The pictures that the pages ask for, of the results that are there."""
-    from flashgen.bench.chart import draw
+    from flashgen.tools.bench.chart import draw
 
     for kind, *names in (match["words"].split() for match in _MARKER.finditer(pages)):
         for file in (results / name for name in names if kind == "chart"):

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashgen.bench.cases import Case
-from flashgen.bench.grids import find_grid
-from flashgen.bench.hosts import Host
-from flashgen.bench.peers.own import Flashgen
-from flashgen.bench.timing import Timing, input_sets, step_of, time_interleaved
+from flashgen.tools.bench.cases import Case
+from flashgen.tools.bench.grids import find_grid
+from flashgen.tools.bench.hosts import Host
+from flashgen.tools.bench.peers.own import Flashgen
+from flashgen.tools.bench.timing import Timing, input_sets, step_of, time_interleaved
 
 
 def measure(case: Case, host: Host, rounds: int, sample_ms: float) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def main() -> None:
     where = {field: values.split(",") for field, _, values in (text.partition("=") for text in options.where)}
     cases = find_grid(options.grid).choose(where=where | {"lengths": ["none"]}).cases
 
-    from flashgen.bench.hosts import CupyHost
+    from flashgen.tools.bench.hosts import CupyHost
 
     host, found = CupyHost(), []
     for case in cases:
@@ -66,7 +66,7 @@ def main() -> None:
             share = f"{kernel['added_us']:9.1f} µs {100 * kernel['share']:5.1f} %"
             print(f"{case.name:36}{share}  {kernel['variant']}", flush=True)
     if options.json:
-        from flashgen.bench import environment
+        from flashgen.tools.bench import environment
 
         report = {"environment": environment.describe(), "grid": options.grid, "cases": found}
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

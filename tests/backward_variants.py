@@ -1,6 +1,6 @@
 """The main kernels of the backward families, by name."""
 
-from flashgen.spec.load import load_specs
+from flashgen.families.load import load_specs
 
 MAIN = {
     variant.name: variant

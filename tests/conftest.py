@@ -13,9 +13,9 @@ from threadpoolctl import threadpool_limits
 
 from draw import VARIABLE, draw, is_drawn, run_seed, seed_of
 from fake_gpu import H200, Binding, Driver
-from flashgen.paths import specs_dir
-from flashgen.spec import tuned
-from flashgen.spec.load import load_spec
+from flashgen.families import tuned
+from flashgen.families.load import load_spec
+from flashgen.host.paths import specs_dir
 from flashgen.toolchain.parallel import processors
 
 # How long an example takes says more of the machine than of the code.
@@ -75,7 +75,7 @@ def shipped_spec(path):
 @pytest.fixture(autouse=True)
 def shipped_specs_are_checked_once(request, monkeypatch):
     """By each process. It takes more than a second, and a test of the command line may load them twice.
-    tests/spec, which tests loading, loads as a user does.
+    tests/families, which tests loading, loads as a user does.
     """
 
     def load(path, cache=None, gpu=None):
@@ -83,8 +83,8 @@ def shipped_specs_are_checked_once(request, monkeypatch):
             return load_spec(path, cache, gpu)
         return shipped_spec(path)
 
-    if "spec" not in request.path.parts:
-        monkeypatch.setattr("flashgen.spec.load.load_spec", load)
+    if "families" not in request.path.parts:
+        monkeypatch.setattr("flashgen.families.load.load_spec", load)
 
 
 @pytest.fixture(autouse=True)
@@ -158,12 +158,12 @@ def driver(monkeypatch):
 
 @pytest.fixture
 def fake_arrays():
-    """``fake_arrays(case)``: the inputs of a case of `flashgen.bench` on `fake_gpu`, where every array has
+    """``fake_arrays(case)``: the inputs of a case of `tools.bench` on `fake_gpu`, where every array has
     memory of its own, and so has a workspace.
     """
     pytest.importorskip("cupy")
     from fake_gpu import Memory
-    from flashgen.bench.hosts import filled
+    from flashgen.tools.bench.hosts import filled
 
     with Memory() as memory:
 

@@ -9,7 +9,7 @@ import secrets
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from flashgen.spec.variant import Variant
+from flashgen.families.variant import Variant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

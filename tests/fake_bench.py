@@ -1,8 +1,8 @@
 """A bench for tuning whose times and faults the test sets, and a compiler that takes no time."""
 
-from flashgen.bench.timing import Timing
 from flashgen.toolchain.build import Built
 from flashgen.toolchain.compile import Compiled
+from flashgen.tools.bench.timing import Timing
 
 
 class FakeBench:

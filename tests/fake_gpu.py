@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from flashgen.arch import Device
+from flashgen.families.arch import Device
 from flashgen.source.params import layout
 
 H200 = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, 4917, "NVIDIA H200")

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from flashgen.families.load import load_spec
 from flashgen.operators.attention import ATTENTION
 from flashgen.runtime.arrays import view
 from flashgen.runtime.plans import Plan
 from flashgen.schedule.plan import plan_steps
-from flashgen.spec.load import load_spec
 
 SPEC = load_spec(Path(__file__).parent / "fixtures" / "steps" / "specs" / "row_sums.yaml")
 (MAIN,) = (variant for variant in SPEC.variants() if variant.is_main)

@@ -4,7 +4,7 @@ to be tried: for tests of tuning.
 
 import re
 
-from flashgen.paths import specs_dir
+from flashgen.host.paths import specs_dir
 
 POINT = {"head_dim": 64, "dtype": "fp32", "mask_type": "causal", "gqa": "mha"}
 SLOW = {"block_m": 32, "block_n": 16, "warps": 2, "loop": "stages", "min_blocks": 2}

@@ -32,16 +32,9 @@ import pytest
 
 from flashgen.cli import main
 from flashgen.errors import FlashgenError
-from flashgen.operators import OPERATORS
-from flashgen.operators.lowering import CONSTANT
-from flashgen.paths import cache_dir
-from flashgen.schedule.parameters import parameters
-from flashgen.schedule.shares import shares_of
-from flashgen.simulator import hostcompiler
-from flashgen.source.scores import score_functions
-from flashgen.spec.load import load_specs
-from flashgen.spec.params import CTYPES
-from flashgen.spec.schema import (
+from flashgen.families.load import load_specs
+from flashgen.families.params import CTYPES
+from flashgen.families.schema import (
     RESERVED,
     BufferRow,
     Dispatch,
@@ -52,7 +45,14 @@ from flashgen.spec.schema import (
     Target,
     VisitsRow,
 )
-from flashgen.spec.scores import load_scores, read_scores, reserved_names
+from flashgen.families.scores import load_scores, read_scores, reserved_names
+from flashgen.host.paths import cache_dir
+from flashgen.operators import OPERATORS
+from flashgen.operators.lowering import CONSTANT
+from flashgen.schedule.parameters import parameters
+from flashgen.schedule.shares import shares_of
+from flashgen.simulator import hostcompiler
+from flashgen.source.scores import score_functions
 from flashgen.toolchain import disassemble
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -291,7 +291,7 @@ def test_a_command_line_parses(arguments):
 
 
 def select_some(selection):
-    from flashgen.spec.selection import select
+    from flashgen.families.selection import select
 
     return select([variant for spec in load_specs() for variant in spec.variants()], [selection])
 
@@ -378,7 +378,7 @@ def test_lines_of_scores_are_modifications(tmp_path):
 
 ROOMS = ROOT / "codegen" / "flashgen"
 # Arrows up that the page names.
-EXCEPTIONS = {("source/generated.py", "toolchain"), ("spec/tuned.py", "runtime")}
+EXCEPTIONS = {("source/generated.py", "toolchain"), ("families/tuned.py", "runtime")}
 
 
 def imported_rooms(module):
@@ -454,7 +454,7 @@ def test_the_reference_has_the_axes_and_the_grid_dimensions_of_the_operator(oper
 def test_the_reference_has_the_parameters_that_the_launcher_knows():
     import numpy as np
 
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
     from flashgen.operators.attention import normalise
     from flashgen.runtime.arrays import view
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import draw
-from flashgen.spec.load import load_specs
+from flashgen.families.load import load_specs
 from simulator import faults, faults_sm90
 
 

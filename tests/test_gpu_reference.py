@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the checks of tests/gpu are written with PyTorch")
 
+from flashgen.families.load import load_specs  # noqa: E402
 from flashgen.operators.arguments import ArrayView  # noqa: E402
 from flashgen.operators.attention import normalise  # noqa: E402
-from flashgen.spec.load import load_specs  # noqa: E402
 from gpu import forward_cases  # noqa: E402
 from gpu.cases import (  # noqa: E402
     INPUT_LAYOUTS,

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.arch import Device
+from flashgen.families.arch import Device
 from flashgen.schedule.dispatch import runs_on
 from flashgen.schedule.grid import launch_of, tiles
 from flashgen.schedule.plan import plan_steps

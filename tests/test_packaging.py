@@ -83,7 +83,7 @@ def test_an_installed_flashgen_renders_from_its_own_data(wheel, tmp_path):
     program = (
         "from flashgen import paths\n"
         "from flashgen.source import render\n"
-        "from flashgen.spec.load import load_specs\n"
+        "from flashgen.families.load import load_specs\n"
         "variant = next(v for s in load_specs() for v in s.variants())\n"
         "print(paths.checkout(), paths.specs_dir(), variant.name in render.render(variant), sep='\\n')\n"
     )
@@ -111,7 +111,7 @@ def test_the_source_archive_has_every_page_of_the_repository():
 
 def test_a_hint_names_packages_that_there_are(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    program = "from flashgen.installing import command; print(command('cuda12')); print(command('no'))"
+    program = "from flashgen.host.pipcommand import command; print(command('cuda12')); print(command('no'))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from flashgen import paths
 from flashgen.errors import CompileError
+from flashgen.families.load import load_specs
+from flashgen.host import paths
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
 from flashgen.toolchain.compile import compile_ptx
 
 HEADERS = sorted((paths.templates_dir() / "include" / "flashgen").glob("*.cuh"))

@@ -1,7 +1,7 @@
 """Variants for tests of scheduling, without a spec."""
 
-from flashgen.spec.grid import Grid, Visits
-from flashgen.spec.variant import Variant
+from flashgen.families.grid import Grid, Visits
+from flashgen.families.variant import Variant
 
 
 def variant(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", **changes):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from flashgen import torchimport
+from flashgen.host import torchimport
 
 if TYPE_CHECKING:
     from flashgen.api.append import AppendPlan, append

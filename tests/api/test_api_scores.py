@@ -444,7 +444,7 @@ def test_nothing_to_modify(seqlen_q, seqlen_kv):
 
 @simulated
 def test_where_no_family_has_a_seam_the_call_says_so(tmp_path, monkeypatch):
-    from flashgen.paths import specs_dir
+    from flashgen.host.paths import specs_dir
 
     for path in specs_dir().glob("flash*.yaml"):
         (tmp_path / path.name).write_text(path.read_text().replace("score_seam: true", "score_seam: false"))

@@ -11,8 +11,8 @@ import pytest
 from test_compiled import CALLS, ROWS, given
 
 import flashgen
-from flashgen import torchimport
 from flashgen.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flashgen.host import torchimport
 
 torch = pytest.importorskip("torch")
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
@@ -22,7 +22,7 @@ from flashgen.compat.torch import scaled_dot_product_attention  # noqa: E402
 PACKAGE = Path(flashgen.__file__).parent
 # Where the package reads sys.modules: while something is imported, or an operator looked up; in no call.
 AT_IMPORT = {
-    "torchimport.py": {"follow", "find_spec", "exec_module", "_imported", "__getattr__"},
+    "host/torchimport.py": {"follow", "find_spec", "exec_module", "_imported", "__getattr__"},
     "runtime/arrays.py": {"know_tensors"},
 }
 
@@ -121,14 +121,14 @@ def test_the_sum_of_two_calls_is_one_dynamic_graph():
 LOADING = """
 import sys
 {imports}
-rooms = [name for name in sys.modules if name.startswith("flashgen.") and name != "flashgen.torchimport"]
+rooms = [name for name in sys.modules if name.startswith("flashgen.") and name != "flashgen.host.torchimport"]
 assert not rooms, rooms
 found = torch.export.load({path!r}).module()(*torch.load({inputs!r}))
 assert torch.equal(found, torch.load({result!r}))
 q = torch.randn(1, 4, 2, 16)
 graph = torch.compile(lambda q: flashgen.attention(q, q, q), fullgraph=True, backend="eager")
 assert graph(q).shape == q.shape
-assert sys.meta_path[0].__class__.__module__ != "flashgen.torchimport"
+assert sys.meta_path[0].__class__.__module__ != "flashgen.host.torchimport"
 """
 
 

@@ -19,7 +19,7 @@ SPILLING = """
 @pytest.fixture
 def tiny(tiny_folder, tmp_path, monkeypatch):
     """The folder of the tiny family, whose specs replace the shipped ones; an empty cache."""
-    monkeypatch.setattr("flashgen.spec.load.specs_dir", lambda: tiny_folder / "specs")
+    monkeypatch.setattr("flashgen.families.load.specs_dir", lambda: tiny_folder / "specs")
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("FLASHGEN_SPECS", raising=False)
     return tiny_folder

@@ -8,7 +8,7 @@ import pytest
 
 from flashgen.cli.app import COMMANDS, CommandGroup, main
 from flashgen.errors import BadParam
-from flashgen.paths import specs_dir
+from flashgen.host.paths import specs_dir
 
 HEAVY = ("rich", "jinja2", "numpy", "cupy", "torch", "msgspec", "yaml")
 

@@ -2,19 +2,19 @@ import json
 
 import pytest
 
-from flashgen.bench import GRIDS, Report
+from flashgen.tools.bench import GRIDS, Report
 
 
 @pytest.fixture
 def runs(monkeypatch):
-    """What flashgen.bench.run was called with."""
+    """What flashgen.tools.bench.run was called with."""
     calls = []
 
     def run(grid, **options):
         calls.append((grid, options))
         return Report("small", "µs", {}, {})
 
-    monkeypatch.setattr("flashgen.bench.run", run)
+    monkeypatch.setattr("flashgen.tools.bench.run", run)
     return calls
 
 

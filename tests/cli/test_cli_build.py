@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from flashgen.paths import templates_dir
-from flashgen.spec.load import load_specs
+from flashgen.families.load import load_specs
+from flashgen.host.paths import templates_dir
 from flashgen.toolchain.cache import default
 from flashgen.toolchain.obtain import recall
 
@@ -42,7 +42,7 @@ def test_a_kernel_that_made_room_for_a_later_one_is_a_failure(tiny, flashgen):
 
 
 def test_specs_of_the_users_own_leave_the_committed_slice_alone(tiny, flashgen, tmp_path, monkeypatch):
-    monkeypatch.setattr("flashgen.paths.generated_dir", lambda: tmp_path / "generated")
+    monkeypatch.setattr("flashgen.host.paths.generated_dir", lambda: tmp_path / "generated")
     given = {"FLASHGEN_SPECS": str(tiny / "specs")}
     result = flashgen("build", "--no-compile", "--json", **given)
     assert json.loads(result.stdout)["written"] == []
@@ -65,7 +65,7 @@ def test_what_is_built_is_all_that_a_first_call_looks_for(tiny, flashgen, monkey
     def unchecked(*_):
         raise AssertionError("checked again")
 
-    monkeypatch.setattr("flashgen.spec.check.check", unchecked)
+    monkeypatch.setattr("flashgen.families.check.check", unchecked)
     spec = load_specs(cache=default())[-1]
     (variant,) = (v for v in spec.variants() if v.name == ONE[1])
     assert recall(variant, "sm_90").name == variant.name
@@ -238,7 +238,7 @@ def test_a_checkout_keeps_generated_up_to_date(tiny, flashgen, monkeypatch):
     generated.mkdir()
     # Its templates are then the shipped ones, which have all headers.
     shutil.copytree(templates_dir() / "include", tiny / "templates" / "include", dirs_exist_ok=True)
-    monkeypatch.setattr("flashgen.paths.checkout", lambda: tiny)
+    monkeypatch.setattr("flashgen.host.paths.checkout", lambda: tiny)
     (generated / "README.md").write_text("kept")
     assert flashgen("build", "--no-compile").exit_code == 0
     written = {path.name for path in generated.glob("*.cu")}

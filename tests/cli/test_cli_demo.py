@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from flashgen.arch import Device
 from flashgen.errors import NoCompilerError, SimulationError
+from flashgen.families.arch import Device
 from flashgen.simulator import hostcompiler
 from flashgen.toolchain.build import Built
 

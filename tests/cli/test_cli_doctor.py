@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flashgen.arch import Device
+from flashgen.families.arch import Device
 
 H100 = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, 3352, "NVIDIA H100")
 TURING = Device(0, "sm_75", (7, 5), 40, 65536, 65536, 4 << 20, 320, "Tesla T4")

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from flashgen.families.load import load_specs
 from flashgen.source.render import flatten, include_dirs, render
-from flashgen.spec.load import load_specs
 from flashgen.toolchain.disassemble import NoDisassemblerError, mnemonics, nvdisasm
 
 NAME = "tiny_fwd_hdim64_fp16_causal_sm80"

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from flashgen.spec.load import load_specs
-from flashgen.spec.selection import in_order
+from flashgen.families.load import load_specs
+from flashgen.families.selection import in_order
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -194,7 +194,7 @@ def test_tables_of_tuning(tiny, edit_spec, printed, flashgen, shown, monkeypatch
     bench = FakeBench()
     monkeypatch.setattr("flashgen.runtime.device.available", lambda: True)
     monkeypatch.setattr("flashgen.runtime.device.device", lambda ordinal: H200)
-    monkeypatch.setattr("flashgen.tune.contest.build", bench.build)
+    monkeypatch.setattr("flashgen.tools.tune.contest.build", bench.build)
     monkeypatch.setattr("flashgen.cli.tune._bench", lambda *_: bench)
     select = "head_dim=64 dtype=fp16 mask_type=causal gqa=mha"
     assert flashgen("tune", "--select", select, "--shapes", "1k,4k").exit_code == 0

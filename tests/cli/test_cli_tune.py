@@ -19,10 +19,10 @@ def bench(tiny, edit_spec, monkeypatch):
     monkeypatch.setattr("flashgen.runtime.device.device", lambda ordinal: H200)
     fake = FakeBench()
     fake.ms = lambda variant, case: 0.8 if dict(variant.tile)["block_n"] == 72 else 1.0
-    monkeypatch.setattr("flashgen.tune.contest.build", fake.build)
+    monkeypatch.setattr("flashgen.tools.tune.contest.build", fake.build)
     monkeypatch.setattr("flashgen.cli.tune._bench", lambda *_: fake)
-    monkeypatch.setattr("flashgen.tune.keep.compiler_version", lambda: "NVRTC 13.0")
-    monkeypatch.setattr("flashgen.bench.environment.gpu", lambda: {"driver": "580.10"})
+    monkeypatch.setattr("flashgen.tools.tune.save.compiler_version", lambda: "NVRTC 13.0")
+    monkeypatch.setattr("flashgen.tools.bench.environment.gpu", lambda: {"driver": "580.10"})
     return fake
 
 

@@ -33,7 +33,7 @@ def evil_bundle(path):
     key = "ab" * 32
     manifest = {"format": 2, "flashgen": __version__, "compiler": EVIL, "specs": []}
     manifest["kernels"] = [{"variant": EVIL, "arch": EVIL, "key": key}]
-    from flashgen.toolchain.entry import pack
+    from flashgen.toolchain.cacheentry import pack
 
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("manifest.json", json.dumps(manifest))

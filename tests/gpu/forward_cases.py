@@ -12,7 +12,7 @@ from gpu.cases import INPUT_LAYOUTS, LAYOUTS, MASK_SHAPES, VALUES, Case, Mask
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from flashgen.spec.variant import Variant
+    from flashgen.families.variant import Variant
 
 SEQLENS = (0, 1, 7, 64, 127, 129, 1000, 4096)
 HEAD_DIMS = {

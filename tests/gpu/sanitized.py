@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashgen.families.load import load_specs
 from flashgen.simulator.example import Example, Shape, make
-from flashgen.spec.load import load_specs
 
 if TYPE_CHECKING:
-    from flashgen.spec.variant import Variant
+    from flashgen.families.variant import Variant
 
 VARIANTS = {
     v.name: v

@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="arrays lie on the GPU by PyTorch")
 
 import flashgen  # noqa: E402
-from flashgen.operators.places import queries  # noqa: E402
+from flashgen.families.load import load_specs  # noqa: E402
+from flashgen.operators.append_rows import queries  # noqa: E402
 from flashgen.simulator.append_example import make  # noqa: E402
 from flashgen.simulator.example import Shape  # noqa: E402
-from flashgen.spec.load import load_specs  # noqa: E402
 from gpu.cases import new_seed  # noqa: E402
 
 pytestmark = [

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="the float64 reference is computed w
 
 import flashgen  # noqa: E402
 from flashgen.api.asked import score_of  # noqa: E402
+from flashgen.families.load import load_specs  # noqa: E402
 from flashgen.operators.backward import normalise  # noqa: E402
 from flashgen.operators.gradients import gradients  # noqa: E402
 from flashgen.operators.maskoptions import sees_no_later_key  # noqa: E402
@@ -23,7 +24,6 @@ from flashgen.runtime.launch import bind  # noqa: E402
 from flashgen.runtime.plans import Plan  # noqa: E402
 from flashgen.schedule.dispatch import offers, runs_on  # noqa: E402
 from flashgen.schedule.groups import group_parts  # noqa: E402
-from flashgen.spec.load import load_specs  # noqa: E402
 from gpu.cases import DTYPES, new_seed  # noqa: E402
 
 pytestmark = [

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from flashgen.bench.cases import Case
-from flashgen.bench.hosts import TorchHost
-from flashgen.bench.peers import choose_peers
-from flashgen.bench.runner import measure
+from flashgen.tools.bench.cases import Case
+from flashgen.tools.bench.hosts import TorchHost
+from flashgen.tools.bench.peers import choose_peers
+from flashgen.tools.bench.runner import measure
 from gpu.cases import new_seed
 
 # FlashInfer compiles for half a minute; a run of the grids checks it.

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.paths import templates_dir
+from flashgen.families.load import load_specs
+from flashgen.host.paths import templates_dir
 from flashgen.runtime import dependent, kernel, launch
 from flashgen.runtime.device import device
 from flashgen.runtime.plans import Plan
 from flashgen.schedule.dispatch import offers
-from flashgen.spec.load import load_specs
 
 cupy = pytest.importorskip("cupy")
 

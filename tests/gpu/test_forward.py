@@ -9,12 +9,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="the float64 reference is computed with PyTorch on the GPU")
 
 import flashgen  # noqa: E402
+from flashgen.families.load import load_specs  # noqa: E402
 from flashgen.runtime.device import device  # noqa: E402
 from flashgen.runtime.launch import bind  # noqa: E402
 from flashgen.runtime.plans import Plan  # noqa: E402
 from flashgen.schedule.dispatch import runs_on  # noqa: E402
 from flashgen.schedule.grid import tiles  # noqa: E402
-from flashgen.spec.load import load_specs  # noqa: E402
 from flashgen.toolchain import build, obtain  # noqa: E402
 from gpu import forward_cases  # noqa: E402
 from gpu.cases import DTYPES, Arrays, Case, Mask, check, compare, front_door, make, new_seed, problem_of  # noqa: E402

@@ -7,8 +7,8 @@ cp = pytest.importorskip("cupy")
 torch = pytest.importorskip("torch", reason="the float64 reference is computed with PyTorch on the GPU")
 
 import flashgen  # noqa: E402
+from flashgen.families.load import load_specs  # noqa: E402
 from flashgen.operators.reference import judge  # noqa: E402
-from flashgen.spec.load import load_specs  # noqa: E402
 from gpu import forward_cases  # noqa: E402
 from gpu.cases import check  # noqa: E402
 

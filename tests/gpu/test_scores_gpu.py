@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import flashgen
+from flashgen.families.load import load_specs
 from flashgen.operators.reference import judge
 from flashgen.runtime.device import device
 from flashgen.runtime.launch import prepare
 from flashgen.runtime.plans import Plan
 from flashgen.schedule.dispatch import offers
-from flashgen.spec.load import load_specs
 
 ELEMENTS = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
 LINES = """\

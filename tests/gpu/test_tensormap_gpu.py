@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import flashgen
+from flashgen.families.load import load_spec, load_specs
 from flashgen.operators.attention import normalise
 from flashgen.runtime.arrays import view
 from flashgen.runtime.device import available, device, why_unavailable
 from flashgen.runtime.launch import bind
 from flashgen.schedule.tensormap import expressible
-from flashgen.spec.load import load_spec, load_specs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not available(), reason=why_unavailable())]
 

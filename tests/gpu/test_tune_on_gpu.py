@@ -8,12 +8,12 @@ from click.testing import CliRunner
 
 import slow_tile
 from flashgen.cli import main
+from flashgen.families.load import load_specs
 from flashgen.runtime.device import device
 from flashgen.schedule.dispatch import preferred, runs_on
-from flashgen.spec.load import load_specs
 from flashgen.toolchain import compile as compiler
-from flashgen.tune.gpu import GpuBench, host_for
-from flashgen.tune.shapes import cases
+from flashgen.tools.tune.gpu import GpuBench, host_for
+from flashgen.tools.tune.shapes import cases
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import flashgen
+from flashgen.families.load import load_specs
 from flashgen.runtime.device import device
 from flashgen.schedule.dispatch import runs_on
 from flashgen.simulator.example import Shape, make, outputs
-from flashgen.spec.load import load_specs
 from gpu.copies import computed
 from unseen import BITS, array, fill, seen_rows
 

@@ -10,10 +10,10 @@ import secrets
 import pytest
 
 import flashgen
+from flashgen.families.load import load_specs
 from flashgen.runtime.device import device
 from flashgen.schedule.dispatch import runs_on
 from flashgen.simulator.example import Shape, make
-from flashgen.spec.load import load_specs
 from gpu.copies import computed
 
 pytestmark = pytest.mark.gpu

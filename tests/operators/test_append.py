@@ -13,12 +13,12 @@ from flashgen.errors import (
     DeviceTypeNotSupported,
     NullPointer,
 )
+from flashgen.families.load import load_specs
 from flashgen.operators.append import ARGUMENTS, normalise
 from flashgen.operators.append_reference import judge
 from flashgen.operators.arguments import ArrayView, Placed, interleave, view_of_shape
 from flashgen.simulator.append_example import Choices, make
 from flashgen.simulator.example import Shape
-from flashgen.spec.load import load_specs
 
 NEW, CACHE, QUERIES, TABLE = (3, 5, 2, 64), (4, 40, 2, 64), (3, 7, 4, 64), (45, 16)
 PLAIN = {

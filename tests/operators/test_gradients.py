@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from flashgen.families.scores import load_scores
 from flashgen.operators import formula, gradients, reference
 from flashgen.operators.derivative import derivative
 from flashgen.operators.formula import evaluate, parse
 from flashgen.operators.masks import Band
 from flashgen.operators.scores import ScoreOfCall
-from flashgen.spec.scores import load_scores
 
 HEADS, KV_HEADS, QUERIES, KEYS = 4, 2, 5, 6
 STEP = 1e-5

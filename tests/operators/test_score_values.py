@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
+from flashgen.families.scores import load_scores
 from flashgen.operators.attention import normalise, operator_for
 from flashgen.operators.formula import text
 from flashgen.operators.scores import ScoreOfCall, chained
 from flashgen.runtime.arrays import view
-from flashgen.spec.scores import load_scores
 
 SHIPPED = load_scores().by_name
 SOFTCAP, ALIBI, SYMMETRIC = (SHIPPED[name] for name in ("softcap", "alibi", "alibi_symmetric"))

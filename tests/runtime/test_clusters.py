@@ -8,9 +8,9 @@ import pytest
 import flashgen
 from fake_gpu import H200, array
 from flashgen.errors import DeviceTypeNotSupported
+from flashgen.families.load import load_specs
 from flashgen.runtime import clusters, kernel
 from flashgen.runtime.dependent import LaunchConfig
-from flashgen.spec.load import load_specs
 
 pytest.importorskip("cupy")
 

@@ -10,12 +10,12 @@ import pytest
 
 from fake_gpu import H200, Binding
 from flashgen.errors import BadParam
+from flashgen.families.load import load_specs
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import dependent, launch, tensormap
 from flashgen.runtime.dependent import LaunchAttribute, LaunchConfig
 from flashgen.schedule.grid import launch_of
 from flashgen.schedule.plan import plan_steps
-from flashgen.spec.load import load_specs
 from problems import problem, replace
 
 PROBLEM = problem(

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashgen.arch import typical
 from flashgen.errors import DeviceTypeNotSupported
-from flashgen.paths import checkout
+from flashgen.families.arch import typical
+from flashgen.host.paths import checkout
 from flashgen.runtime import device as fd
 
 PROPERTIES = {

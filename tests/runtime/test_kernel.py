@@ -15,11 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashgen.arch import Device
 from flashgen.errors import CompileError, DeviceTypeNotSupported, InternalError
+from flashgen.families.arch import Device
+from flashgen.families.params import Param
+from flashgen.families.variant import Variant
 from flashgen.runtime import kernel
-from flashgen.spec.params import Param
-from flashgen.spec.variant import Variant
 from flashgen.toolchain import cache as fcache
 from flashgen.toolchain import compile as fc
 from flashgen.toolchain import obtain
@@ -201,7 +201,7 @@ import cupy
 before = set(sys.modules)
 from flashgen.runtime import kernel
 from flashgen.schedule import dispatch
-from flashgen.spec import load
+from flashgen.families import load
 from flashgen.toolchain import cache, obtain
 from flashgen.operators.attention import normalise
 from flashgen.operators.arguments import ArrayView

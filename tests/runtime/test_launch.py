@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from fake_gpu import H200, Binding
 from flashgen.errors import BadTensorShape, NoBindingError, SpecError
+from flashgen.families.load import load_spec, load_specs
+from flashgen.families.params import Param
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import launch, tensormap
 from flashgen.schedule.grid import heads, launch_of, rows, tiles
@@ -19,8 +21,6 @@ from flashgen.schedule.tensormap import BYTES
 from flashgen.simulator.example import Shape, make
 from flashgen.simulator.hardware import pretend_for
 from flashgen.source.params import layout
-from flashgen.spec.load import load_spec, load_specs
-from flashgen.spec.params import Param
 from problems import NAMES, problem, replace
 
 PROBLEM = problem(

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from fake_gpu import Binding
 from flashgen.errors import InternalError, NoBindingError, SpecError
+from flashgen.families.params import Box, Param
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import tensormap
 from flashgen.runtime.tensormap import encode, move
 from flashgen.schedule.tensormap import TensorMap, describe, expressible
-from flashgen.spec.params import Box, Param
 from problems import problem, replace
 from variants import variant
 

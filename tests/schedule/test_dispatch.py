@@ -9,6 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError
+from flashgen.families.load import load_spec, load_specs
+from flashgen.families.model import Spec
+from flashgen.families.scores import load_scores
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import SplitEvery
@@ -18,9 +21,6 @@ from flashgen.schedule.explain import explain
 from flashgen.schedule.grid import launch_of, rows, tiles
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.tensormap import expressible
-from flashgen.spec.load import load_spec, load_specs
-from flashgen.spec.model import Spec
-from flashgen.spec.scores import load_scores
 from problems import problem as make_problem
 from problems import replace
 from variants import variant

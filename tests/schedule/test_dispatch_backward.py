@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashgen.families.load import load_specs
+from flashgen.families.scores import load_scores
 from flashgen.operators import varlen_backward
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
 from flashgen.schedule.dispatch import cost, offers, select
-from flashgen.schedule.divisor import divisor
+from flashgen.schedule.fastdivision import divisor
 from flashgen.schedule.grid import expected_tiles, launch_of, row_blocks, tiles
 from flashgen.schedule.parameters import parameters
 from flashgen.schedule.plan import plan_steps
 from flashgen.source.params import layout
-from flashgen.spec.load import load_specs
-from flashgen.spec.scores import load_scores
 
 H200 = SimpleNamespace(
     name="H200",

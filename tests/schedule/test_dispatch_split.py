@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dispatch import H200
 
-from flashgen.bench.grids import GRIDS
+from flashgen.families.load import load_specs
 from flashgen.operators.arguments import Expected, view_of_shape
 from flashgen.operators.attention import normalise as rectangle
 from flashgen.operators.splits import SplitEvery
 from flashgen.operators.varlen import normalise
 from flashgen.schedule.dispatch import cost, offers, select
 from flashgen.schedule.plan import plan_steps
-from flashgen.spec.load import load_specs
+from flashgen.tools.bench.grids import GRIDS
 
 SPECS = load_specs()
 SPLIT = "flash_varlen_split"

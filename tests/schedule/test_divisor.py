@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flashgen.schedule.divisor import LARGEST_DIVIDEND, divisor
+from flashgen.schedule.fastdivision import LARGEST_DIVIDEND, divisor
 
 numbers = st.one_of(
     st.integers(1, 200),

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashgen
-from flashgen.arch import KNOWN_ARCHS, typical
 from flashgen.errors import BadParam, BadTensorShape, NullPointer
+from flashgen.families.arch import KNOWN_ARCHS, typical
+from flashgen.families.load import load_specs
 from flashgen.schedule.dispatch import offers, select
 from flashgen.schedule.explain import TIME, explain
 from flashgen.schedule.plan import plan_steps
-from flashgen.spec.load import load_specs
 
 LOADED = load_specs()
 SPECS = tuple(spec for spec in LOADED if spec.operator == "attention")

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from backward_variants import MAIN
 from fake_gpu import H200
+from flashgen.families.load import load_specs
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.grid import heads, row_blocks, rows
 from flashgen.schedule.sections import clear_distance, sections
-from flashgen.spec.load import load_specs
 from problems import problem, replace
 
 CALL = problem(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from test_dispatch import CONTIGUOUS, GEFORCE, H200, problem
 
 from flashgen.errors import BadTensorShape
+from flashgen.families.load import load_specs
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.masks import UNBOUNDED, visible_keys
 from flashgen.operators.splits import SplitEvery
@@ -18,7 +19,6 @@ from flashgen.schedule.parameters import parameters
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.shares import HEAD_SETS_LOG2, shares_of
 from flashgen.schedule.visited import kv_blocks
-from flashgen.spec.load import load_specs
 
 (SPEC,) = (spec for spec in load_specs() if spec.name == "flash_decode_sm80")
 DECODE = {

@@ -3,10 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_sections import CALL
 
+from flashgen.families.load import load_specs
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.grid import rows_ahead
 from flashgen.schedule.visited import visited_keys
-from flashgen.spec.load import load_specs
 from problems import replace
 
 VARIANTS = {

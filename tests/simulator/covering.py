@@ -5,15 +5,15 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from flashgen.families.load import load_specs
+from flashgen.families.params import TENSOR_MAP
 from flashgen.simulator.example import Shape
 from flashgen.simulator.library import supports
-from flashgen.spec.load import load_specs
-from flashgen.spec.params import TENSOR_MAP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from flashgen.spec.variant import Variant
+    from flashgen.families.variant import Variant
 
 # The shipped forward variants that calls take and that can be simulated, by name.
 VARIANTS = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from flashgen.families.load import load_specs
 from flashgen.simulator.example import make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
 
 # Every kernel of both families by name, and the one that dispatch chooses for its call.
 KERNELS = {v.name: v for spec in load_specs() if spec.algorithm in ("naive", "v1") for v in spec.variants()}

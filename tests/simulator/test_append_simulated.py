@@ -11,11 +11,11 @@ from click.testing import CliRunner
 import flashgen
 from flashgen.cli import main
 from flashgen.errors import SimulationError
+from flashgen.families.load import load_specs
 from flashgen.simulator.append_example import Choices, make
 from flashgen.simulator.example import Shape, run
 from flashgen.simulator.library import load
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
 from simulator.faults import NUMBERS, WRONG, fault
 
 VARIANTS = {

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from backward_variants import MAIN
+from flashgen.families.scores import load_scores
 from flashgen.operators.numbers import widened
 from flashgen.operators.scores import chained
 from flashgen.simulator.example import Shape, make
-from flashgen.spec.scores import load_scores
 from simulator.calls import check_on
 from simulator.faults_backward_scores import FAULTS
 from simulator.faults_scores import LINES

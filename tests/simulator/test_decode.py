@@ -8,13 +8,13 @@ import math
 import pytest
 
 from flashgen.errors import SimulationError
+from flashgen.families.load import load_specs
 from flashgen.operators.splits import SplitEvery
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
 from simulator.faults import WRONG
 from simulator.faults_decode import FAULTS
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from flashgen import paths
+from flashgen.host import paths
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.simulator import library
 from simulator.kernels import fault, run

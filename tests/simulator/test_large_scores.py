@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from backward_variants import MAIN
+from flashgen.families.scores import load_scores
 from flashgen.operators.masks import Band
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reference import attention
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
-from flashgen.spec.scores import load_scores
 from simulator.calls import simulated
 from simulator.covering import VARIANTS
 from simulator.lineage import MAINS

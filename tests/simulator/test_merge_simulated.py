@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from flashgen.errors import SimulationError
+from flashgen.families.load import load_specs
 from flashgen.simulator.example import Shape, make, run
 from flashgen.simulator.library import load
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
 from simulator.faults import NUMBERS, WRONG, fault
 
 VARIANTS = {

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
+from flashgen.families.scores import load_scores
 from flashgen.operators.scores import chained
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run
 from flashgen.simulator.library import load
 from flashgen.source.render import render
-from flashgen.spec.scores import load_scores
 from simulator import faults_scores
 from simulator.covering import VARIANTS
 from simulator.faults_scores import LINES

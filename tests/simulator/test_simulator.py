@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashgen
-from flashgen import paths
 from flashgen.api.backends import backend_for
-from flashgen.arch import KNOWN_ARCHS
 from flashgen.errors import CompileError
+from flashgen.families.arch import KNOWN_ARCHS
+from flashgen.host import paths
 from flashgen.operators.reference import judge
 from flashgen.simulator import hardware, hostcompiler, library
 from flashgen.simulator.example import Shape, make, run

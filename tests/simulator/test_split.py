@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from flashgen.paths import specs_dir
+from flashgen.families.load import load_spec
+from flashgen.host.paths import specs_dir
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from flashgen.spec.load import load_spec
 from simulator.test_varlen_simulated import grouped, verdict_of
 
 # Two consumers and three; each mask; single heads, groups, and groups whose rows share a tile.

@@ -9,11 +9,11 @@ import dataclasses
 import pytest
 
 from flashgen.errors import SimulationError
+from flashgen.families.load import load_specs
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
 from simulator.faults import NUMBERS, WRONG, Fault, fault
 from unseen import differing
 

@@ -10,14 +10,14 @@ import itertools
 import numpy as np
 import pytest
 
+from flashgen.families.load import load_specs
+from flashgen.families.params import TENSOR_MAP
+from flashgen.families.scores import load_scores
 from flashgen.operators.numbers import bfloat16_bits
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
-from flashgen.spec.params import TENSOR_MAP
-from flashgen.spec.scores import load_scores
 from simulator import test_decode_clusters as clusters
 from simulator import test_varlen_split as split
 from simulator.test_splits_simulated import FIXED, FIXED_PAGED, MAIN_OF

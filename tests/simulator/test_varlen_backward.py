@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from flashgen.errors import BadParam
+from flashgen.families.load import load_specs
+from flashgen.families.scores import load_scores
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.scores import chained
 from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
-from flashgen.spec.scores import load_scores
 from simulator.calls import check_on, simulated
 from simulator.faults_varlen_backward import FAULTS, LEAKS
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from flashgen.errors import BadParam, SimulationError
+from flashgen.families.load import load_specs
+from flashgen.families.params import TENSOR_MAP
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.tensormap import expressible
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
-from flashgen.spec.params import TENSOR_MAP
 from simulator.faults import ASYNC, BOUNDS, NUMBERS, WRONG, fault
 
 VARIANTS = {

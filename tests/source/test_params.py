@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashgen.errors import CompileError
+from flashgen.families.params import CTYPES, TENSOR_MAP, Param
 from flashgen.source.params import layout, struct_text
-from flashgen.spec.params import CTYPES, TENSOR_MAP, Param
 from flashgen.toolchain.compile import compile_cubin
 
 C = {

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from flashgen.errors import InternalError, SpecError
-from flashgen.paths import templates_dir
+from flashgen.families.load import load_spec, load_specs
+from flashgen.host.paths import templates_dir
 from flashgen.source.render import (
     check_files,
     flatten,
@@ -21,7 +22,6 @@ from flashgen.source.render import (
     source_digest,
     unused_overrides,
 )
-from flashgen.spec.load import load_spec, load_specs
 from flashgen.toolchain.compile import compile_cubin
 
 TEMPLATE = "templates/tiny.cu.j2"
@@ -142,7 +142,7 @@ def test_digests_of_variants_differ(tiny_variants):
 
 def test_the_digest_needs_no_jinja():
     code = (
-        "import sys\nfrom flashgen.spec.load import load_specs\n"
+        "import sys\nfrom flashgen.families.load import load_specs\n"
         "from flashgen.source.render import source_digest\n"
         "source_digest(load_specs()[0].select(dtype='fp16')[0]); print('jinja2' in sys.modules)"
     )

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from flashgen.families.load import load_specs
+from flashgen.families.scores import load_scores
 from flashgen.source.render import include_dirs, render, source_digest
 from flashgen.source.scores import score_functions
-from flashgen.spec.load import load_specs
-from flashgen.spec.scores import load_scores
 from flashgen.toolchain.obtain import obtain
 
 LINES = """\

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.errors import CompileError
-from flashgen.paths import checkout
+from flashgen.host.paths import checkout
 from flashgen.toolchain import compile as fc
 
 ADD = """#include "lib/add.cuh"

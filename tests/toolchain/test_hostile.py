@@ -10,9 +10,10 @@ import zipfile
 import pytest
 from click.testing import CliRunner
 
-from flashgen import __version__, paths
+from flashgen import __version__
 from flashgen.errors import BadParam, CacheWarning, InternalError, NoHostCompilerError, SpecError
-from flashgen.spec.load import load_spec
+from flashgen.families.load import load_spec
+from flashgen.host import paths
 from flashgen.toolchain import cache as caches
 from flashgen.toolchain import disassemble, obtain
 from flashgen.toolchain.bundle import MAX_ENTRY, MAX_MANIFEST, Bundle
@@ -225,8 +226,8 @@ def test_a_disassembler_that_does_not_end(tmp_path, monkeypatch):
 
 
 def test_a_driver_tool_that_does_not_end(tmp_path, monkeypatch):
-    from flashgen.bench import environment
     from flashgen.cli import doctor as examined
+    from flashgen.tools.bench import environment
 
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\nexec sleep 60\n")

@@ -1,8 +1,8 @@
 import pytest
 
 from flashgen.errors import CompileError
+from flashgen.families.load import load_spec
 from flashgen.source.render import render
-from flashgen.spec.load import load_spec
 from flashgen.toolchain.origins import template_lines_named
 
 

@@ -17,7 +17,7 @@ from flashgen.errors import BadParam, CacheWarning
 from flashgen.simulator import library
 from flashgen.toolchain import bundle, private
 from flashgen.toolchain.cache import CubinCache, key_for
-from flashgen.toolchain.entry import pack
+from flashgen.toolchain.cacheentry import pack
 from second_user import ANOTHER, OTHER, as_user, needs_root
 
 KEY = key_for("source", "sm_90", (), "nvrtc 13.0")

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from flashgen.api.asked import Asked
+    from flashgen.families.variant import Variant
     from flashgen.operators.arguments import Placed
     from flashgen.runtime.arrays import Arrays
     from flashgen.runtime.plans import Plan, Ready
     from flashgen.schedule.plan import Step
-    from flashgen.spec.variant import Variant
 
 _TOTAL, _ROTATED = APPEND.position("total_lengths"), APPEND.position("q_rotated")
 # What the attention behind an append takes of its arrays.
@@ -600,7 +600,7 @@ def _check_elements(
     append: Plan, pointers: tuple[int, ...], given: tuple[Any, ...], attention: Plan, stream: int
 ) -> None:
     """Raise what the lengths and tables of both calls contradict."""
-    from flashgen.operators.places import total_lengths
+    from flashgen.operators.append_rows import total_lengths
 
     found = check.elements(append.problem, pointers, given, stream)
     if found is None:  # a captured graph, which may find others

@@ -247,8 +247,8 @@ def _chain(folders: str, names: tuple[str, ...]) -> Score:
     """The modifications of these names, one after another, as the value ``folders`` of FLASHGEN_SPECS has
     them.
     """
+    from flashgen.families.scores import load_scores
     from flashgen.operators.scores import chained
-    from flashgen.spec.scores import load_scores
 
     known = load_scores().by_name
     for name in names:

@@ -6,16 +6,16 @@ import os
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from flashgen.arch import KNOWN_ARCHS, typical
 from flashgen.errors import BadParam, DeviceTypeNotSupported
+from flashgen.families.arch import KNOWN_ARCHS, typical
 from flashgen.operators.arguments import on_device
 from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.model import Spec
     from flashgen.operators.operator import Problem
     from flashgen.runtime.plans import Runner
-    from flashgen.spec.model import Spec
 
 BACKENDS = ("cuda", "cpu", "simulator")
 _ON_HOST = ("cpu", "simulator")
@@ -89,7 +89,7 @@ def _specs(
 ) -> tuple[Spec, ...]:
     """The shipped specs and those in ``folders``, with what is tuned for ``gpu``; ``folders`` and ``tuned``
     are the values of FLASHGEN_SPECS and FLASHGEN_TUNED. Read once for each set of these."""
-    from flashgen.spec.load import load_specs
+    from flashgen.families.load import load_specs
     from flashgen.toolchain import cache as caches
 
     specs = load_specs(cache=caches.default(), gpu=gpu, operator=operator)

@@ -6,10 +6,10 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flashgen import forks, logs
 from flashgen.api.backends import runner_for
 from flashgen.api.kvcache import arrays_instead
 from flashgen.errors import InternalError, naming
+from flashgen.host import forks, logs
 from flashgen.runtime import arrays, dlpack, torchkind
 from flashgen.runtime.plans import Plan, adopted, cache_arrays, run_adopted
 

@@ -24,19 +24,19 @@ from flashgen.errors import (
     NullPointer,
     naming,
 )
+from flashgen.families.variant import TUNED_TILE
 from flashgen.operators.arguments import dtype_name, view_of_shape
 from flashgen.runtime import arrays, dlpack
 from flashgen.runtime.plans import cache_arrays
-from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashgen.api.asked import Asked
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Operator, Problem
     from flashgen.schedule.explain import Explanation
-    from flashgen.spec.variant import Variant
 
 # The module beside this one of each function that `explain` and `warmup` know by name, and of its
 # `asked_by_name`, which says what a call of it asks for.
@@ -155,7 +155,7 @@ def _load(variant: Variant, device: Device) -> None:
 
 def _device_of(arch: str | None) -> Device:
     """This machine's GPU, or a typical one of an architecture that it does not have."""
-    from flashgen.arch import typical
+    from flashgen.families.arch import typical
     from flashgen.runtime import device as devices
 
     if arch is None or (devices.available() and devices.device(0).arch == arch):

@@ -16,7 +16,7 @@ import click
 
 from flashgen import __version__
 from flashgen.errors import FlashgenError
-from flashgen.paths import specs_dir, unused_checkout
+from flashgen.host.paths import specs_dir, unused_checkout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +95,7 @@ class CommandGroup(click.Group):
             raise click.ClickException("the question was not answered with yes") from error
         except FlashgenError as error:
             from flashgen.cli.output import fitted
-            from flashgen.spec.selection import SelectionError
+            from flashgen.families.selection import SelectionError
 
             failure = click.ClickException(fitted(str(error)))
             failure.exit_code = 2 if isinstance(error, SelectionError) else 1

@@ -84,8 +84,8 @@ def command(
 
     Exit code 1 if a result disagrees with its reference.
     """
-    from flashgen.bench import run
     from flashgen.cli.output import console, note, print_json
+    from flashgen.tools.bench import run
 
     if listing:
         given = {"GRID": grid, "--peer": peers, "--dtype": dtypes, "--where": where}
@@ -125,9 +125,9 @@ def _conditions(where: tuple[str, ...]) -> dict[str, list[str]]:
 
 def _list(as_json: bool) -> None:
     """Grids with their cases, and peers with the reason why one cannot run here."""
-    from flashgen.bench import GRIDS
-    from flashgen.bench.peers.registry import all_peers
     from flashgen.cli.output import print_json, print_pairs
+    from flashgen.tools.bench import GRIDS
+    from flashgen.tools.bench.peers.registry import all_peers
 
     peers = {name: peer.unavailable() for name, peer in all_peers().items()}
     if as_json:

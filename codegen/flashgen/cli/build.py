@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from flashgen.families.variant import Variant
     from flashgen.source.generated import Written
-    from flashgen.spec.variant import Variant
     from flashgen.toolchain.build import Built
 
 _FAILURES_SHOWN = 3
@@ -112,8 +112,8 @@ def command(
     """
     from flashgen.cli.kernels import compiled
     from flashgen.cli.output import counted, note, print_json
-    from flashgen.paths import generated_dir
-    from flashgen.spec.selection import SelectionError
+    from flashgen.families.selection import SelectionError
+    from flashgen.host.paths import generated_dir
     from flashgen.toolchain import cache as caches
 
     if check or no_compile:
@@ -173,7 +173,7 @@ def command(
 
 def _write(variants: Sequence[Variant], complete: bool, out: Path | None, committed: bool) -> Written:
     """Render all; bring --out up to date or, where the ``committed`` slice was asked for, generated/."""
-    from flashgen.paths import checkout, generated_dir
+    from flashgen.host.paths import checkout, generated_dir
     from flashgen.source.generated import Written, generated_files, write_generated
 
     files = generated_files(variants)
@@ -200,7 +200,7 @@ def _check(
 ) -> None:
     """Compare, say how they differ, and exit with 1 if they do. ``options`` chose the variants."""
     from flashgen.cli.output import counted, print_json
-    from flashgen.paths import generated_dir
+    from flashgen.host.paths import generated_dir
     from flashgen.source.generated import diff_generated, generated_files
 
     folder = out or generated_dir()

@@ -23,7 +23,7 @@ from flashgen.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.spec.model import Spec
+    from flashgen.families.model import Spec
     from flashgen.toolchain.build import Built
 
 
@@ -84,7 +84,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Compile the kernels of --select and put them into one file; or show what a bundle holds."""
-    from flashgen import paths
+    from flashgen.host import paths
     from flashgen.toolchain import atomic
 
     if (out is None) == (show is None):
@@ -120,7 +120,7 @@ def _built(
     """Every kernel that a chosen variant launches, compiled; and the specs."""
     from flashgen.cli.kernels import compiled
     from flashgen.cli.options import chosen_variants
-    from flashgen.spec.load import load_specs
+    from flashgen.families.load import load_specs
 
     loaded = load_specs(specs)
     chosen = chosen_variants(specs, selections, score=score)
@@ -129,8 +129,8 @@ def _built(
 
 
 def _write(out: Path, results: Sequence[Built], specs: Sequence[Spec]) -> None:
-    from flashgen.spec.bases import whole_text
-    from flashgen.spec.snapshot import encode, snapshot_key
+    from flashgen.families.bases import whole_text
+    from flashgen.families.snapshot import encode, snapshot_key
     from flashgen.toolchain.bundle import Held, HeldSpec, write
     from flashgen.toolchain.compile import compiler_version
     from flashgen.toolchain.obtain import cache_key

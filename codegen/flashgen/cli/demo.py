@@ -15,10 +15,10 @@ from flashgen.cli.output import say
 if TYPE_CHECKING:
     import numpy as np
 
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.operators.attention import AttentionProblem
     from flashgen.operators.reference import Largest
-    from flashgen.spec.variant import Variant
     from flashgen.toolchain.build import Built
 
 _REPEATS = 10
@@ -161,7 +161,7 @@ def _call(case: Case, gpu: Device | None) -> Call:
     """Fresh inputs, and the variant that dispatch takes on this GPU, or on an H100 where there is none."""
     import numpy as np
 
-    from flashgen.arch import typical
+    from flashgen.families.arch import typical
     from flashgen.operators.attention import normalise
     from flashgen.runtime.arrays import view
     from flashgen.schedule.dispatch import select as dispatch

@@ -20,8 +20,8 @@ from flashgen.cli.output import counted, plain, say, size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashgen.arch import Device
-    from flashgen.spec.variant import Variant
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
 
 # Import name of a library -> distributions that provide it.
 _LIBRARIES = {
@@ -154,7 +154,7 @@ def _gpus(report: Report) -> list[dict[str, Any]]:
 def _compiler(report: Report) -> dict[str, Any]:
     """NVRTC, tried on a kernel that includes one of CUDA's own headers."""
     from flashgen.errors import FlashgenError
-    from flashgen.paths import BUNDLE_VARIABLE
+    from flashgen.host.paths import BUNDLE_VARIABLE
     from flashgen.toolchain.compile import compile_cubin, compiler_version, supported_archs
 
     probe = (
@@ -211,7 +211,7 @@ def _temporary(report: Report) -> dict[str, Any]:
     """The folder of temporary files, in which the simulator compiles and kernels are disassembled."""
     import tempfile
 
-    from flashgen.paths import temporary_problem
+    from flashgen.host.paths import temporary_problem
 
     problem = temporary_problem()
     if problem:
@@ -220,9 +220,9 @@ def _temporary(report: Report) -> dict[str, Any]:
 
 
 def _specs(report: Report) -> dict[str, Any]:
+    from flashgen.families.load import load_specs
+    from flashgen.families.scores import load_scores
     from flashgen.source.render import check_files
-    from flashgen.spec.load import load_specs
-    from flashgen.spec.scores import load_scores
 
     specs = load_specs()
     check_files(specs)
@@ -238,10 +238,10 @@ def _tuned(report: Report) -> dict[str, Any]:
     import warnings
 
     from flashgen.errors import TunedWarning
-    from flashgen.paths import tuned_dir
-    from flashgen.spec.load import load_specs
-    from flashgen.spec.tuned import path_for, present_gpu
-    from flashgen.spec.variant import TUNED_TILE
+    from flashgen.families.load import load_specs
+    from flashgen.families.tuned import path_for, present_gpu
+    from flashgen.families.variant import TUNED_TILE
+    from flashgen.host.paths import tuned_dir
 
     gpu = present_gpu()
     if gpu is None:
@@ -292,8 +292,8 @@ def _bundles(report: Report) -> list[dict[str, Any]]:
 
 def _switches(report: Report) -> None:
     """Variables whose value makes calls fail."""
-    from flashgen import logs
     from flashgen.errors import BadParam
+    from flashgen.host import logs
     from flashgen.runtime import check, dependent
 
     for read in (lambda: logs.logger("cli"), check.asked, dependent.forbidden):

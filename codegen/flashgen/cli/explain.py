@@ -10,10 +10,10 @@ from flashgen.cli.options import Architecture, ShapeType, SplitsType, json_optio
 from flashgen.cli.output import say
 
 if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
     from flashgen.operators.splits import Splits
     from flashgen.schedule.explain import Explanation
     from flashgen.schedule.plan import Step
-    from flashgen.spec.variant import Variant
 
 # Options of this command in place of arguments, in messages.
 _WORDS = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from flashgen.spec.variant import Variant
+    from flashgen.families.variant import Variant
 
 _VIEWS = ("source", "flat", "ptx", "sass", "resources")
 # View -> the lexer that colours it.
@@ -117,8 +117,8 @@ def _resolve(
 ) -> Variant:
     """The variant that NAME or the axes mean; of several the one that dispatch prefers on ``arch``."""
     from flashgen.cli.output import note
+    from flashgen.families.selection import find_by_axes, find_one
     from flashgen.schedule.dispatch import preferred
-    from flashgen.spec.selection import find_by_axes, find_one
 
     wanted = {key: str(value) for key, value in axes.items() if value is not None}
     if name and wanted:
@@ -142,7 +142,7 @@ def _resolve(
 
 def _running(variants: Sequence[Variant], arch: str) -> tuple[Variant, ...]:
     """Those that run on ``arch``, as far as is known of its shared memory."""
-    from flashgen.arch import KNOWN_ARCHS, typical
+    from flashgen.families.arch import KNOWN_ARCHS, typical
     from flashgen.schedule.dispatch import runs_on
 
     device = typical(arch) if arch in KNOWN_ARCHS else None
@@ -160,8 +160,8 @@ def _described(variant: Variant) -> dict[str, Any]:
 
 def _card(variant: Variant) -> list[tuple[str, str]]:
     """What the variant is, for a person."""
-    from flashgen.arch import range_of
     from flashgen.cli.kernels import places
+    from flashgen.families.arch import range_of
     from flashgen.source.params import layout
 
     files = places(variant)

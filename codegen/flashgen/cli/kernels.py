@@ -11,7 +11,7 @@ from flashgen.cli.output import Column, counted, kilobytes, print_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.spec.variant import Variant
+    from flashgen.families.variant import Variant
     from flashgen.toolchain.build import Built
 
 
@@ -26,7 +26,7 @@ class Places:
 
 def places(variant: Variant) -> Places:
     """Where a variant comes from."""
-    from flashgen.paths import checkout
+    from flashgen.host.paths import checkout
     from flashgen.source.render import search_path
 
     folders = [Path(folder) for folder in search_path(variant)]

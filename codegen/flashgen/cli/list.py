@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.options import chosen_variants, json_option, score_option, select_option, specs_option
-from flashgen.spec.selection import in_order
-from flashgen.spec.variant import TUNED_TILE
+from flashgen.families.selection import in_order
+from flashgen.families.variant import TUNED_TILE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flashgen.spec.variant import Variant
+    from flashgen.families.variant import Variant
 
 
 @click.command(

@@ -11,7 +11,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from flashgen.spec.variant import Variant
+    from flashgen.families.variant import Variant
     from flashgen.toolchain.cache import CubinCache
 
 NATIVE = "native"
@@ -187,10 +187,10 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
     ``cache`` keeps the checked specs for the calls to come. Raises SpecError for a wrong spec, and for a
     template that is not there.
     """
+    from flashgen.families.load import load_specs
+    from flashgen.families.scores import load_scores
+    from flashgen.families.tuned import present_gpu
     from flashgen.source.render import check_files, warn_of_unused_overrides
-    from flashgen.spec.load import load_specs
-    from flashgen.spec.scores import load_scores
-    from flashgen.spec.tuned import present_gpu
 
     loaded = load_specs(specs, cache, present_gpu())
     check_files(loaded)
@@ -213,14 +213,14 @@ def chosen_variants(
     """The variants that --specs and --select leave, with the modification of --score; ``cache`` as in
     `load_variants`.
     """
-    from flashgen.spec.selection import select
+    from flashgen.families.selection import select
 
     return with_score(select(load_variants(specs, cache), selections), specs, score)
 
 
 def with_score(variants: Sequence[Variant], specs: Path | None, score: str | None) -> tuple[Variant, ...]:
     """The variants with a score modification: those that have a seam for it and none yet."""
-    from flashgen.spec.scores import load_scores
+    from flashgen.families.scores import load_scores
 
     if score is None:
         return tuple(variants)

@@ -24,9 +24,9 @@ from flashgen.cli.output import say
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from flashgen.families.variant import Variant
     from flashgen.operators.reference import Verdict
     from flashgen.simulator.execute import Access, Report
-    from flashgen.spec.variant import Variant
 
 _SIZE = click.IntRange(1, 2**31 - 1)  # kernels count in int32
 _GAP = 128  # bytes between rows: they begin at a cache line where they would without it
@@ -133,9 +133,9 @@ def command(
     If a call takes several kernels, all of them run: the error is that of the call, the rest is about NAME.
     """
     from flashgen.cli.output import print_json
+    from flashgen.families.selection import find_one
     from flashgen.simulator.example import Shape
     from flashgen.simulator.library import supports
-    from flashgen.spec.selection import find_one
 
     variants = load_variants(specs)
     chosen = find_one(variants, name)

@@ -13,8 +13,8 @@ from flashgen.cli.output import say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.tune.ranking import Ranking, Trial
-    from flashgen.tune.subjects import Subject
+    from flashgen.tools.tune.ranking import Ranking, Trial
+    from flashgen.tools.tune.subjects import Subject
 
 _DROPPED_SHOWN = 3
 
@@ -95,9 +95,9 @@ def command(
     """
     from flashgen.cli.output import note, print_json
     from flashgen.cli.progress import progress
-    from flashgen.tune import contest
-    from flashgen.tune.candidates import fields
-    from flashgen.tune.shapes import Unsuited, suited
+    from flashgen.tools.tune import contest
+    from flashgen.tools.tune.candidates import fields
+    from flashgen.tools.tune.shapes import Unsuited, suited
 
     if not selections:
         raise click.UsageError("say what to tune: --select 'head_dim=128 dtype=fp16 mask_type=causal'")
@@ -136,10 +136,10 @@ def _subjects(
 ) -> tuple[Any, list[Subject]]:
     """The GPU, and what is to be tuned on it."""
     from flashgen.errors import DeviceTypeNotSupported
+    from flashgen.families.load import load_spec, load_specs
+    from flashgen.families.selection import select
     from flashgen.runtime import device
-    from flashgen.spec.load import load_spec, load_specs
-    from flashgen.spec.selection import select
-    from flashgen.tune.subjects import subjects
+    from flashgen.tools.tune.subjects import subjects
 
     if not device.available():
         raise DeviceTypeNotSupported(f"tuning needs a GPU: {device.why_unavailable()}")
@@ -152,7 +152,7 @@ def _subjects(
 def _bench(here: Any, chosen: Sequence[Subject], rounds: int) -> Any:
     import numpy as np
 
-    from flashgen.tune.gpu import GpuBench, host_for
+    from flashgen.tools.tune.gpu import GpuBench, host_for
 
     host = host_for(sorted({subject.ordinary.dtype for subject in chosen}))
     seed = int(np.random.SeedSequence().entropy % 2**32)
@@ -161,9 +161,9 @@ def _bench(here: Any, chosen: Sequence[Subject], rounds: int) -> Any:
 
 def _check_files(chosen: Sequence[Subject], gpu: str, out: Path | None, spec_file: Path | None) -> None:
     """Raise SpecError for a file of tuned tiles that is damaged, OSError for one that cannot be written."""
-    from flashgen.spec.tuned import path_for
+    from flashgen.families.tuned import path_for
     from flashgen.toolchain import atomic
-    from flashgen.tune.userfile import read
+    from flashgen.tools.tune.userfile import read
 
     if spec_file is not None:
         atomic.check(spec_file)
@@ -178,7 +178,7 @@ def _check_files(chosen: Sequence[Subject], gpu: str, out: Path | None, spec_fil
 def _write(rankings: Sequence[Ranking], gpu: str, out: Path | None, spec_file: Path | None) -> list[Path]:
     """Write the winners down; returns the files."""
     from flashgen.cli.output import note
-    from flashgen.tune.keep import in_spec, in_users_files
+    from flashgen.tools.tune.save import in_spec, in_users_files
 
     if spec_file is not None:
         if in_spec(spec_file, rankings):
@@ -200,7 +200,7 @@ def _write(rankings: Sequence[Ranking], gpu: str, out: Path | None, spec_file: P
 
 def _print(ranking: Ranking) -> None:
     from flashgen.cli.output import Column, note, print_table
-    from flashgen.tune.contest import tile_text
+    from flashgen.tools.tune.contest import tile_text
 
     ordinary = ranking.subject.ordinary
     say(f"{ordinary}: {len(ranking.trials)} tiles timed, {len(ranking.dropped)} dropped")

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.operators.append import ARGUMENTS, pair_slices
+from flashgen.operators.append_rows import check_places, new_tokens, queries, slots, total_lengths
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.places import check_places, new_tokens, queries, slots, total_lengths
 from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.operators.append import AppendProblem
-    from flashgen.operators.places import Tokens
+    from flashgen.operators.append_rows import Tokens
     from flashgen.runtime.plans import Arrays
 
     Named = Mapping[str, np.ndarray | None]

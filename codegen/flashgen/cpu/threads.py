@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from threadpoolctl import ThreadpoolController
 
-from flashgen import forks
+from flashgen.host import forks
 from flashgen.toolchain.parallel import processors
 
 if TYPE_CHECKING:

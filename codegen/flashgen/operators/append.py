@@ -414,7 +414,7 @@ def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalar
 
 
 def _check_elements(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None]) -> None:
-    from flashgen.operators.places import check_places
+    from flashgen.operators.append_rows import check_places
 
     check_places(problem, arrays)
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.operators.append import pair_slices
+from flashgen.operators.append_rows import new_tokens, queries, slots, total_lengths
 from flashgen.operators.numbers import widened
-from flashgen.operators.places import new_tokens, queries, slots, total_lengths
 from flashgen.operators.reference import LEAST_OUT, UNIT_ROUNDOFF, Largest, Verdict, largest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.operators.append import AppendProblem
-    from flashgen.operators.places import Tokens
+    from flashgen.operators.append_rows import Tokens
 
 
 def judge(

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from flashgen import forks
+from flashgen.host import forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flashgen.host.envflags import switched
 from flashgen.runtime.device import activated
 from flashgen.runtime.hostarrays import host_array
-from flashgen.runtime.switches import switched
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,8 +16,8 @@ from flashgen.runtime.dependent import LaunchConfig
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashgen.arch import Device
-    from flashgen.spec.variant import Variant
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
 
 
 class NoRoomForClusters(DeviceTypeNotSupported):

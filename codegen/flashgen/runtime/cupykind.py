@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from flashgen import installing
 from flashgen.errors import NoCompilerError
+from flashgen.host import pipcommand
 from flashgen.operators.arguments import ArrayView
 from flashgen.runtime.numpykind import NUMPY_NAMES, element_strides, numpy_dtype
 from flashgen.runtime.streams import StreamHandle, stream_pointer
@@ -113,6 +113,6 @@ def import_cupy() -> Any:
         import cupy
     except ImportError as error:
         raise NoCompilerError(
-            f"arrays on a GPU need CuPy, which cannot be imported ({error}); {installing.compiler()}"
+            f"arrays on a GPU need CuPy, which cannot be imported ({error}); {pipcommand.compiler()}"
         ) from error
     return cupy

@@ -11,14 +11,14 @@ import ctypes
 import functools
 from typing import TYPE_CHECKING, Any
 
-from flashgen.arch import arch_parts, reaches
-from flashgen.runtime.switches import switched
+from flashgen.families.arch import arch_parts, reaches
+from flashgen.host.envflags import switched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashgen.arch import Device
-    from flashgen.spec.variant import Variant
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
 
 SWITCH = "FLASHGEN_DEPENDENT_LAUNCH"
 # The first architecture whose kernels can wait for the one before them.

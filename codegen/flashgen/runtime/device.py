@@ -6,9 +6,9 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING
 
-from flashgen import installing
-from flashgen.arch import KNOWN_ARCHS, Device, typical
 from flashgen.errors import DeviceTypeNotSupported
+from flashgen.families.arch import KNOWN_ARCHS, Device, typical
+from flashgen.host import pipcommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ def why_unavailable() -> str:
     try:
         from cupy.cuda import runtime
     except ImportError as error:
-        return f"CuPy cannot be imported ({error}); {installing.compiler()}"
+        return f"CuPy cannot be imported ({error}); {pipcommand.compiler()}"
     try:
         count = runtime.getDeviceCount()
     except RuntimeError as error:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashgen import forks
 from flashgen.errors import DeviceTypeNotSupported, InternalError, NoCompilerError
+from flashgen.host import forks
 from flashgen.runtime import clusters
 from flashgen.runtime.device import activated
 from flashgen.toolchain import cache as caches
@@ -22,8 +22,8 @@ from flashgen.toolchain.parallel import in_parallel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.arch import Device
-    from flashgen.spec.variant import Variant
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.toolchain.compile import Compiled
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashgen import logs
 from flashgen.errors import CompileError, TunedWarning
+from flashgen.families.variant import TUNED_TILE
+from flashgen.host import logs
 from flashgen.runtime import dependent, kernel, tensormap
 from flashgen.runtime.clusters import NoRoomForClusters
 from flashgen.runtime.device import activated
@@ -18,16 +19,15 @@ from flashgen.runtime.device import device as device_of
 from flashgen.schedule.dispatch import select
 from flashgen.schedule.parameters import vector_width
 from flashgen.schedule.plan import Step, Steps, plan_steps
-from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.runtime.arrays import Arrays, Pointers, Work
     from flashgen.runtime.kernel import Kernel
-    from flashgen.spec.variant import Variant
 
 _log = logs.logger("runtime")
 

@@ -34,10 +34,10 @@ from flashgen.runtime.streams import stream_pointer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from flashgen.families.variant import Variant
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.operator import Problem
     from flashgen.schedule.plan import Step
-    from flashgen.spec.variant import Variant
 
 # A call that is checked and only has to be queued: its work, arrays and pointers, the handle of its stream,
 # and its workspace, which lives until the work is queued.

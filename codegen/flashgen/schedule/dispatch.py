@@ -28,8 +28,9 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.arch import arch_parts, reaches
 from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError
+from flashgen.families.arch import arch_parts, reaches
+from flashgen.families.variant import TUNED_TILE
 from flashgen.operators import OPERATORS
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import AUTO, SplitEvery
@@ -49,15 +50,14 @@ from flashgen.schedule.groups import group_parts, rows_of_tiles
 from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 from flashgen.schedule.visited import visited_keys
-from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.model import Spec
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem, Value
-    from flashgen.spec.model import Spec
-    from flashgen.spec.variant import Variant
 
 __all__ = ["offers", "select"]
 

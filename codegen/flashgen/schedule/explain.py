@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashgen.arch import range_of
+from flashgen.families.arch import range_of
 from flashgen.schedule.dispatch import (
     cost,
     misfit,
@@ -27,12 +27,12 @@ from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.model import Spec
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.schedule.plan import Step, Steps
     from flashgen.schedule.shares import Shares
-    from flashgen.spec.model import Spec
-    from flashgen.spec.variant import Variant
 
 TIME = "time"
 

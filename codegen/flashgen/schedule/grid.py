@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen.errors import BadTensorShape
 
 if TYPE_CHECKING:
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
-    from flashgen.spec.variant import Variant
 
 MAX_BLOCKS = 2**31 - 1
 # Of a dimension of a grid: kernels count rows, also those behind the last one of a tile, in 32 bits.

@@ -18,10 +18,10 @@ from flashgen.schedule.grid import (
 from flashgen.schedule.visited import visited_beside, visited_queries
 
 if TYPE_CHECKING:
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.schedule.visited import VisitedRows
-    from flashgen.spec.variant import Variant
 
 # A grid of tiles that differ in length ends so many mean ones after an equal share of them; in turns, where
 # they wait for longer ones, later. (Fitted: docs/tuning.md.)

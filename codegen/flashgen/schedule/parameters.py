@@ -7,22 +7,22 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
-from flashgen.schedule.divisor import divisor
+from flashgen.families.grid import GROUP_PARTS
+from flashgen.families.params import C_TYPES, TENSOR_MAP, VECTOR_WIDTH
+from flashgen.schedule.fastdivision import divisor
 from flashgen.schedule.grid import all_heads, heads, row_blocks, row_blocks_beside, rows_ahead, tiles
 from flashgen.schedule.sections import KeyTiles, sections
 from flashgen.schedule.tensormap import BYTES, REQUIREMENTS, TensorMap, describe
 from flashgen.source.params import layout
-from flashgen.spec.grid import GROUP_PARTS
-from flashgen.spec.params import C_TYPES, TENSOR_MAP, VECTOR_WIDTH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Number, Operator, Problem
     from flashgen.schedule.shares import Shares
     from flashgen.schedule.workspace import Workspace
-    from flashgen.spec.variant import Variant
 
 _VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
 _DIVISOR = "_divisor"

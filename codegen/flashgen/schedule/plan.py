@@ -12,9 +12,9 @@ from flashgen.schedule.shares import Shares, shares_of
 from flashgen.schedule.workspace import Workspace, workspace_of
 
 if TYPE_CHECKING:
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
-    from flashgen.spec.variant import Variant
 
 
 class Step(NamedTuple):

@@ -10,9 +10,9 @@ from flashgen.operators.masks import UNBOUNDED, Band
 from flashgen.schedule.grid import KEYS, ROWS, all_heads, blocks_at_a_time, heads, row_blocks, tiles
 
 if TYPE_CHECKING:
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.operators.attention import AttentionProblem
-    from flashgen.spec.variant import Variant
 
 
 class Sections(NamedTuple):

@@ -14,9 +14,9 @@ from flashgen.schedule.grid import heads, tiles
 from flashgen.schedule.visited import kv_blocks
 
 if TYPE_CHECKING:
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
-    from flashgen.spec.variant import Variant
 
 # Kernels number KV blocks in 32 bits, up to the end of the last thread block's share, which may lie past the
 # last KV block by one for each thread block.

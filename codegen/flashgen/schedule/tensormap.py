@@ -12,12 +12,12 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
-from flashgen.spec.params import TENSOR_MAP
+from flashgen.families.params import TENSOR_MAP
 
 if TYPE_CHECKING:
+    from flashgen.families.params import Param
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
-    from flashgen.spec.params import Param
-    from flashgen.spec.variant import Variant
 
 BYTES = 128  # of an encoded map
 ALIGNMENT = 16

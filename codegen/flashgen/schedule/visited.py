@@ -8,8 +8,8 @@ from flashgen.operators.masks import UNBOUNDED, Band
 from flashgen.schedule.grid import KEYS, ROWS, row_blocks, rows, rows_ahead
 
 if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
     from flashgen.operators.attention import AttentionProblem
-    from flashgen.spec.variant import Variant
 
 # Row blocks that are looked at; of more, as many at even distances.
 _SAMPLES = 32

@@ -6,14 +6,14 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
+from flashgen.families.grid import GROUP_PARTS, NUM_PARTS
 from flashgen.operators.arguments import DTYPE_BYTES, WORKSPACE_ALIGNMENT
 from flashgen.schedule.grid import extents
-from flashgen.spec.grid import GROUP_PARTS, NUM_PARTS
 
 if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.schedule.shares import Shares
-    from flashgen.spec.variant import Variant
 
 
 class Slice(NamedTuple):
@@ -41,7 +41,7 @@ def workspace_of(problem: Problem, main: Variant, shares: Shares | None = None, 
     """
     if not main.workspace:
         return Workspace((), 0)
-    from flashgen.spec.expression import Expression
+    from flashgen.families.expression import Expression
 
     values = {**problem.sizes, **extents(problem, main), **dict(main.axes), **dict(main.tile)}
     values[NUM_PARTS] = shares.parts if shares else 0

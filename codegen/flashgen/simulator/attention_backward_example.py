@@ -24,9 +24,9 @@ from flashgen.simulator.attention_example import (
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
     from flashgen.operators.gradients import GradientVerdict
     from flashgen.simulator.example import Shape
-    from flashgen.spec.variant import Variant
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from flashgen.simulator.example import ALIGNMENT, GUARD_ROWS, random_rows, rows_
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from flashgen.families.variant import Variant
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.reference import Verdict
     from flashgen.operators.scores import Score
     from flashgen.simulator.example import Shape, Window
-    from flashgen.spec.variant import Variant
 
 _VIEWED = {"float32": "fp32", "int32": "int32"}
 

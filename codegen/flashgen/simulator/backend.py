@@ -16,12 +16,12 @@ from flashgen.simulator.library import load, supports
 from flashgen.toolchain.origins import template_lines_named
 
 if TYPE_CHECKING:
+    from flashgen.families.model import Spec
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.runtime.plans import Arrays, Pointers, Work
     from flashgen.schedule.plan import Step
     from flashgen.simulator.library import Library
-    from flashgen.spec.model import Spec
-    from flashgen.spec.variant import Variant
 
 
 def _load(step: Step) -> Library:

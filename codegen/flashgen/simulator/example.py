@@ -19,13 +19,13 @@ from flashgen.simulator.execute import simulate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.arch import Device
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.operators.reference import Verdict
     from flashgen.operators.splits import Splits
     from flashgen.simulator.execute import Report
     from flashgen.simulator.library import Library
-    from flashgen.spec.variant import Variant
 
 Window = tuple[int, int]
 

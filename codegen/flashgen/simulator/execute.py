@@ -21,12 +21,12 @@ from flashgen.toolchain.parallel import processors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.runtime.arrays import Pointers
     from flashgen.schedule.plan import Step, Steps
     from flashgen.schedule.tensormap import TensorMap
     from flashgen.simulator.library import Library
-    from flashgen.spec.variant import Variant
 
 _MAX_SITES = 256
 _CHECKS = (

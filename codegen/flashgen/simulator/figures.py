@@ -12,9 +12,9 @@ from flashgen.schedule.grid import ROWS, heads, row_blocks, rows, rows_ahead
 from flashgen.schedule.visited import idles
 
 if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
     from flashgen.operators.attention import AttentionProblem
     from flashgen.simulator.execute import Report
-    from flashgen.spec.variant import Variant
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from flashgen.arch import KNOWN_ARCHS, typical
 from flashgen.errors import BadParam
+from flashgen.families.arch import KNOWN_ARCHS, typical
 
 if TYPE_CHECKING:
-    from flashgen.arch import Device
-    from flashgen.spec.variant import Variant
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
 
 DEFAULT_ARCH = "sm_80"
 ARCH_VARIABLE = "FLASHGEN_SIMULATOR_ARCH"

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashgen import forks, paths
 from flashgen.errors import InternalError
+from flashgen.host import forks, paths
 from flashgen.simulator import hostcompiler
 from flashgen.toolchain import cache as caches
 from flashgen.toolchain.parallel import processors
@@ -25,8 +25,8 @@ from flashgen.toolchain.parallel import processors
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from flashgen.families.variant import Variant
     from flashgen.simulator.hostcompiler import HostCompiler
-    from flashgen.spec.variant import Variant
     from flashgen.toolchain.cache import CubinCache
 
 ABI = 7

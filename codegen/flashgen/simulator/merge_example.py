@@ -12,9 +12,9 @@ from flashgen.operators.merge_reference import judge
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
     from flashgen.operators.reference import Verdict
     from flashgen.simulator.example import Shape
-    from flashgen.spec.variant import Variant
 
 _HEAD_DIM = 128  # where the shape has none: kernels take any
 _EMPTY = 0.1  # share of the rows of a part that saw no key

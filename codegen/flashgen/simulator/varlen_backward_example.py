@@ -21,9 +21,9 @@ from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 from flashgen.simulator.varlen_example import boundaries, expected_keys, masked, random_lengths, window_for
 
 if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
     from flashgen.operators.sequences import Sequence
     from flashgen.simulator.example import Shape
-    from flashgen.spec.variant import Variant
 
 # Rows of a packed array behind its last sequence.
 _BEHIND = (0, 1, 150)

@@ -25,9 +25,9 @@ from flashgen.simulator.attention_example import (
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
     from flashgen.operators.splits import Splits
     from flashgen.simulator.example import Shape, Window
-    from flashgen.spec.variant import Variant
 
 # Entries of a page table that no length reaches.
 _GARBAGE = 1 << 30

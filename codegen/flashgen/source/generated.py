@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping
 
-    from flashgen.spec.variant import Variant
+    from flashgen.families.variant import Variant
 
 _SHOWN_LINES = 12
 

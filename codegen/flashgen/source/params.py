@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from flashgen.spec.params import C_TYPES
+from flashgen.families.params import C_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from flashgen.spec.params import Param
+    from flashgen.families.params import Param
 
 _MAX_ALIGNMENT = 64  # of a tensor map; everything else is aligned to its size
 _DOC_COLUMN = 42

@@ -19,9 +19,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashgen.arch import range_of
 from flashgen.errors import FlashgenError, InternalError, SpecError, TemplateWarning
-from flashgen.paths import INSIDE, code_digest, specs_dir, templates_dir
+from flashgen.families.arch import range_of
+from flashgen.host.paths import INSIDE, code_digest, specs_dir, templates_dir
 from flashgen.source.params import struct_text
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     import jinja2
 
-    from flashgen.spec.model import Spec
-    from flashgen.spec.variant import Variant
+    from flashgen.families.model import Spec
+    from flashgen.families.variant import Variant
 
 # The line of the header comment by which a rendered file is known.
 RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this file."

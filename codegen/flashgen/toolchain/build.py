@@ -9,13 +9,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.arch import arch_parts, range_of
 from flashgen.errors import BadParam, InternalError, SpecError
+from flashgen.families.arch import arch_parts, range_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from flashgen.spec.variant import Variant
+    from flashgen.families.variant import Variant
     from flashgen.toolchain.compile import Compiled
 
 

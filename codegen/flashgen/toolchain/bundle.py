@@ -19,10 +19,11 @@ import zipfile
 import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashgen import __version__, paths
+from flashgen import __version__
 from flashgen.errors import BadParam, CacheWarning
+from flashgen.host import paths
 from flashgen.toolchain import atomic, private
-from flashgen.toolchain.entry import pack, unpack
+from flashgen.toolchain.cacheentry import pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

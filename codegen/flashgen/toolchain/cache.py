@@ -1,7 +1,7 @@
 """Compiled kernels, and checked specs, on disk: content-addressed, verified on read, bounded, never a reason
 for a wrong answer.
 
-An entry is one file (`flashgen.toolchain.entry`) of the cache's folder (`flashgen.toolchain.cachefolder`).
+An entry is one file (`toolchain.cacheentry`) of the cache's folder (`toolchain.cachefolder`).
 It appears under its name by an atomic rename, so a reader sees all of it or none, even if the writer is
 killed. A write does not wait for the disk: what a loss of power leaves of an entry, the SHA-256 tells from a
 whole one. Trouble with it costs speed and a `CacheWarning`, not correctness: what cannot be written is kept
@@ -22,10 +22,10 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen import forks, paths
 from flashgen.errors import BadParam, CacheWarning
+from flashgen.host import forks, paths
+from flashgen.toolchain.cacheentry import pack, unpack
 from flashgen.toolchain.cachefolder import CacheFolder
-from flashgen.toolchain.entry import pack, unpack
 from flashgen.toolchain.private import Distrusted
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashgen import installing, paths
-from flashgen.arch import arch_parts
 from flashgen.errors import BadParam, CompileError, NoCompilerError
+from flashgen.families.arch import arch_parts
+from flashgen.host import paths, pipcommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -123,12 +123,12 @@ def nvrtc() -> Any:
     try:
         from cupy.cuda import nvrtc as binding
     except ImportError as error:
-        raise NoCompilerError(f"CuPy cannot be imported ({error}); {installing.compiler()}") from error
+        raise NoCompilerError(f"CuPy cannot be imported ({error}); {pipcommand.compiler()}") from error
     try:
         binding.getVersion()
     except (RuntimeError, OSError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise NoCompilerError(f"NVRTC cannot be loaded ({reason}); {installing.compiler()}") from error
+        raise NoCompilerError(f"NVRTC cannot be loaded ({reason}); {pipcommand.compiler()}") from error
     return binding
 
 

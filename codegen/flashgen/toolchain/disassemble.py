@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashgen import paths
 from flashgen.errors import BadParam, InternalError
+from flashgen.host import paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from flashgen import logs
-from flashgen.arch import arch_parts, range_of
 from flashgen.errors import CacheWarning, DeviceTypeNotSupported
+from flashgen.families.arch import arch_parts, range_of
+from flashgen.host import logs
 from flashgen.source import render
 from flashgen.toolchain import cache as caches
 from flashgen.toolchain import compile as compiler
@@ -17,8 +17,8 @@ from flashgen.toolchain.origins import template_lines_named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.arch import Device
-    from flashgen.spec.variant import Variant
+    from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
 
 _log = logs.logger("toolchain")
 

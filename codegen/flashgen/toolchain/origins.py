@@ -12,7 +12,7 @@ from flashgen.source.render import line_origins, render
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashgen.spec.variant import Variant
+    from flashgen.families.variant import Variant
 
 _SHOWN = 4
 

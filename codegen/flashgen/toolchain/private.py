@@ -13,7 +13,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from flashgen.paths import TRUST_VARIABLE, expanded, read_with_status
+from flashgen.host.paths import TRUST_VARIABLE, expanded, read_with_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

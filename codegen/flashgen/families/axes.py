@@ -1,0 +1,97 @@
+"""The axes of a spec file: the values of each, and which of them stand together.
+
+Most axes are lists, and every value of one stands with every value of another. An axis may instead have
+another's value as its default, and further values beside it at some of them only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashgen.families.schema import AxisValues, DefaultAxis, File, Name
+
+if TYPE_CHECKING:
+    from flashgen.families.yamlfile import Document
+
+# The most combinations of values: all shipped specs together have some 5,000.
+MAX_POINTS = 50_000
+Value = str | int
+Values = tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """``values`` maps each axis to all that it can be; ``allowed`` maps an axis with a default to the axis
+    before it that this is the value of, and to its own values, the default first, at each value of that one.
+    """
+
+    values: dict[str, Values]
+    allowed: dict[str, tuple[str, dict[Value, Values]]]
+
+    def points(self) -> list[Values]:
+        """The combinations of values, in the order of the axes and of their values."""
+        place = {axis: index for index, axis in enumerate(self.values)}
+        points: list[Values] = [()]
+        for axis, values in self.values.items():
+            if axis in self.allowed:
+                of, table = self.allowed[axis]
+                points = [(*point, value) for point in points for value in table[point[place[of]]]]
+            else:
+                points = [(*point, value) for point in points for value in values]
+        return points
+
+
+def read_axes(document: Document, file: File) -> Axes:
+    """The axes that ``file`` gives. Raises SpecError where they are wrong."""
+    lists: dict[str, Values] = {}
+    values: dict[str, Values] = {}
+    allowed: dict[str, tuple[str, dict[Value, Values]]] = {}
+    for axis, given in file.axes.items():
+        document.convert(("axes", axis), axis, Name)
+        if isinstance(given, dict):
+            of, table = allowed[axis] = _with_default(document, axis, given, lists)
+            further = (value for own in table.values() for value in own)
+            values[axis] = tuple(dict.fromkeys((*lists[of], *further)))
+        else:
+            values[axis] = lists[axis] = _list(document, ("axes", axis), given)
+    if "dtype" not in lists:
+        raise document.error(("axes",), "the axis `dtype` is missing")
+    count = 1
+    for axis, own in values.items():
+        # An axis with a default has at each value of another one this and its own at most.
+        count *= max(map(len, allowed[axis][1].values())) if axis in allowed else len(own)
+        if count > MAX_POINTS:
+            why = f"the values of the axes up to this one make more than {MAX_POINTS:,} combinations"
+            raise document.error(("axes", axis), why)
+    return Axes(values, allowed)
+
+
+def _list(document: Document, keys: tuple[str, ...], given: Any) -> Values:
+    values = tuple(document.convert(keys, given, AxisValues))
+    if len(set(values)) < len(values):
+        raise document.error(keys, f"a value occurs twice in {given}")
+    return values
+
+
+def _with_default(
+    document: Document, axis: str, given: Any, lists: dict[str, Values]
+) -> tuple[str, dict[Value, Values]]:
+    """The axis whose value is the default of ``axis``, and what ``axis`` can be at each value of that one."""
+    row = document.convert(("axes", axis), given, DefaultAxis)
+    if row.default not in lists:
+        why = f"`{row.default}` is no axis before this one with a list of values; allowed: {', '.join(lists)}"
+        raise document.error(("axes", axis, "default"), why)
+    table: dict[Value, Values] = {value: (value,) for value in lists[row.default]}
+    by_text = {str(value): value for value in table}
+    for text, further in row.also.items():
+        keys = ("axes", axis, "also", text)
+        if text not in by_text:
+            allowed = ", ".join(by_text)
+            raise document.error(keys, f"not a value of axes.{row.default}; allowed: {allowed}")
+        value = by_text[text]
+        own = _list(document, keys, further if isinstance(further, list) else [further])
+        if value in own:
+            raise document.error(keys, f"`{value}` is the default here already; leave it out")
+        table[value] += own
+    return row.default, table

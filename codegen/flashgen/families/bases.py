@@ -1,0 +1,65 @@
+"""Which specs a spec extends, and its operator. Found without a YAML parser, which a spec with a snapshot
+does not need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from typing import TYPE_CHECKING
+
+from flashgen.errors import SpecError
+from flashgen.host.paths import specs_dir
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# The one file of a spec folder that is no family: score modifications (``scores``).
+SCORES_FILE = "scores.yaml"
+_EXTENDS = re.compile(rb"^extends[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
+_OPERATOR = re.compile(rb"^operator[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
+
+
+def whole_text(path: Path, text: bytes) -> bytes:
+    """What decides what the spec ``path`` says: its name, which is the family's where a spec that extends
+    another names none, its text, and those of what it extends.
+    """
+    return b"\0".join([os.fsencode(path.stem), text, *(content for _, content in bases(path, text))])
+
+
+def is_of(operator: str, path: Path, text: bytes) -> bool:
+    """Whether the spec ``path`` is of this operator; True as well where its texts do not say."""
+    for content in (text, *(content for _, content in bases(path, text))):
+        if match := _OPERATOR.search(content):
+            return match[1].decode() == operator
+    return True
+
+
+def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:
+    """What ``text`` extends, what that extends, and so on: files and their contents."""
+    found: list[tuple[Path, bytes]] = []
+    chain = [path]
+    while b"extends" in text and (match := _EXTENDS.search(text)):  # the first is much faster
+        name = match[1].decode()
+        line = text.count(b"\n", 0, match.start()) + 1
+        beside, shipped = path.with_name(f"{name}.yaml"), specs_dir() / f"{name}.yaml"
+        # The name of the file itself means the shipped one, which it replaces.
+        base = beside if beside.is_file() and beside != path else shipped
+        if base in chain:
+            circle = ", ".join(each.stem for each in (*chain[chain.index(base) :], base))
+            why = f"{name} extends itself: {circle}; name another spec, or leave it out"
+            raise SpecError(f"{path}:{line}: extends: {why}")
+        content = None
+        if base.name != SCORES_FILE:
+            with contextlib.suppress(OSError):
+                content = base.read_bytes()
+        if content is None:
+            names = sorted(each.stem for each in specs_dir().glob("*.yaml") if each.name != SCORES_FILE)
+            own = "" if beside == path else f"{path.parent} or "
+            why = f"no spec {name} in {own}{specs_dir()}; shipped are {', '.join(names)}"
+            raise SpecError(f"{path}:{line}: extends: {why}")
+        chain.append(base)
+        found.append((base, content))
+        path, text = base, content
+    return found

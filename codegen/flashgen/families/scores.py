@@ -1,0 +1,199 @@
+"""Score modifications of spec folders: the file ``scores.yaml``, a line for each.
+
+A modification stands beside the kernel families, not in one of them: every family whose kernels have a score
+seam takes every modification, when a call asks for it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+
+from flashgen.errors import SpecError
+from flashgen.families.bases import SCORES_FILE
+from flashgen.families.load import spec_folders, yaml_files
+from flashgen.families.params import score_params
+from flashgen.families.schema import Name
+from flashgen.families.yamlfile import Document
+from flashgen.host.paths import read_file
+from flashgen.operators import OPERATORS
+from flashgen.operators.backward import KEPT
+from flashgen.operators.contract import DTYPES
+from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
+from flashgen.operators.lowering import CONSTANT
+from flashgen.operators.scores import DIMENSIONS, NAMES, TYPES, Score, ScoreParam
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from flashgen.families.variant import Variant
+
+# Words that no member of a struct in a kernel can have for its name.
+_CPP_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        alignas alignof and_eq asm auto bitand bitor bool break case catch char char16_t char32_t class compl
+        const const_cast constexpr continue decltype default delete do double dynamic_cast element else enum
+        explicit export extern false float for friend goto if inline int int32_t int64_t long mutable
+        namespace new noexcept not_eq nullptr operator or_eq private protected public register
+        reinterpret_cast return short signed sizeof static static_assert static_cast struct switch template
+        tensor_map this thread_local throw true try typedef typeid typename uint32_t uint64_t uint8_t union
+        unsigned using virtual void volatile wchar_t while xor xor_eq
+        """,
+    )
+)
+
+# What a kernel has beside the modification; without the arrays that lie between its steps a call could be
+# differentiated on the CPU alone.
+_KERNEL_WORDS = ("product", "step", "params", "row", *KEPT)
+# What a call takes beside what its operator has: of a plan of attention, and of one with append=.
+_CALL_WORDS = (
+    *("stream", "workspace", "backend"),
+    *("cache", "append", "rotary", "total_lengths", "q_rotated"),
+)
+# The operators that a modification is for.
+_MODIFIED = ("attention", "attention_backward", "varlen", "varlen_backward")
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    """A modification: its formula, and the type of each parameter, ahead of it the dimensions of an array."""
+
+    score: str
+    params: dict[Name, str | list[str]] = {}
+
+
+class _CommitRow(msgspec.Struct, forbid_unknown_fields=True):
+    """A kernel whose source is kept in the repository: a modification of a variant."""
+
+    variant: str
+    score: Name
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    scores: dict[Name, Any]
+    commit: list[_CommitRow] = []
+
+
+class Scores(NamedTuple):
+    """The modifications of some folders by name, and the pairs (variant, modification) that are committed."""
+
+    by_name: dict[str, Score]
+    committed: tuple[tuple[str, str], ...]
+
+    def of(self, variants: Iterable[Variant]) -> tuple[Variant, ...]:
+        """Those committed modifications that are of ``variants``."""
+        known = {variant.name: variant for variant in variants} if self.committed else {}
+        return tuple(
+            known[name].modified(self.by_name[score], committed=True)
+            for name, score in self.committed
+            if name in known
+        )
+
+
+def load_scores(extra: str | os.PathLike[str] | None = None) -> Scores:
+    """The modifications of the shipped folder, of those in ``FLASHGEN_SPECS``, then of ``extra``; a later one
+    takes the place of an earlier one with its name. Raises SpecError with the line and column of what is
+    wrong.
+    """
+    by_name: dict[str, Score] = {}
+    committed: list[tuple[str, str]] = []
+    for folder in spec_folders(extra):
+        for path in yaml_files(folder):
+            if path.name == SCORES_FILE:
+                found = read_scores(path)
+                by_name |= found.by_name
+                committed += found.committed
+    return Scores(by_name, tuple(committed))
+
+
+def read_scores(path: Path) -> Scores:
+    """The modifications of one file. Raises SpecError."""
+    try:
+        text = read_file(path)
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from error
+    document = Document(path, text)
+    file = document.convert((), document.value, _File)
+    by_name = {name: _score(document, name, given) for name, given in file.scores.items()}
+    for i, row in enumerate(file.commit):
+        if row.score not in by_name:
+            known = ", ".join(by_name)
+            raise document.error(("commit", i, "score"), f"no modification is called `{row.score}`: {known}")
+    return Scores(by_name, tuple((row.variant, row.score) for row in file.commit))
+
+
+@cache
+def reserved_names() -> frozenset[str]:
+    """What no parameter may be called, beside what begins with `CONSTANT`: words of formulas and of kernels,
+    and what calls of plans take by name.
+    """
+    names = {*NAMES, *FUNCTIONS, "inf", *_CPP_WORDS, *_KERNEL_WORDS, *_CALL_WORDS}
+    for operator in _MODIFIED:
+        each = OPERATORS[operator]
+        names |= {*each.positions, *each.options, *each.scalars}
+    return frozenset(names)
+
+
+def _score(document: Document, name: str, given: Any) -> Score:
+    keys = ("scores", name)
+    if any(name in (axis.known or ()) for axis in OPERATORS["attention"].axes.values()):
+        raise document.error(keys, f"`{name}` is a value of an axis; kernels would share names")
+    row = document.convert(keys, given, _Row)
+    params = tuple(_param(document, (*keys, "params", each), each, of) for each, of in row.params.items())
+    names = dict(NAMES) | {p.name: TYPES[p.type][0] for p in params if not p.dimensions}
+    arrays = {p.name: (p.dimensions, TYPES[p.type][0]) for p in params if p.dimensions}
+    try:
+        tree = parse(row.score, names, arrays)
+    except FormulaError as error:
+        raise document.error((*keys, "score"), str(error), error.column) from None
+    read = tree.reads()
+    for each in ("score", *(param.name for param in params)):
+        if each not in read:
+            raise document.error((*keys, "score"), f"{row.score!r} does not read `{each}`")
+    score = Score(name, row.score, params, tree)
+    for dtype in DTYPES:
+        members = [param.name for param in score_params(score, dtype, differentiated=True)]
+        for each in params:
+            twice = [member for member in _members(each) if members.count(member) > 1]
+            if twice:
+                raise document.error((*keys, "params", each.name), f"two members would be called {twice[0]}")
+    return score
+
+
+def _members(param: ScoreParam) -> tuple[str, ...]:
+    """What a parameter adds to the parameter struct, at most."""
+    strides = param.argument().stride_names() if param.dimensions else ()
+    return (param.name, *strides, *param.symbols)
+
+
+def _param(document: Document, keys: tuple[str, ...], name: str, given: str | list[str]) -> ScoreParam:
+    operator = OPERATORS["attention"]
+    if name in reserved_names() or name.startswith(CONSTANT):
+        raise document.error(keys, f"`{name}` has a meaning of its own; choose another name")
+    if isinstance(given, list) and len(given) < 2:
+        allowed = f"[dimensions, type], with dimensions {', '.join(DIMENSIONS)} or names of your own"
+        raise document.error(keys, f"an array has dimensions: {allowed}")
+    *dimensions, type = given if isinstance(given, list) else [given]
+    document.convert(keys, type, Literal[tuple(TYPES)])
+    param = ScoreParam(name, type, tuple(dimensions))
+    for dimension, symbol in zip(dimensions, param.symbols, strict=True):
+        document.convert(keys, dimension, Name)
+        if dimension == "score":
+            raise document.error(keys, "no dimension is called `score`")
+        if dimensions.count(dimension) > 1:
+            raise document.error(keys, f"the dimension {dimension} occurs twice in {given}")
+        if dimension not in DIMENSIONS and symbol in operator.symbols:
+            raise document.error(keys, f"its dimension would be called {symbol}, as one of attention's")
+    if len(set(_members(param))) < len(_members(param)):
+        raise document.error(
+            keys,
+            "two of its strides would have one name; q and kv are both rows, of which one is the last "
+            "dimension, or rename a dimension of your own",
+        )
+    return param

@@ -1,0 +1,74 @@
+"""What a spec says may be tried in place of its tiles: the key ``tune``."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from flashgen.families.model import as_values
+from flashgen.families.schema import File, Range, tile_types, tune_row
+from flashgen.families.tiletable import Matcher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from flashgen.families.model import Point
+    from flashgen.families.yamlfile import Document
+
+
+class SearchSpace:
+    """The rows of ``tune`` of one spec.
+
+    Raises SpecError for a row that is wrong, names no tile key, has an empty range, or holds at no point.
+    """
+
+    def __init__(
+        self,
+        document: Document,
+        file: File,
+        axes: Mapping[str, Sequence[Any]],
+        points: Iterable[Point],
+    ) -> None:
+        domain = {**axes, "target": tuple(file.targets)}
+        kind = tune_row(domain, tile_types(file))
+        rows = [document.convert(("tune", i), given, kind) for i, given in enumerate(file.tune)]
+        self._choices = [_choices(document, i, row, file.tile_keys) for i, row in enumerate(rows)]
+        self._matching = Matcher(domain, rows)
+        used = 0
+        for point in points if rows else ():
+            used |= self._matching.at(point)
+        for i in range(len(rows)):
+            if not used >> i & 1 and not document.inherited(("tune", i)):
+                why = "the row never applies: `exclude` removes all of its points"
+                raise document.error(("tune", i), why)
+
+    def at(self, point: Point, tile: Mapping[str, int | str]) -> list[dict[str, int | str]]:
+        """The tiles to try at a point, each once, in the order of the rows.
+
+        Every row that holds adds all combinations of its values; a key that it leaves out is as in ``tile``.
+        """
+        holding = self._matching.at(point)
+        found: dict[tuple[int | str, ...], dict[str, int | str]] = {}
+        for i, choices in enumerate(self._choices):
+            if holding >> i & 1:
+                for values in itertools.product(*choices.values()):
+                    tried = {**tile, **dict(zip(choices, values, strict=True))}
+                    found.setdefault(tuple(tried.values()), tried)
+        return list(found.values())
+
+
+def _choices(document: Document, index: int, row: Any, keys: Iterable[str]) -> dict[str, Sequence[int | str]]:
+    """The values of each tile key that the row names."""
+    choices: dict[str, Sequence[int | str]] = {}
+    for key in keys:
+        given = getattr(row, key)
+        if isinstance(given, Range):
+            if given.last < given.first:
+                why = f"from {given.first} to {given.last} is empty; `to` is at least `from`"
+                raise document.error(("tune", index, key), why)
+            choices[key] = range(given.first, given.last + 1, given.step)
+        elif given is not None:
+            choices[key] = as_values(given)
+    if not choices:
+        raise document.error(("tune", index), f"no values to try; name some of {', '.join(keys)}")
+    return choices

@@ -1,0 +1,254 @@
+"""The kernels of a family, step by step: their keys checked, and what each takes at a point with a tile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashgen.families.expression import Expression
+from flashgen.families.grid import Visits
+from flashgen.families.model import Resources, Step, as_values
+from flashgen.families.params import CTYPES, TENSOR_MAP, VECTOR_WIDTH, Param
+from flashgen.families.schema import File, ParamRow, StepRow, expression_names, tile_types, when_type
+from flashgen.families.tensormaps import Boxes
+from flashgen.operators import OPERATORS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from flashgen.errors import SpecError
+    from flashgen.families.axes import Values
+    from flashgen.families.yamlfile import Document, Keys
+
+# What a family of one kernel says at the top of its file.
+_OF_A_STEP = ("template", "threads", "smem_bytes", "grid", "params")
+_MAY_HAVE = ("visits", "dependent_launch", "score_seam")
+# The types of pointers to arrays of a dtype, and of numbers.
+_ELEMENT = ("element*",)
+_BYTES = ("uint8_t*",)
+_POINTERS = {"fp32": ("float*",), "uint8": _BYTES, "bool": _BYTES, "int32": ("int32_t*",)}
+_NUMBERS = tuple(ctype for ctype in CTYPES if not ctype.endswith("*") and ctype != TENSOR_MAP)
+
+
+def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tuple[list[StepTable], int]:
+    """The steps of a family, and which of them dispatch chooses. Raises SpecError where they are wrong."""
+    condition = when_type(axes, tile_types(file))
+    if not file.steps:
+        for key in _OF_A_STEP:
+            if getattr(file, key) is None:
+                raise document.error((), f"the key `{key}` is missing")
+        given = {key: getattr(file, key) for key in (*_OF_A_STEP, *_MAY_HAVE)}
+        return [StepTable(document, file, axes, condition, (), StepRow(name="only", **given))], 0
+    for key in (*_OF_A_STEP, *_MAY_HAVE):
+        if getattr(file, key):
+            raise document.error((key,), "each of `steps` has its own; leave this one out")
+    rows = [document.convert(("steps", i), row, StepRow) for i, row in enumerate(file.steps)]
+    names = [row.name for row in rows]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise document.error(("steps", i, "name"), f"a second step is called `{name}`")
+    main = [i for i, row in enumerate(rows) if row.main]
+    if len(main) != 1:
+        raise document.error(("steps",), f"{len(main)} steps say `main: true`; one of them must")
+    if rows[main[0]].when:
+        raise document.error(("steps", main[0], "when"), "every variant has the main step")
+    for i, row in enumerate(rows):
+        if row.combines and (i <= main[0] or not _splits(rows[main[0]])):
+            why = "only a step behind a main one with `schedule: shares` or `part_time` has parts"
+            raise document.error(("steps", i, "combines"), why)
+    tables = [StepTable(document, file, axes, condition, ("steps", i), row) for i, row in enumerate(rows)]
+    return tables, main[0]
+
+
+def _splits(row: StepRow) -> bool:
+    """Whether a main step may leave parts of its results to a step that combines them."""
+    return row.grid.schedule == "shares" or bool(row.grid.part_time)
+
+
+class StepTable:
+    """One kernel of a family. Raises SpecError for an expression, a parameter or a grid that is wrong."""
+
+    def __init__(
+        self,
+        document: Document,
+        file: File,
+        axes: Mapping[str, Values],
+        condition: type,
+        keys: Keys,
+        row: StepRow,
+    ) -> None:
+        self._document, self._keys = document, keys
+        self._names = expression_names(file, axes)
+        self._reads = {"max_smem"}
+        params = _params(document, file, condition, keys, row.params)
+        self.step = Step(
+            row.name if keys else "",
+            row.template,
+            params,
+            tuple(row.grid.covers),
+            tuple(row.grid.beside),
+            row.grid.schedule,
+            row.dependent_launch,
+            row.score_seam,
+            row.combines,
+            _limits(document, condition, (*keys, "when"), row.when),
+        )
+        parts = {"shares": "shares are", "tile_per_cluster": "parts of a cluster's tile are"}
+        if row.grid.schedule in parts and row.visits is None and not row.combines:
+            why = f"{parts[row.grid.schedule]} of KV blocks: `visits` is missing"
+            raise document.error((*keys, "grid", "schedule"), why)
+        if row.grid.part_time and (not row.main or row.grid.schedule != "tile_per_block"):
+            why = "only the main step splits groups of query heads, one thread block to each tile and part"
+            raise document.error((*keys, "grid", "part_time"), why)
+        self._of_keys = row.main and "key_rows" in row.grid.covers
+        if self._of_keys and not row.grid.step_rows:
+            why = "tiles of keys go through query rows in steps, and `step_rows` is how many rows one has"
+            raise document.error((*keys, "grid"), why)
+        if row.grid.beside and row.grid.schedule != "tile_per_block":
+            why = "only with one thread block to each tile"
+            raise document.error((*keys, "grid", "beside"), why)
+        self._threads = self._expression(("threads",), row.threads)
+        self._smem_bytes = self._expression(("smem_bytes",), row.smem_bytes)
+        known = OPERATORS[file.operator].grid_dimensions
+        for key in ("covers", "beside"):
+            for name in getattr(row.grid, key):
+                if name not in known:
+                    why = f"{file.operator} has no such dimension; allowed: {', '.join(known)}"
+                    raise document.error((*keys, "grid", key, name), why)
+        self._covers, self._beside = (
+            [self._expression(("grid", key, name), extent) for name, extent in getattr(row.grid, key).items()]
+            for key in ("covers", "beside")
+        )
+        self._blocks_per_sm = self._expression(("grid", "blocks_per_sm"), row.grid.blocks_per_sm)
+        self._from_last_row = self._expression(("grid", "from_last_row"), row.grid.from_last_row)
+        self._split_gain = self._expression(("grid", "split_gain"), row.grid.split_gain)
+        self._part_time = self._expression(("grid", "part_time"), row.grid.part_time)
+        self._cluster = self._expression(("grid", "cluster"), row.grid.cluster)
+        self._step_rows = self._expression(("grid", "step_rows"), row.grid.step_rows)
+        self._in_turns = self._expression(("grid", "in_turns"), row.grid.in_turns)
+        self._kinds = self._expression(("grid", "kinds"), row.grid.kinds)
+        self._visits = None
+        if row.visits is not None:
+            self._visits = [
+                self._expression(("visits", key), getattr(row.visits, key)) for key in Visits._fields
+            ]
+        self._boxes = Boxes(document, (*keys, "params"), self._names, params, row.params)
+        self._reads |= self._boxes.reads
+        self._found: dict[tuple[str | int, ...], Resources] = {}
+
+    def at(
+        self,
+        values: Mapping[str, str | int],
+        where: Callable[[], str],
+        error: Callable[[str], SpecError],
+    ) -> Resources:
+        """What the step takes where axes and tile keys have these ``values``, and a block may have
+        ``max_smem`` bytes of shared memory.
+
+        Raises what ``error`` makes of a message for what a block may not have, and SpecError for a box.
+        """
+        # Most points differ in axes that nothing here depends on, such as the mask type.
+        key = tuple([values[name] for name in self._reads])
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._computed(values, where, error)
+        return found
+
+    def _computed(
+        self,
+        values: Mapping[str, str | int],
+        where: Callable[[], str],
+        error: Callable[[str], SpecError],
+    ) -> Resources:
+        """`at`, anew."""
+        try:
+            threads, smem_bytes = self._threads(values), self._smem_bytes(values)
+            covers = tuple(extent(values) for extent in self._covers)
+            beside = tuple(extent(values) for extent in self._beside)
+            blocks_per_sm, from_last_row = self._blocks_per_sm(values), self._from_last_row(values)
+            split_gain, part_time = self._split_gain(values), self._part_time(values)
+            cluster, visits = self._cluster(values), None
+            step_rows, in_turns = self._step_rows(values), self._in_turns(values)
+            kinds = self._kinds(values)
+            if self._visits is not None:
+                visits = Visits(*(number(values) for number in self._visits))
+        except ValueError as cause:
+            raise error(f"{where()}: {cause}") from None
+        if not 32 <= threads <= 1024 or threads % 32:
+            raise error(f"{threads} threads for {where()}; allowed: multiples of 32 from 32 to 1024")
+        if not 0 <= smem_bytes <= values["max_smem"]:
+            allowed = f"at most {values['max_smem']}"
+            raise error(f"{smem_bytes} bytes of shared memory for {where()}; allowed: {allowed}")
+        positive = (*covers, *beside, blocks_per_sm, cluster, *(visits or ()))
+        positive += (step_rows,) if self._of_keys else ()
+        if min(positive) < 1 or min(from_last_row, split_gain, part_time, step_rows, in_turns) < 0:
+            raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
+        if cluster > 1 and self.step.schedule not in ("tile_per_block", "tile_per_cluster", "sequences"):
+            raise error(
+                f"clusters of {cluster} for {where()}: only with a thread block or a cluster to each tile"
+            )
+        possible = (1, 2) if beside else (1,)
+        if kinds not in possible:
+            raise error(f"{kinds} kinds of tiles for {where()}; allowed: {' or '.join(map(str, possible))}")
+        boxes = self._boxes.at(values, where)
+        numbers = (from_last_row, split_gain, part_time, cluster, step_rows, in_turns, beside, kinds)
+        return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)
+
+    def _expression(self, keys: Keys, text: str | int) -> Expression:
+        try:
+            expression = Expression(text, self._names)
+        except ValueError as error:
+            raise self._document.error((*self._keys, *keys), str(error)) from None
+        self._reads |= expression.reads
+        return expression
+
+
+def _params(
+    document: Document, file: File, condition: type, step: Keys, given: list[Any]
+) -> tuple[Param, ...]:
+    params: list[Param] = []
+    if not given:
+        raise document.error((*step, "params"), "found []; expected a list that is not empty")
+    for i, each in enumerate(given):
+        keys = (*step, "params", i)
+        row = document.convert(keys, each, ParamRow)
+        if row.type == TENSOR_MAP and row.box is None:
+            raise document.error(keys, f"the key `box` is missing; a {TENSOR_MAP} needs it")
+        if row.type != TENSOR_MAP and row.box is not None:
+            raise document.error((*keys, "box"), f"only a {TENSOR_MAP} has a box")
+        param = Param(row.name, row.type, row.doc, _limits(document, condition, (*keys, "when"), row.when))
+        if any(other.name == row.name and not param.excludes(other) for other in params):
+            raise document.error(
+                (*keys, "name"),
+                f"a second parameter is called `{row.name}`, and no key of `when` keeps the two apart",
+            )
+        wanted = _type_of(file, row.name)
+        if wanted and row.type.removeprefix("const ") not in wanted:
+            raise document.error((*keys, "type"), f"found {row.type!r}; allowed: {', '.join(wanted)}")
+        params.append(param)
+    return tuple(params)
+
+
+def _limits(
+    document: Document, condition: type, keys: Keys, given: dict[str, Any]
+) -> tuple[tuple[str, tuple[str | int, ...]], ...]:
+    """The values of axes and tile keys that a ``when``, of the type ``condition``, names."""
+    if not given:
+        return ()
+    when = document.convert(keys, given, condition)
+    limits = ((key, getattr(when, key)) for key in condition.__struct_fields__)
+    return tuple((key, tuple(as_values(limit))) for key, limit in limits if limit is not None)
+
+
+def _type_of(file: File, name: str) -> tuple[str, ...]:
+    """The types that the parameter ``name`` may have, without ``const``; none where any will do."""
+    arguments = {argument.name: argument for argument in OPERATORS[file.operator].arguments}
+    if name in file.workspace:
+        return _POINTERS.get(file.workspace[name].dtype, _ELEMENT)
+    if name.removesuffix(VECTOR_WIDTH) in arguments and name.endswith(VECTOR_WIDTH):
+        return ("int32_t",)
+    if name not in arguments:
+        return _NUMBERS
+    dtypes = arguments[name].dtypes
+    if not dtypes:
+        return (*_ELEMENT, TENSOR_MAP)
+    return tuple(dict.fromkeys(each for dtype in dtypes for each in _POINTERS.get(dtype, _ELEMENT)))

@@ -1,0 +1,98 @@
+"""The boxes of a spec's tensor maps: how much of an array TMA moves at a time, at each point and tile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashgen.families.expression import Expression
+from flashgen.families.params import TENSOR_MAP, Box, Param
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from flashgen.families.yamlfile import Document, Keys
+
+# Limits of ``cuTensorMapEncodeTiled``. SWIZZLES are the bytes of a box's rows for which there is a swizzle.
+DTYPES = ("fp16", "bf16", "fp32")
+SWIZZLES = (32, 64, 128)
+MAX_BOX = 256
+
+
+class Boxes:
+    """The boxes of one step, as expressions. Raises SpecError for one that is no expression."""
+
+    def __init__(
+        self,
+        document: Document,
+        keys: Keys,
+        names: frozenset[str],
+        params: tuple[Param, ...],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """``rows`` are the ``params`` as the file gives them, at ``keys``; ``names`` may stand in a box."""
+        self._document, self._keys, self._names = document, keys, names
+        self._maps = [
+            (
+                param,
+                (*keys, i, "box"),
+                self._expression(i, given, "columns"),
+                self._expression(i, given, "rows"),
+            )
+            for i, (param, given) in enumerate(zip(params, rows, strict=True))
+            if param.ctype == TENSOR_MAP
+        ]
+        # The axes and tile keys on which the boxes depend.
+        self.reads = {"dtype", "element_bytes"} if self._maps else set()
+        for param, _, columns, rows in self._maps:
+            self.reads |= {key for key, _ in param.when} | columns.reads | rows.reads
+
+    def at(self, values: Mapping[str, str | int], where: Callable[[], str]) -> tuple[Box, ...]:
+        """The boxes of the tensor maps that exist where axes and tile keys have these ``values``.
+
+        Raises SpecError, which says ``where``, for a box that TMA cannot move.
+        """
+        return tuple(
+            self._box(keys, columns, rows, values, where)
+            for param, keys, columns, rows in self._maps
+            if param.present(values)
+        )
+
+    def _expression(self, index: int, given: Mapping[str, Any], key: str) -> Expression:
+        try:
+            return Expression(given["box"][key], self._names)
+        except ValueError as error:
+            raise self._document.error((*self._keys, index, "box", key), str(error)) from None
+
+    def _box(
+        self,
+        keys: Keys,
+        columns: Expression,
+        rows: Expression,
+        values: Mapping[str, str | int],
+        where: Callable[[], str],
+    ) -> Box:
+        if values["dtype"] not in DTYPES:
+            why = f"dtype {values['dtype']} has no tensor map ({where()}); allowed: {', '.join(DTYPES)}"
+            raise self._document.error(keys, why)
+        box = Box(
+            self._number((*keys, "columns"), columns, values, where),
+            self._number((*keys, "rows"), rows, values, where),
+        )
+        row_bytes = box.columns * values["element_bytes"]
+        if row_bytes not in SWIZZLES:
+            found = f"{box.columns} columns are {row_bytes} bytes for {where()}"
+            why = f"{found}; allowed: the bytes of a swizzle, {', '.join(map(str, SWIZZLES))}"
+            raise self._document.error((*keys, "columns"), why)
+        if not 1 <= box.rows <= MAX_BOX:
+            raise self._document.error(
+                (*keys, "rows"), f"{box.rows} rows for {where()}; allowed: 1 to {MAX_BOX}"
+            )
+        return box
+
+    def _number(
+        self, keys: Keys, expression: Expression, values: Mapping[str, str | int], where: Callable[[], str]
+    ) -> int:
+        try:
+            return expression(values)
+        except ValueError as error:
+            raise self._document.error(keys, f"{where()}: {error}") from None

@@ -1,0 +1,92 @@
+"""Checking a file of tuned tiles against the spec that they are for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashgen.errors import SpecError
+from flashgen.families.model import Content, Entry
+from flashgen.families.schema import TunedFile, tile_types, tuned_row
+from flashgen.families.variant import TUNED_TILE
+from flashgen.families.yamlfile import Document
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.families.model import Point
+    from flashgen.families.schema import File
+    from flashgen.families.tiletable import TileTable
+    from flashgen.families.tuned import Tuned
+
+
+class TunedRow(NamedTuple):
+    """One point's tile, its rate relative to its siblings, how that was measured, and what a block needs."""
+
+    point: Point
+    tile: dict[str, int]
+    efficiency: float
+    measured: dict[str, Any]
+    entry: Entry
+
+
+def read(tuned: Tuned, file: File, content: Content, table: TileTable) -> tuple[list[TunedRow], list[str]]:
+    """The rows of a file that fit the spec, and what is wrong with the others: a line and an explanation.
+
+    A row that does not fit was written for another state of the spec. Raises SpecError for a file that is
+    damaged, or another GPU's.
+    """
+    document = Document(tuned.path, tuned.text)
+    given = document.convert((), document.value, TunedFile)
+    if given.gpu != tuned.gpu:
+        raise document.error(("gpu",), f"found {given.gpu!r}; the GPU is {tuned.gpu!r}")
+    kind = tuned_row({**content.axes, "target": tuple(content.targets)}, tile_types(file))
+    rows: dict[Point, TunedRow] = {}
+    problems = []
+    for index, value in enumerate(given.tiles):
+        error = partial(document.error, ("tiles", index))
+        try:
+            made = document.convert(("tiles", index), value, kind)
+            point = (*(getattr(made, axis) for axis in content.axes), made.target)
+            if point not in content.entries:
+                raise error(f"{table.describe(point)}: the spec has no kernel for this point")
+            if point in rows:
+                raise error(f"a second row for {table.describe(point)}")
+            tile = {key: getattr(made, key) for key in file.tile_keys}
+            entry = _entry(tuned, table, tile, point, error)
+            rows[point] = TunedRow(point, tile, made.efficiency, made.measured, entry)
+        except SpecError as wrong:
+            problems.append(without_path(tuned, wrong))
+    return list(rows.values()), problems
+
+
+def combine(content: Content, rows: Sequence[TunedRow], problems: Sequence[str] = ()) -> Content:
+    """``content`` with the tuned rows as further tiles, called `TUNED_TILE`, of their points."""
+    members, entries = list(content.rows), dict(content.entries)
+    for row in rows:
+        ordinary = members[entries[row.point][0].row]
+        entries[row.point] += (row.entry._replace(row=len(members)),)
+        members.append(
+            {
+                **ordinary,
+                "tile": tuple(row.tile.items()),
+                "tile_name": TUNED_TILE,
+                "efficiency": row.efficiency,
+            }
+        )
+    return content._replace(rows=tuple(members), entries=entries, problems=tuple(problems))
+
+
+def _entry(tuned: Tuned, table: TileTable, tile: dict[str, int], point: Point, error: Any) -> Entry:
+    try:
+        steps = table.resources(tile, point, error)
+    except SpecError as wrong:
+        if str(wrong).startswith(f"{tuned.path}:"):
+            raise
+        raise error(str(wrong)) from None  # about a box of the spec, which this tile does not fit
+    return Entry(-1, False, steps)
+
+
+def without_path(tuned: Tuned, error: SpecError) -> str:
+    """The message of an error about ``tuned``, from its line on."""
+    return str(error).removeprefix(f"{tuned.path}:")

@@ -1,0 +1,292 @@
+"""One kernel to be rendered: a point of a spec's axes, for one target, with the tile that serves it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flashgen.errors import SpecError
+from flashgen.families.arch import arch_parts, reaches
+from flashgen.families.grid import Grid
+from flashgen.families.params import score_params
+from flashgen.operators import OPERATORS
+
+if TYPE_CHECKING:
+    from flashgen.families.grid import Buffer, Visits
+    from flashgen.families.params import Param
+    from flashgen.operators.scores import Score
+
+# Name of the tile that `flashgen tune` measured on the GPU at hand; no row of a spec may take it.
+TUNED_TILE = "tuned"
+# What conditions and selections call a tile without a name.
+DEFAULT_TILE = "default"
+
+_GQA_SUFFIX = {"mha": "", "gqa": "gqa", "packed": "packgqa"}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An immutable, hashable description of one kernel.
+
+    ``axes`` and ``tile`` keep the order of the spec. ``name`` is derived from them; it is the stem of the
+    generated file and the symbol of the kernel. ``smem_bytes`` is the dynamic shared memory of a block in
+    bytes, ``max_smem`` what the target allows. ``efficiency`` is the measured rate of this tile relative to
+    its siblings; it, ``start``, ``fill``, ``passes`` and ``alone_gbps`` steer `dispatch.cost` only.
+    ``no_spills`` is whether the spec promises that no register is spilled, or the architectures on which it
+    does. ``grid`` says what a launch covers, ``visits`` how a tile walks the scores (None: the kernel has no
+    such walk). ``dependent_launch`` is whether the kernel itself waits for the one before it in its stream.
+    ``priority`` is the position of the target in its spec; lower is preferred.
+
+    ``step`` names the kernel among those of its family, and is empty where there is one. The variant that
+    dispatch chooses ``is_main``; those of the other steps of a call come ``before`` and ``after`` it, and
+    share the ``workspace``. One that ``combines`` is left out of calls that split no tile. ``on_request`` is
+    whether dispatch leaves the family out, ``rows_at_most`` the rows of a head, as its grid counts them, up
+    to which it offers the family (None: any).
+
+    ``score_seam`` is whether the kernel can modify scores, ``score`` the modification that it has.
+    """
+
+    family: str
+    spec: str
+    template: str
+    target: str
+    min_arch: str
+    archs: tuple[str, ...]
+    max_smem: int
+    axes: tuple[tuple[str, str | int], ...]
+    tile: tuple[tuple[str, int | str], ...]
+    tile_name: str
+    threads: int
+    smem_bytes: int
+    element_bytes: int
+    params: tuple[Param, ...]
+    header: str
+    operator: str = "attention"
+    step: str = ""
+    efficiency: float = 1.0
+    start: float = 0.0
+    fill: float = 0.0
+    passes: float = 0.0
+    alone_gbps: float = 50.0
+    committed: bool = False
+    no_spills: bool | tuple[str, ...] = False
+    options: tuple[str, ...] = ()
+    grid: Grid = Grid()  # noqa: RUF009
+    visits: Visits | None = None
+    workspace: tuple[Buffer, ...] = ()
+    dependent_launch: bool = False
+    score_seam: bool = False
+    score: Score | None = None
+    combines: bool = False
+    on_request: bool = False
+    rows_at_most: int | None = None
+    priority: int = 0
+    is_main: bool = True
+    before: tuple[Variant, ...] = field(default=(), repr=False)
+    after: tuple[Variant, ...] = field(default=(), repr=False)
+    spec_dir: str = field(default="", repr=False)
+    name: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "name", variant_name(self.family, dict(self.axes), self.target, self.tile_name, self.step)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.spec))
+
+    def __str__(self) -> str:
+        return self.name
+
+    def axis(self, name: str) -> str | int:
+        """The value of one axis; of one that the spec does not have, what the operator says it stands for.
+
+        Raises KeyError for an axis that neither has.
+        """
+        found = dict(self.axes)
+        if name not in found:
+            found = OPERATORS[self.operator].axis_values(found)
+        return _lookup(tuple(found.items()), name)
+
+    def tile_value(self, name: str) -> int | str:
+        """The value of one tile key, such as ``block_m`` or ``loop``. Raises KeyError for a key that the spec
+        does not have.
+        """
+        return _lookup(self.tile, name)
+
+    @property
+    def head_dim(self) -> int:
+        return self.axis("head_dim")
+
+    @property
+    def head_dim_v(self) -> int:
+        """Of v and the output: that of q and k where the spec has no axis of its own for it."""
+        return self.axis("head_dim_v")
+
+    @property
+    def dtype(self) -> str:
+        return self.axis("dtype")
+
+    @property
+    def mask_type(self) -> str:
+        return self.axis("mask_type")
+
+    @property
+    def gqa(self) -> str:
+        return self.axis("gqa")
+
+    @property
+    def filename(self) -> str:
+        """Name of the file under ``generated/``."""
+        return f"{self.name}.cu"
+
+    def rendered_form(self) -> Variant:
+        """This variant with everything that must not reach the source at a fixed value.
+
+        Templates see this form and ``render.source_digest`` hashes it, so tuning dispatch, or choosing other
+        architectures and promises, neither changes a generated file nor invalidates a compiled one.
+        """
+        return dataclasses.replace(
+            self,
+            archs=(),
+            efficiency=1.0,
+            start=0.0,
+            fill=0.0,
+            passes=0.0,
+            alone_gbps=50.0,
+            committed=False,
+            no_spills=False,
+            dependent_launch=False,
+            score_seam=False,
+            combines=False,
+            grid=Grid(),
+            visits=None,
+            workspace=(),
+            on_request=False,
+            rows_at_most=None,
+            priority=0,
+            is_main=True,
+            before=(),
+            after=(),
+        )
+
+    def modified(self, score: Score, committed: bool = False) -> Variant:
+        """This variant, and the other steps of its calls, with a score modification.
+
+        It promises nothing of registers: the tile was chosen for plain scores. Raises SpecError for a
+        parameter whose name the kernel has already.
+        """
+        around = {
+            "before": tuple(variant.modified(score) for variant in self.before),
+            "after": tuple(variant.modified(score) for variant in self.after),
+        }
+        if not self.score_seam:
+            return dataclasses.replace(self, **around) if self.before or self.after else self
+        own = {param.name for param in self.params}
+        added = score_params(score, self.dtype, OPERATORS[self.operator].differentiates)
+        # Kernels that scale gradients read the scale anyway.
+        added = tuple(param for param in added if param.name != "softmax_scale" or param.name not in own)
+        taken = own & {param.name for param in added}
+        if taken:
+            raise SpecError(
+                f"the score {score.name}: {self.name} has parameters of its own called {', '.join(taken)}"
+            )
+        return dataclasses.replace(
+            self,
+            axes=(*self.axes, ("score", score.name)),
+            params=(*self.params, *added),
+            score=score,
+            no_spills=False,
+            committed=committed,
+            **around,
+        )
+
+    @property
+    def steps(self) -> tuple[Variant, ...]:
+        """The kernels of a call that dispatch gives this one, in order."""
+        return (*self.before, self, *self.after)
+
+    def code_for(self, arch: str) -> str | None:
+        """The architecture to compile for, so that GPUs of ``arch`` run the code: "sm_90a" for "sm_90" where
+        the spec needs or lists it with a suffix. None where such GPUs do not run this kernel.
+
+        A suffix of ``arch`` itself has no say: a GPU has none.
+        """
+        number = arch_parts(arch)[0]
+        if not reaches(number, self.min_arch):
+            return None
+        named = [name for name in (self.min_arch, *self.archs) if arch_parts(name)[0] == number]
+        return next((name for name in named if arch_parts(name)[1]), f"sm_{number}")
+
+    def must_not_spill(self, arch: str) -> bool:
+        """Whether the spec promises that this kernel spills no register on ``arch``, such as "sm_90"."""
+        return self.no_spills if isinstance(self.no_spills, bool) else arch in self.no_spills
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types for JSON: axes and tile as mappings, parameters by name."""
+        return {
+            "name": self.name,
+            "family": self.family,
+            "spec": self.spec,
+            "template": self.template,
+            "target": self.target,
+            "min_arch": self.min_arch,
+            "archs": list(self.archs),
+            "axes": dict(self.axes),
+            "tile": dict(self.tile),
+            "tile_name": self.tile_name,
+            "threads": self.threads,
+            "smem_bytes": self.smem_bytes,
+            "max_smem": self.max_smem,
+            "efficiency": self.efficiency,
+            "start": self.start,
+            "fill": self.fill,
+            "passes": self.passes,
+            "alone_gbps": self.alone_gbps,
+            "committed": self.committed,
+            "no_spills": self.no_spills if isinstance(self.no_spills, bool) else list(self.no_spills),
+            "options": list(self.options),
+            "operator": self.operator,
+            "step": self.step,
+            "grid": {"covers": dict(self.grid.covers), "schedule": self.grid.schedule},
+            "dependent_launch": self.dependent_launch,
+            "combines": self.combines,
+            "rows_at_most": self.rows_at_most,
+            "score_seam": self.score_seam,
+            "score": None if self.score is None else {"name": self.score.name, "formula": self.score.text},
+            "params": [param.name for param in self.params],
+        }
+
+
+def variant_name(
+    family: str, axes: dict[str, str | int], target: str, tile_name: str = "", step: str = ""
+) -> str:
+    """File stem and symbol: ``flash_fwd_hdim128_fp16_causal_m64_gqa_sm80``.
+
+    The order is family, step, head dim (``hdim192_128`` where that of v is another), dtype, mask type, any
+    further axis, tile, grouping, target. A value of ``none`` (and ``mha`` for the grouping, ``main`` for the
+    step) says the ordinary and is left out; a numeric axis carries its own name in front.
+    """
+    parts = [family, "" if step == "main" else step]
+    for axis, value in axes.items():
+        ordinary = value == "none" or (axis == "head_dim_v" and value == axes.get("head_dim"))
+        if axis != "gqa" and not ordinary:
+            parts.append(name_part(axis, value))
+    gqa = str(axes.get("gqa", "mha"))
+    parts += [tile_name, _GQA_SUFFIX.get(gqa, gqa), target]
+    return "_".join(part for part in parts if part)
+
+
+def name_part(axis: str, value: str | int) -> str:
+    """What a value of an axis adds to a name."""
+    if isinstance(value, str):
+        return value
+    return {"head_dim": f"hdim{value}", "head_dim_v": str(value)}.get(axis, f"{axis}{value}")
+
+
+def _lookup(pairs: tuple[tuple[str, Any], ...], name: str) -> Any:
+    for key, value in pairs:
+        if key == name:
+            return value
+    raise KeyError(f"{name!r}; there are {', '.join(key for key, _ in pairs)}")

@@ -1,0 +1,1 @@
+"""Timing kernels against other libraries (``bench``) and choosing tiles by measurement (``tune``)."""

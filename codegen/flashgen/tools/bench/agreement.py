@@ -1,0 +1,121 @@
+"""Checks that run beside every timing: a part of the results against float64, and peers against flashgen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashgen.operators import gradients, reference
+from flashgen.operators.scores import ScoreOfCall
+from flashgen.tools.bench.cases import SOFTCAP
+
+if TYPE_CHECKING:
+    from flashgen.tools.bench.cases import Case
+    from flashgen.tools.bench.hosts import Host, Inputs
+
+# ‖out - ours‖ / ‖ours‖, of each gradient likewise, that rounding alone stays well below: a peer rounds where
+# it likes, and may run fp32 through TF32. A wrong mask or tail is far above.
+PEER_TOLERANCE = {"fp16": 2e-3, "bf16": 1.6e-2, "fp32": 1e-3}
+
+_ROWS = 24
+# What a case's score modification is called in the specs, for any mask.
+_SCORES = {"softcap": "softcap", "alibi": "alibi_symmetric"}
+
+
+def sampled_share(
+    case: Case, inputs: Inputs, results: tuple[Any, ...], host: Host, rng: np.random.Generator
+) -> float:
+    """The largest error of a part of the results against float64, as a share of its bound; infinite where
+    they hold a NaN there.
+
+    Of a forward pass these are some rows of a random head, the first, the last, and random ones between; of a
+    backward pass all of a random kv head and of its query heads.
+    """
+    if case.is_backward:
+        return _share_of_gradients(case, inputs, results, host, rng)
+    (out,) = results
+    batch = int(rng.integers(case.batch))
+    head = int(rng.integers(case.num_heads_q))
+    q, k, v, found = _one_head(case, inputs, out, batch, head, host)
+    rows = np.unique(np.r_[0, len(q) - 1, rng.integers(len(q), size=_ROWS)])
+    dense = None if inputs.mask is None else host.numpy(inputs.mask)[rows]
+    q, k, v, found = (x[None, :, None] for x in (q[rows], k, v, found[rows]))
+    band = case.band_of(*case.sequences[batch])
+    modification = _modification(case, case.slopes()[None, head : head + 1].astype(np.float64))
+    expected = reference.attention(q, k, v, case.dtype, case.head_dim**-0.5, band, dense, rows, modification)
+    return reference.largest(found, expected.out, expected.out_bound).share
+
+
+def _share_of_gradients(
+    case: Case, inputs: Inputs, results: tuple[Any, ...], host: Host, rng: np.random.Generator
+) -> float:
+    """On the device: gradients of keys are sums over all queries."""
+    batch, kv_head = map(int, rng.integers((case.batch, case.num_heads_kv)))
+    heads = slice(kv_head * case.group_size, (kv_head + 1) * case.group_size)
+
+    def of_heads(x: Any, some: slice, side: int) -> Any:
+        if not case.is_packed:
+            return host.double(x[batch : batch + 1, :, some])
+        begin, end = np.cumsum([0, *(lengths[side] for lengths in case.sequences)])[batch : batch + 2]
+        return host.double(x[int(begin) : int(end), some])[None]
+
+    dout, q, dq = (of_heads(x, heads, 0) for x in (inputs.dout, inputs.q, results[0]))
+    of_kv = (inputs.k, inputs.v, *results[1:])
+    k, v, dk, dv = (of_heads(x, slice(kv_head, kv_head + 1), 1) for x in of_kv)
+    scale, band = case.head_dim**-0.5, case.band_of(*case.sequences[batch])
+    slopes = None if inputs.slopes is None else host.double(inputs.slopes)[None, heads]
+    modification = _modification(case, slopes)
+    right = gradients.gradients(
+        dout, q, k, v, case.dtype, scale, band, inputs.mask, modification=modification
+    )
+    pairs = zip((dq, dk, dv), right[:3], right[3:], strict=True)
+    return max(reference.largest(*each).share for each in pairs)
+
+
+def _one_head(
+    case: Case, inputs: Inputs, out: Any, batch: int, head: int, host: Host
+) -> tuple[np.ndarray, ...]:
+    """q, k, v and out of a query head of one sequence, (tokens, width) each, in host memory: as the kernel is
+    to see them, rotated and with what it is to append.
+    """
+    kv_head = head // case.group_size
+    if case.is_packed:
+        begins = np.cumsum([(0, 0), *case.sequences], axis=0)[batch : batch + 2]
+        of_q, of_kv = (slice(int(begin), int(end)) for begin, end in begins.T)
+        q, found = (host.numpy(x[of_q, head]) for x in (inputs.q, out))
+        return q, *(host.numpy(x[of_kv, kv_head]) for x in (inputs.k, inputs.v)), found
+    q, found = (host.numpy(x[batch, :, head]) for x in (inputs.q, out))
+    if case.page_size:
+        pages = host.numpy(inputs.pages[batch]).astype(int).tolist()
+        k, v = (host.numpy(x[:, :, kv_head][pages]) for x in (inputs.k, inputs.v))
+        k, v = (x.reshape(-1, x.shape[-1])[: case.seqlen_kv] for x in (k, v))
+    else:
+        k, v = (host.numpy(x[batch, :, kv_head]) for x in (inputs.k, inputs.v))
+    if case.appends:
+        k_new, v_new = (host.numpy(x[batch, :, kv_head]) for x in (inputs.k_new, inputs.v_new))
+        cos, sin = (host.numpy(x) for x in (inputs.cos, inputs.sin))
+        positions = np.arange(case.seqlen_kv - case.seqlen_q, case.seqlen_kv)
+        of_q = positions if case.is_causal else positions[:1]
+        q = _rotated(q, cos[of_q], sin[of_q])
+        k = np.concatenate((k[: positions[0]], _rotated(k_new, cos[positions], sin[positions])))
+        v = np.concatenate((v[: positions[0]], v_new))
+    return q, k, v, found
+
+
+def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Elements i and i + head_dim / 2 are a pair."""
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate((cos * first - sin * second, cos * second + sin * first), axis=-1)
+
+
+def _modification(case: Case, slopes: Any) -> ScoreOfCall | None:
+    """The score modification of some heads, which the reference takes for the only ones; ``slopes`` are
+    theirs, (1, heads).
+    """
+    if case.score == "none":
+        return None
+    from flashgen.families.scores import load_scores
+
+    score = load_scores().by_name[_SCORES[case.score]]
+    return ScoreOfCall(score, {"cap": SOFTCAP}, {"slope": slopes}, case.seqlen_kv - case.seqlen_q)

@@ -1,0 +1,67 @@
+"""The gradients of a peer in PyTorch: those that autograd finds for its forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from flashgen.tools.bench.cases import Case
+    from flashgen.tools.bench.hosts import Inputs
+    from flashgen.tools.bench.peers.base import Run
+
+
+class TorchPeer:
+    """A peer whose ``forward`` autograd can record. Its backward pass is ``torch.autograd.grad`` with the
+    graph retained, which queues what a training step does, copies and sums around the kernels included.
+    """
+
+    hosts = ("torch",)
+
+    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        """As `Peer.prepare`."""
+        return self._gradients(case, sets) if case.is_backward else self.forward(case, sets)
+
+    def forward(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        """`prepare` of a forward pass."""
+        raise NotImplementedError
+
+    def _gradients(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        import torch
+
+        leaves = [replace(s, **{x: getattr(s, x).detach().requires_grad_() for x in "qkv"}) for s in sets]
+        forward = self.forward(case, leaves)
+
+        # Once for each stream: autograd queues gradients where it saw the forward pass.
+        @functools.cache
+        def recorded(index: int, stream: int) -> Any:
+            return forward(index)
+
+        def run(index: int) -> Any:
+            inputs = leaves[index]
+            stream = torch.cuda.current_stream().cuda_stream if inputs.q.is_cuda else 0
+            out, wanted = recorded(index, stream), (inputs.q, inputs.k, inputs.v)
+            with _same_bits() if case.deterministic else contextlib.nullcontext():
+                return torch.autograd.grad(out, wanted, inputs.dout, retain_graph=True)
+
+        return run
+
+
+@contextlib.contextmanager
+def _same_bits() -> Iterator[None]:
+    """Deterministic algorithms of PyTorch, which would also fill memory that they allocate."""
+    import torch
+    from torch.utils import deterministic
+
+    before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        deterministic.fill_uninitialized_memory = before[1]

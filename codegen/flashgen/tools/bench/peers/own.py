@@ -1,0 +1,260 @@
+"""flashgen itself, through a held plan: as dispatched, with the grouping of query heads, the target or the
+variant pinned, by one algorithm, or without lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flashgen.tools.bench.cases import SOFTCAP
+from flashgen.tools.bench.hosts import Inputs, shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from flashgen.families.variant import Variant
+    from flashgen.runtime.plans import Plan
+    from flashgen.tools.bench.cases import Case
+    from flashgen.tools.bench.peers.base import Run
+
+
+class Flashgen:
+    """``flashgen.plan``, or ``flashgen.plan_backward``; with ``grouping`` (``gqa`` or ``packed``) only
+    variants of that grouping compete, with ``target`` only those of that target, with ``pinned`` only the
+    one of that name, with ``algorithm`` only those of that one, whose workspace is then held too:
+    ``workspace_bytes`` of it. With ``steps`` a call launches only the first ones, and its results are no
+    results. ``plan`` is the plan of the last case, and ``variant`` the name of its variant.
+    """
+
+    hosts = ("cupy", "torch")
+
+    def __init__(
+        self,
+        grouping: str | None = None,
+        algorithm: str | None = None,
+        target: str | None = None,
+        steps: int | None = None,
+        pinned: str | None = None,
+    ) -> None:
+        self.name = "-".join(part for part in ("flashgen", grouping, algorithm, target) if part)
+        self.variant: str | None = None
+        self.plan: Plan | None = None
+        self.algorithm = algorithm
+        self.workspace_bytes = 0
+        self._grouping, self._target, self._steps, self._pinned = grouping, target, steps, pinned
+
+    def unavailable(self) -> str | None:
+        from flashgen.runtime import device
+
+        return None if device.available() else device.why_unavailable()
+
+    def declines(self, case: Case) -> str | None:
+        if self._target is not None and not case.is_backward:
+            return "timed on gradients, whose families it tells apart"
+        if (self._grouping or self.algorithm) and case.is_backward:
+            return "gradients have one grouping and no algorithms"
+        if self._grouping is not None and case.group_size == 1:
+            return "one query head per kv head"
+        if (self._grouping or self.algorithm) and case.lengths != "none":
+            return "arrays without lengths only"
+        if self.algorithm == "v3" and case.dtype == "fp32":
+            return "fp16 and bf16 only"
+        if self.algorithm in ("naive", "v1") and not (
+            case.dtype != "fp32"
+            and case.group_size == 1
+            and case.mask in ("none", "causal")
+            and max(case.head_dim, case.width_v) <= 128
+        ):
+            return "fp16 and bf16, head_dim up to 128, full and causal, one query head per kv head only"
+        return None
+
+    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        from flashgen import plan as make_plan
+
+        first = sets[0]
+        if case.is_backward:
+            return self._gradients(case, sets)
+        if case.lengths != "none":
+            return self._with_lengths(case, sets)
+        given = first.q, first.k, first.v
+        plan = make_plan(*given, out=first.out, algorithm=self.algorithm, **_options(case, first))
+        examples = {"q": first.q, "k": first.k, "v": first.v, "mask": first.mask, "out": first.out}
+        if first.slopes is not None:
+            examples["slope"] = first.slopes
+        plan = self._changed(plan, examples)
+        workspace = self._workspace(plan, first.q) if self.algorithm is not None else None
+
+        def run(index: int) -> Any:
+            inputs = sets[index]
+            named = {} if inputs.slopes is None else {"slope": inputs.slopes}
+            given = inputs.q, inputs.k, inputs.v
+            return plan(*given, mask=inputs.mask, out=inputs.out, workspace=workspace, **named)
+
+        return run
+
+    def _gradients(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        from flashgen import plan as make_plan
+        from flashgen import plan_backward
+
+        def arrays(inputs: Inputs, *names: str) -> dict[str, Any]:
+            lengths = ("cu_seqlens_q", "cu_seqlens_kv") if case.is_packed else ("mask",)
+            found = {name: getattr(inputs, name) for name in ("q", "k", "v", "out", "lse", *lengths, *names)}
+            return found if inputs.slopes is None else found | {"slope": inputs.slopes}
+
+        first = sets[0]
+        options = _options(case, first)
+        if case.is_packed:
+            longest = max(case.sequences)
+            options |= {"cu_seqlens_q": first.cu_seqlens_q, "cu_seqlens_kv": first.cu_seqlens_kv}
+            options |= dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=True))
+        forward = make_plan(first.q, first.k, first.v, out=first.out, return_lse=True, **options)
+        for inputs in sets:
+            forward(**arrays(inputs))
+        given = first.dout, first.q, first.k, first.v, first.out, first.lse
+        written = {name: getattr(first, name) for name in ("dq", "dk", "dv")}
+        plan = plan_backward(*given, **written, **options, deterministic=case.deterministic)
+        plan = self._changed(plan, arrays(first, "dout", *written))
+        return lambda index: plan(**arrays(sets[index], "dout", *written))
+
+    def _changed(self, plan: Plan, examples: Mapping[str, Any]) -> Plan:
+        """The plan to time, for arrays like these."""
+        if self._grouping is not None:
+            plan = _pinned(plan, examples, lambda variant: variant.gqa == self._grouping)
+        if self._target is not None:
+            plan = _pinned(plan, examples, lambda variant: variant.target == self._target)
+        if self._pinned is not None:
+            plan = _pinned(plan, examples, lambda variant: variant.name == self._pinned)
+        if self._steps is not None:
+            plan = _cut(plan, examples, self._steps)
+        self.plan, self.variant = plan, plan.variant.name
+        return plan
+
+    def _with_lengths(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        from flashgen import KVCache, Rotary
+        from flashgen import plan as make_plan
+
+        def keys(inputs: Inputs) -> tuple[Any, ...]:
+            if case.is_packed:
+                return inputs.k, inputs.v
+            return (KVCache(inputs.k, inputs.v, inputs.kv_lengths, pages=inputs.pages),)
+
+        def appended(inputs: Inputs) -> dict[str, Any]:
+            if not case.appends:
+                return {}
+            new, rotary = (inputs.k_new, inputs.v_new), Rotary(inputs.cos, inputs.sin)
+            return {"append": new, "rotary": rotary}
+
+        def named(inputs: Inputs) -> dict[str, Any]:
+            names = ("cu_seqlens_q", "cu_seqlens_kv")
+            return {name: getattr(inputs, name) for name in names} if case.is_packed else {}
+
+        first = sets[0]
+        bounds = {}
+        if case.is_packed:
+            longest = max(case.sequences)
+            bounds = dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=True))
+        plan = make_plan(
+            first.q,
+            *keys(first),
+            causal=case.is_causal,
+            out=first.out,
+            **named(first),
+            **appended(first),
+            **bounds,
+        )
+        if case.appends:
+            self.variant = plan.variant.name
+            return lambda index: plan(
+                sets[index].q, *keys(sets[index]), **appended(sets[index]), out=sets[index].out
+            )
+
+        def arrays(inputs: Inputs) -> dict[str, Any]:
+            lengths = named(inputs) or {"kv_lengths": inputs.kv_lengths, "pages": inputs.pages}
+            return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": inputs.out, **lengths}
+
+        plan = self._changed(plan, arrays(first))
+        return lambda index: plan(**arrays(sets[index]))
+
+    def _workspace(self, plan: Plan, like: Any) -> Any:
+        """Memory for every call of the plan, of the library of ``like``; None where it needs none."""
+        self.workspace_bytes = plan.workspace_bytes
+        return plan.kind.empty((plan.workspace_bytes,), like, None, "uint8") if plan.workspace_bytes else None
+
+
+class FlashgenFixed:
+    """``flashgen.plan`` on the same arrays without their lengths, where all sequences are equally long: what
+    lengths cost.
+    """
+
+    hosts = ("cupy", "torch")
+    name = "flashgen-fixed"
+
+    def __init__(self) -> None:
+        self._plain = Flashgen()
+        self.variant: str | None = None
+
+    def unavailable(self) -> str | None:
+        return self._plain.unavailable()
+
+    def declines(self, case: Case) -> str | None:
+        if case.is_backward:
+            return "timed on forward passes"
+        if case.lengths not in ("cache", "packed"):
+            return "sequences that have lengths, and all the same"
+        return "no pages, and nothing to append" if case.page_size or case.appends else None
+
+    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        fixed = replace(case, lengths="none")
+        rows = [
+            Inputs(
+                *(x.reshape(shape) for x, shape in zip((s.q, s.k, s.v, s.out), shapes(fixed), strict=True)),
+                mask=None,
+            )
+            for s in sets
+        ]
+        call = self._plain.prepare(fixed, rows)
+        self.variant = self._plain.variant
+        return lambda index: call(index).reshape(sets[index].out.shape)
+
+
+def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
+    """The options of a call without lengths."""
+    return {
+        "causal": case.is_causal,
+        "window_size": (case.window, 0) if case.mask == "window" else (-1, -1),
+        "mask": inputs.mask,
+        "softcap": SOFTCAP if case.score == "softcap" else None,
+        "alibi_slopes": inputs.slopes,
+    }
+
+
+def _pinned(plan: Plan, examples: Mapping[str, Any], keep: Callable[[Variant], bool]) -> Plan:
+    """The same plan with the best of the variants to keep, whatever dispatch would take."""
+    from flashgen.api.backends import specs_for
+    from flashgen.runtime.device import device
+    from flashgen.runtime.launch import prepare
+    from flashgen.runtime.plans import Plan
+    from flashgen.schedule.dispatch import offers
+
+    problem = plan.problem
+    here = device(problem.device)
+    # Family by family: which head dim is the least that serves differs.
+    variants = (v for spec in specs_for(here) for v in offers(problem, here, (spec,)) if keep(v))
+    runner = prepare(problem, problem.device, tuple(variants))
+    return Plan(problem, runner, problem.operator.in_order(**examples))
+
+
+def _cut(plan: Plan, examples: Mapping[str, Any], steps: int) -> Plan:
+    """The same plan without the steps behind the first ones."""
+    from flashgen.runtime import kernel
+    from flashgen.runtime.device import device
+    from flashgen.runtime.launch import Runner
+    from flashgen.runtime.plans import Plan
+    from flashgen.schedule.plan import plan_steps
+
+    problem, main = plan.problem, plan.variant
+    here = device(problem.device)
+    planned = plan_steps(problem, main, here)
+    planned = planned._replace(steps=planned.steps[:steps])
+    runner = Runner(planned, main, here, [kernel.load(step.variant, here) for step in planned.steps])
+    return Plan(problem, runner, problem.operator.in_order(**examples))

@@ -1,0 +1,77 @@
+"""Which peers there are and which of them a run takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashgen.errors import BadParam, DeviceTypeNotSupported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.tools.bench.peers.base import Peer
+
+OURS = "flashgen"
+# Flashgen by one algorithm each; timed only where a grid, or the user, names them.
+LINEAGE = {f"{OURS}-{algorithm}": algorithm for algorithm in ("naive", "v1", "v2", "v3")}
+# The fastest of the others; what counts in a cell is the best of those that take it.
+RIVALS = ("torch-cudnn", "torch-varlen", "flash-attn-3", "flash-attn-4", "flex-attention")
+
+
+def all_peers() -> dict[str, Peer]:
+    """Every known peer by name, flashgen first; none of them has imported its library yet."""
+    from flashgen.tools.bench.peers.flash_attn import FlashAttn
+    from flashgen.tools.bench.peers.flash_attn4 import FlashAttn4
+    from flashgen.tools.bench.peers.flashinfer import FlashInfer, FlashInferDecode
+    from flashgen.tools.bench.peers.flex_attention import FlexAttention
+    from flashgen.tools.bench.peers.own import Flashgen, FlashgenFixed
+    from flashgen.tools.bench.peers.torch_sdpa import TorchSdpa
+    from flashgen.tools.bench.peers.torch_varlen import TorchVarlen
+
+    peers: list[Peer] = [
+        Flashgen(),
+        Flashgen(grouping="gqa"),
+        Flashgen(grouping="packed"),
+        FlashgenFixed(),
+        Flashgen(target="sm80"),
+        TorchSdpa("flash"),
+        TorchSdpa("cudnn"),
+        TorchSdpa("efficient"),
+        TorchVarlen(),
+        FlashAttn(2),
+        FlashAttn(3),
+        FlashAttn4(),
+        FlashInfer("fa2"),
+        FlashInfer("fa3"),
+        FlashInferDecode(),
+        FlexAttention(),
+        *(Flashgen(algorithm=algorithm) for algorithm in LINEAGE.values()),
+    ]
+    return {peer.name: peer for peer in peers}
+
+
+def choose_peers(names: Sequence[str] | None) -> tuple[list[Peer], dict[str, str]]:
+    """The peers to run, flashgen first, and why each of the others is left out.
+
+    With no names, all that can be used here but those in LINEAGE. Raises BadParam for an unknown name or one
+    that cannot be used, and DeviceTypeNotSupported where flashgen itself cannot.
+    """
+    known = all_peers()
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise BadParam(f"there is no peer {', '.join(unknown)}; peers: {', '.join(known)}")
+    chosen: list[Peer] = []
+    left_out: dict[str, str] = {}
+    for name, peer in known.items():
+        if name != OURS and (name in LINEAGE if names is None else name not in names):
+            continue
+        reason = peer.unavailable()
+        if reason is None:
+            chosen.append(peer)
+        elif name == OURS:
+            raise DeviceTypeNotSupported(f"flashgen cannot be timed here: {reason}")
+        elif names is not None:
+            raise BadParam(f"peer {name!r} cannot be used here: {reason}")
+        else:
+            left_out[name] = reason
+    return chosen, left_out

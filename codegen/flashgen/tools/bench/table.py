@@ -1,0 +1,155 @@
+"""The tables of a report, for a terminal or a log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from flashgen.tools.bench.peers.registry import OURS
+from flashgen.tools.bench.results import figure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from flashgen.tools.bench.cases import Case
+    from flashgen.tools.bench.results import Report, Row
+    from flashgen.tools.bench.timing import Timing
+
+_WIDEST = 1000
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """The cases, then the summary where there are peers, and the losses where cases have a limit."""
+    yield cases_table(report)
+    if report.summaries():
+        yield summary_table(report)
+    if report.losses():
+        yield losses_table(report)
+
+
+def print_tables(report: Report, console: Console) -> None:
+    """Print the tables, with no figure cut off: where the console is narrower than a table, a line holds one
+    figure of a row.
+    """
+    for table in tables(report):
+        table.width = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
+        if table.width <= console.width:
+            console.print(table)
+        else:
+            console.print("\n".join(_one_figure_a_line(table)), markup=False, soft_wrap=True)
+
+
+def _one_figure_a_line(table: Table) -> Iterator[str]:
+    """The text of a table. Under the first cell of a row are its other cells, each with its header."""
+    yield str(table.title)
+    headers = [str(column.header) for column in table.columns[1:]]
+    for first, *cells in zip(*(column.cells for column in table.columns), strict=True):
+        yield str(first)
+        for header, cell in zip(headers, cells, strict=True):
+            yield f"  {header:<{max(map(len, headers))}}  {cell}"
+    if table.caption:
+        yield str(table.caption)
+    yield ""
+
+
+def cases_table(report: Report) -> Table:
+    """One line per case: flashgen's figure with its spread, then each peer's with flashgen's ratio to it."""
+    environment = report.environment
+    table = Table(title=f"{report.grid}: {report.metric} on {environment.get('gpu') or 'an unknown GPU'}")
+    table.add_column("case", no_wrap=True)
+    with_baselines = any(row.case.baseline for row in report.rows)
+    table.add_column(f"{OURS} ± IQR", justify="right", no_wrap=True)
+    if with_baselines:
+        table.add_column("of its baseline", justify="right", no_wrap=True)
+    peers = [name for name in report.peers if name != OURS]
+    for name in peers:
+        table.add_column(f"{name} (ratio)", justify="right", no_wrap=True)
+    if report.best_of:
+        table.add_column(report.best_of, justify="right", no_wrap=True)
+    for row in report.rows:
+        cells = [row.case.name, cell(report, row, OURS)]
+        if with_baselines:
+            cells.append(_baseline(report, row))
+        cells += [cell(report, row, name) for name in peers]
+        if report.best_of:
+            cells.append(_best(row))
+        table.add_row(*cells)
+    table.caption = "ratio: flashgen's speed over the peer's; ≠: disagrees, so no ratio; –: does not apply"
+    return table
+
+
+def summary_table(report: Report) -> Table:
+    """Geometric mean and lowest ratio per peer and dtype."""
+    table = Table(title=f"{report.grid}: flashgen / peer")
+    for column in ("peer", "dtype"):
+        table.add_column(column, no_wrap=True)
+    for column in ("cases", "geometric mean", "lowest"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("lowest at", no_wrap=True)
+    for s in report.summaries():
+        mean, lowest = f"{s.geometric_mean:.3f}×", f"{s.lowest:.3f}×"
+        table.add_row(s.peer, s.dtype, str(s.cases), mean, lowest, s.lowest_case)
+    return table
+
+
+def losses_table(report: Report) -> Table:
+    """Mean and largest loss against the baselines per dtype, beside the limit."""
+    table = Table(title=f"{report.grid}: {OURS}'s rate, less than on the baseline by")
+    table.add_column("dtype", no_wrap=True)
+    for column in ("cases", "mean", "largest", "limit"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("largest at", no_wrap=True)
+    for loss in report.losses():
+        figures = (f"{loss.mean:.1%}", f"{loss.largest:.1%}", f"{loss.limit:.0%}")
+        table.add_row(loss.dtype, str(loss.cases), *figures, loss.largest_case)
+    return table
+
+
+def line(report: Report, row: Row) -> str:
+    """One case as a line of text, printed as soon as it is measured."""
+    parts = [
+        f"{name} {cell(report, row, name)}"
+        for name, m in row.measurements.items()
+        if m.timing or name == OURS
+    ]
+    return f"{row.case.name:<22} " + " | ".join(parts)
+
+
+def cell(report: Report, row: Row, peer: str) -> str:
+    """One figure, with the spread for flashgen and the ratio for a peer."""
+    measurement = row.measurements.get(peer)
+    if measurement is None or measurement.timing is None:
+        return "–"
+    figure = _figure(report, row.case, measurement.timing)
+    if not measurement.agrees:
+        return f"{figure} ≠"
+    if peer == OURS:
+        return f"{figure} ±{measurement.timing.spread:.1%}"
+    ratio = row.ratio(peer)
+    return figure if ratio is None else f"{figure} ({ratio:.2f}×)"
+
+
+def _figure(report: Report, case: Case, timing: Timing) -> str:
+    """The report's metric, to the digits that it can bear."""
+    value = figure(report.metric, case, timing)
+    return f"{value:.1f}" if report.metric == "µs" or value < 100 else f"{value:.0f}"
+
+
+def _best(row: Row) -> str:
+    best = row.best_rival()
+    return "–" if best is None else f"{best[0]:.2f}× {best[1]}"
+
+
+def _baseline(report: Report, row: Row) -> str:
+    if report.metric == "µs":
+        added = report.added_ms(row)
+        return "–" if added is None else f"{1e3 * added:+.1f} µs on {row.case.baseline}"
+    ratio = report.baseline_ratio(row)
+    if ratio is None:
+        return "–"
+    if row.case.loss_limit is not None:
+        return f"{ratio - 1:+.1%} on {row.case.baseline}"
+    return f"{ratio:.2f} × {row.case.baseline}"

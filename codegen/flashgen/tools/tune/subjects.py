@@ -1,0 +1,75 @@
+"""What is tuned: the points whose kernels a call on this GPU could get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashgen.errors import BadParam, DeviceTypeNotSupported
+from flashgen.families.variant import TUNED_TILE
+from flashgen.operators.attention import ATTENTION
+from flashgen.schedule.dispatch import preferred, runs_on
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from flashgen.families.arch import Device
+    from flashgen.families.model import Point, Spec
+    from flashgen.families.variant import Variant
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A point of a spec, its ordinary variant, and the one that was tuned on this GPU before, if any."""
+
+    spec: Spec
+    ordinary: Variant
+    tuned: Variant | None
+
+    @property
+    def point(self) -> Point:
+        """Axis values in the spec's order, then the target."""
+        return (*(value for _, value in self.ordinary.axes), self.ordinary.target)
+
+
+def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device) -> list[Subject]:
+    """The points of the ``selected`` variants, in their order: for each family and combination of axis values
+    those that dispatch would consider on ``device``.
+
+    Kernels of other operators than attention are left out.
+
+    ``specs`` are those of the selected. Raises DeviceTypeNotSupported where none of the selected runs on the
+    device, BadParam where only tiles with names were selected, or kernels that dispatch does not choose.
+    """
+    main = [variant for variant in selected if variant.is_main]
+    timed = [variant for variant in main if variant.operator == ATTENTION.name]
+    if main and not timed:
+        raise BadParam(
+            f"nothing to tune: the selected kernels are of {main[0].operator}, and tune times attention alone"
+        )
+    selected = [variant for variant in timed if not variant.on_request]
+    if not selected:
+        raise BadParam("nothing to tune: calls take the selected kernels only on request")
+    ordinary = [variant for variant in selected if variant.tile_name in ("", TUNED_TILE)]
+    if not ordinary:
+        names = ", ".join(sorted({variant.tile_name for variant in selected}))
+        raise BadParam(
+            f"nothing to tune: only tiles without a name are tuned, and the selection has only {names}"
+        )
+    running = [variant for variant in ordinary if runs_on(variant, device)]
+    if not running:
+        raise DeviceTypeNotSupported(
+            f"none of the selected variants, such as {ordinary[0]}, runs on {device}"
+        )
+    by_axes: dict[tuple, list[Variant]] = {}
+    for variant in running:
+        by_axes.setdefault((variant.family, frozenset(variant.axes)), []).append(variant)
+    chosen = (preferred(alike)[0] for alike in by_axes.values())
+    return [_subject(specs, variant) for variant in chosen]
+
+
+def _subject(specs: Sequence[Spec], variant: Variant) -> Subject:
+    spec = next(spec for spec in specs if spec.name == variant.spec)
+    chosen = spec.select(target=variant.target, **dict(variant.axes))
+    tiles = {each.tile_name: each for each in chosen if each.is_main}
+    return Subject(spec, tiles[""], tiles.get(TUNED_TILE))
