@@ -72,10 +72,9 @@ def shipped_spec(path):
     return load_spec(path)
 
 
-@pytest.fixture(autouse=True)
-def shipped_specs_are_checked_once(request, monkeypatch):
-    """By each process. It takes more than a second, and a test of the command line may load them twice.
-    tests/families, which tests loading, loads as a user does.
+def check_shipped_specs_once(path, patch):
+    """For a test or a module of tests at ``path``. A check of the shipped specs takes more than a second. In
+    tests/families, which tests loading, each load checks them, as a user's does.
     """
 
     def load(path, cache=None, gpu=None):
@@ -83,8 +82,21 @@ def shipped_specs_are_checked_once(request, monkeypatch):
             return load_spec(path, cache, gpu)
         return shipped_spec(path)
 
-    if "families" not in request.path.parts:
-        monkeypatch.setattr("flashgen.families.load.load_spec", load)
+    if "families" not in path.parts:
+        patch.setattr("flashgen.families.load.load_spec", load)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Many modules of tests choose their variants when they are imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        check_shipped_specs_once(collector.path, patch)
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def shipped_specs_are_checked_once(request, monkeypatch):
+    check_shipped_specs_once(request.path, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

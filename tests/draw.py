@@ -1,4 +1,4 @@
-"""Which of many tests that are alike a run has, and their seeds: the seed of the run repeats both."""
+"""Which of many tests a run has, and their seeds: the seed of the run repeats both."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     import pytest
 
-# One test of so many, and more where a trait would be missing.
-SHARE = 12
+# Of each file one test of so many.
+SHARE = 10
 VARIABLE = "FLASHGEN_TEST_SEED"
 
 
@@ -34,37 +34,40 @@ def seed_of(name: str) -> int:
 
 
 def is_drawn(item: pytest.Item) -> bool:
-    """Whether a run may leave the test out: a case of a test of the simulator, or of one marked ``drawn``."""
-    alike = item.path.parent.name == "simulator" or item.get_closest_marker("drawn") is not None
-    return alike and hasattr(item, "callspec")
+    """Whether a run may leave the test out: a test of the simulator, or a case of one marked ``drawn``."""
+    if item.path.parent.name == "simulator":
+        return True
+    return item.get_closest_marker("drawn") is not None and hasattr(item, "callspec")
 
 
-def traits(values: Iterable[object]) -> set[tuple[str, str]]:
-    """What a run has to have of a test with these parameters: each kernel with a fault, each check that finds
-    one, each spec of kernels without one.
+def traits(item: pytest.Item) -> set[tuple[str, str]]:
+    """What a run has to have of a test with these parameters: each check that finds a fault, each spec of
+    kernels.
     """
     found = set()
-    for value in values:
+    for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
         if isinstance(value, Variant):
             found.add(("spec", value.spec))
         elif hasattr(value, "caught"):
-            found |= {("kernel", value.variant), *(("check", check) for check in value.caught[:1])}
+            found |= {("check", check) for check in value.caught[:1]}
     return found
 
 
 def draw(items: Iterable[pytest.Item], seed: int) -> set[pytest.Item]:
-    """Of the cases of each test one in SHARE, at least one, and one with each of their traits."""
-    cases = defaultdict(list)
+    """Of the tests of each file one in SHARE, at least one; and of all tests one with each of the traits."""
+    files = defaultdict(list)
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
-    drawn = set()
-    for name, alike in cases.items():
-        random.Random(f"{seed} {name}").shuffle(alike)
-        covered, chosen, others = set(), [], []
-        for item in alike:
-            new = traits(item.callspec.params.values()) - covered
-            covered |= new
-            (chosen if new else others).append(item)
-        lacking = math.ceil(len(alike) / SHARE) - len(chosen)
-        drawn.update(chosen, others[: max(0, lacking)])
+        files[item.nodeid.partition("::")[0]].append(item)
+    drawn, others = set(), []
+    for name, tests in files.items():
+        random.Random(f"{seed} {name}").shuffle(tests)
+        share = math.ceil(len(tests) / SHARE)
+        drawn.update(tests[:share])
+        others += tests[share:]
+    covered = set().union(*map(traits, drawn))
+    random.Random(seed).shuffle(others)
+    for item in others:
+        if not traits(item) <= covered:
+            covered |= traits(item)
+            drawn.add(item)
     return drawn

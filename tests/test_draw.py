@@ -1,4 +1,4 @@
-"""What is drawn from tests that are alike: a part, with every trait, the same for the same seed."""
+"""What is drawn from many tests: a part, with every trait, the same for the same seed."""
 
 import math
 from pathlib import Path
@@ -40,30 +40,33 @@ def test_a_part_is_drawn_and_another_seed_draws_another():
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_each_test_keeps_a_case():
-    items = [item for at in range(10) for item in cases(f"test.py::test_{at}", range(3))]
-    assert {item.nodeid.partition("[")[0] for item in draw.draw(items, 1)} == {
-        item.nodeid.partition("[")[0] for item in items
-    }
+def test_each_file_keeps_a_test():
+    items = [item for at in range(10) for item in cases(f"test_{at}.py::test_it", range(3))]
+    drawn = [item.nodeid.partition("::")[0] for item in draw.draw(items, 1)]
+    assert sorted(drawn) == [f"tests/simulator/test_{at}.py" for at in range(10)]
 
 
-def test_each_kernel_with_a_fault_each_check_and_each_spec_is_drawn():
+def test_each_check_and_each_spec_is_drawn_from_one_file_or_another():
     for values in (FAULTS, VARIANTS):
+        items = [item for at in range(3) for item in cases(f"test_{at}.py::test_it", values)]
         for seed in range(5):
-            drawn = draw.draw(cases("test.py::test_it", values), seed)
-            found = draw.traits(item.callspec.params["value"] for item in drawn)
-            assert found == draw.traits(values)
-            assert len(drawn) < len(values) / 2
+            drawn = draw.draw(items, seed)
+            found, asked = (set().union(*map(draw.traits, each)) for each in (drawn, items))
+            assert found == asked
+            assert len(drawn) < len(items) / draw.SHARE + len(asked) + 3
 
 
-def test_only_cases_of_the_simulator_and_of_marked_tests_are_drawn():
+def test_what_a_run_may_leave_out():
+    """Any test of the simulator; of others the cases of those that are marked."""
     case, alone = cases("test.py::test_it", [1])[0], Item("tests/simulator/test.py::test_it")
     assert draw.is_drawn(case)
-    assert not draw.is_drawn(alone)
-    case.path = Path("tests/api/test_api.py")
-    assert not draw.is_drawn(case)
-    case.get_closest_marker = lambda name: object() if name == "drawn" else None
+    assert draw.is_drawn(alone)
+    for item in (case, alone):
+        item.path = Path("tests/api/test_api.py")
+        assert not draw.is_drawn(item)
+        item.get_closest_marker = lambda name: object() if name == "drawn" else None
     assert draw.is_drawn(case)
+    assert not draw.is_drawn(alone)
 
 
 def test_tests_have_seeds_of_their_own_which_the_seed_of_the_run_repeats(monkeypatch):
