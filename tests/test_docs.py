@@ -140,6 +140,7 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("page", RUN, ids=name)
 def test_the_commands_of_a_page_run(page, tmp_path):
     lacking = walk(page, tmp_path, {"gpu": "that is a test of its own"} | tools())

@@ -45,6 +45,7 @@ def test_every_tile_mask_type_grouping_head_dim_and_dtype_is_watched():
     assert len(CHOSEN) < len(runnable) / 10
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("variant", CHOSEN, ids=lambda variant: variant.name)
 def test_the_problems_are_the_variants_own_and_small(variant):
     few = dataclasses.replace(H200, num_sms=sanitized.MULTIPROCESSORS)

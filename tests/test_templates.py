@@ -48,6 +48,7 @@ def test_a_kernel_has_no_asm_but_its_matrix_instructions(variant):
     assert all(name in IN_KERNEL.sub("", source) for name in functions)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("spec", load_specs(), ids=lambda spec: spec.name)
 def test_a_kernel_reads_each_of_its_parameters(spec, fresh_seed):
     """One of the variants that differ in head dims and numbers of their tiles, another in each run."""

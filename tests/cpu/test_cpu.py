@@ -182,6 +182,7 @@ def test_fixed_splits_leave_blas_one_thread_as_a_large_batch_does(monkeypatch):
     assert len(set(results.values())) == 1
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("rows", [1, 65])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

@@ -37,6 +37,7 @@ def unchecked(*_):
     raise AssertionError("checked again")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("path", [*SHIPPED, None], ids=lambda p: p.stem if p else "tiny")
 def test_a_hit_is_the_spec_that_was_checked(path, tiny, cache, monkeypatch):
     path = path or tiny

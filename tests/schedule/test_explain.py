@@ -45,6 +45,7 @@ def test_the_choice_is_that_of_dispatch_and_every_other_variant_has_a_reason(arc
     assert str(found.variant) in str(found)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("splits", [1, 3, *(flashgen.SplitEvery(keys) for keys in (32, 64, 100, 128, 512))])
 @pytest.mark.parametrize("width", [32, 64, 80, 160])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

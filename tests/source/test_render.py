@@ -459,9 +459,10 @@ def test_flat_and_plain_source_compile(tiny_folder):
     assert plain.registers == flat.registers > 0
 
 
-def test_shipped_templates_render_for_every_variant():
-    for spec in load_specs():
-        for v in spec.variants():
-            text = render(v)
-            assert f"{v.name}(" in text
-            assert "\t" not in text
+@pytest.mark.drawn
+@pytest.mark.parametrize("spec", load_specs(), ids=lambda spec: spec.name)
+def test_shipped_templates_render_for_every_variant(spec):
+    for v in spec.variants():
+        text = render(v)
+        assert f"{v.name}(" in text
+        assert "\t" not in text

@@ -195,6 +195,7 @@ def variants():
     return {variant.name: variant for spec in load_specs() for variant in spec.variants()}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("arch", KERNELS)
 @pytest.mark.parametrize("name", [*NAMES, "alibi_symmetric"])
 def test_nvrtc_takes_it(name, arch, scores, variants):

@@ -164,7 +164,7 @@ def test_a_machine_without_a_compiler_takes_what_the_bundle_has(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(flashgen.__file__).parents[1])}
     environment |= {"FLASHGEN_CACHE_DIR": str(tmp_path / "builder")}
     path = tmp_path / "kernels.zip"
-    wanted = "head_dim=64 dtype=fp16 mask_type=causal gqa=mha target=sm90"
+    wanted = "spec=flash_fwd_sm90 head_dim=64 dtype=fp16 mask_type=causal gqa=mha"
     command = ["bundle", "--select", wanted, "--arch", "sm_90", "-o", path]
     subprocess.run([sys.executable, "-m", "flashgen", *command], check=True, env=environment)
 

@@ -28,6 +28,7 @@ def variant(**axes):
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("each", ORDINARY, ids=str)
 def test_every_default_problem_is_one_that_the_kernel_serves(each):
     for case in cases(each):
