@@ -3,10 +3,11 @@
 Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
 and ``${ x }`` prints a value. Undefined names are errors, and so are the usual delimiters of Jinja. A
 template finds every axis and every tile key by name, and beside them ``header`` (the file's first comment),
-``params_struct`` (the C struct), ``name``, ``operator``, ``target``, ``element_bytes``, ``threads``,
-``smem_bytes`` and ``variant``; of a score modification ``score`` (its name, or None), ``score_functions``
-(`source.scores`), ``score_has_offset``, whether a part of it is left to the row, and
-``score_has_derivative``, whether the kernel has a derivative of it to multiply by (`operators.lowering`).
+``params_struct`` (the C struct), ``name``, ``operator``, ``has_lengths`` (the device has the length of each
+sequence), ``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``; of a score modification
+``score`` (its name, or None), ``score_functions`` (`source.scores`), ``score_has_offset``, whether a part of
+it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of it to multiply by
+(`operators.lowering`).
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ def _context(form: Variant) -> dict[str, Any]:
         "variant": form,
         "name": form.name,
         "operator": form.operator,
-        "has_lengths": form.operator in ("varlen", "varlen_backward"),  # of each sequence, on the device
+        "has_lengths": form.operator in ("varlen", "varlen_backward"),
         "target": form.target,
         "header": header_comment(form),
         "params_struct": struct_text(form.params),
