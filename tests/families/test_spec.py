@@ -784,7 +784,7 @@ def test_another_ending_is_not_passed_over(tiny_folder):
 def test_shipped_specs_are_complete():
     """The product that the shipped family promises, and a committed slice that a person can review."""
     variants = [v for spec in load_specs() for v in spec.variants()]
-    assert 1 <= sum(v.committed for v in variants) <= 115
+    assert 1 <= sum(v.committed for v in variants) <= 60
     forward = [v for v in variants if v.spec == "flash_fwd_sm80"]
     points = {((v.head_dim, v.head_dim_v), v.dtype, v.mask_type, v.gqa, v.target) for v in forward}
     alike = [(width, width) for width in (32, 64, 96, 128, 192, 256)]

@@ -1,9 +1,9 @@
-// flash_bwd_convert_hdim128_bf16_causal_sm80
+// flash_bwd_convert_hdim128_fp16_dense_ordered_gqa_sm80
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none
-// tile      block_m 64, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
+// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, gqa gqa, dq_order ordered
+// tile      block_m 32, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
 // block     256 threads, 0 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_bwd_sm80.yaml
@@ -12,7 +12,7 @@
 
 // dq = softmax_scale * dq_accum, rounded. A warp has 16 rows, and 32 columns at a time: a lane two rows of 8 columns.
 
-using element = bf16;
+using element = fp16;
 
 constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kThreads = 256;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void store(element* destination, const float (&values
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-flash_bwd_convert_hdim128_bf16_causal_sm80(const __grid_constant__ Params params) {
+flash_bwd_convert_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params params) {
     const int head_of_batch = block_index() / params.num_row_blocks;
     const int batch = head_of_batch / params.num_heads_q;
     const int head = head_of_batch - batch * params.num_heads_q;

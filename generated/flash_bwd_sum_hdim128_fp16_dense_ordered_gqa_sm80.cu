@@ -1,14 +1,14 @@
-// flash_bwd_sum_hdim64_fp16_local_gqa_sm90
+// flash_bwd_sum_hdim128_fp16_dense_ordered_gqa_sm80
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type local, gqa gqa, dq_order none
-// tile      block_m 128, block_n 128, stages 2
-// block     128 threads, 0 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
-// spec      flash_bwd_sm90.yaml
+// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, gqa gqa, dq_order ordered
+// tile      block_m 32, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
+// block     256 threads, 0 bytes of dynamic shared memory
+// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
+// spec      flash_bwd_sm80.yaml
 // template  flash_bwd_sum.cu.j2
-#include "flashgen/sm90.cuh"
+#include "flashgen/sm80.cuh"
 
 // dK and dV of keys whose query heads were split into parts: the sum of what the parts have left, rounded; dK also times softmax_scale.
 // Parts are added in their order, so that the sums repeat to the bit. A thread block has 16 rows, and a warp 32 columns of dK or dV at a
@@ -16,10 +16,10 @@
 
 using element = fp16;
 
-constexpr int kHeadDim = 64;  // of K
-constexpr int kHeadDimV = 64;  // of V
+constexpr int kHeadDim = 128;  // of K
+constexpr int kHeadDimV = 128;  // of V
 constexpr int kKeyUnit = 128;  // a part has whole units of keys: blocks of the main kernel
-constexpr int kThreads = 128;
+constexpr int kThreads = 256;
 constexpr int kRows = 16;
 constexpr int kWarpColumns = 32;
 constexpr int kTileElements = 128;  // 16 rows by 8 columns
@@ -38,7 +38,7 @@ struct Params {
     int32_t num_heads_kv;
     int32_t group_parts;                  // parts of the query heads of a kv head
     int32_t seqlen_kv;
-    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim
+    int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim
     int32_t head_dim_v;                   // likewise, of v
     int32_t num_row_blocks;               // 16 rows each, of one head
     float softmax_scale;                  // dK is softmax_scale dS^T Q
@@ -95,7 +95,7 @@ __device__ __forceinline__ void sum_parts(const Params& params, const float* par
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-flash_bwd_sum_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params params) {
+flash_bwd_sum_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params params) {
     const int head_of_batch = block_index() / params.num_row_blocks;
     const int batch = head_of_batch / params.num_heads_kv;
     const int head = head_of_batch - batch * params.num_heads_kv;

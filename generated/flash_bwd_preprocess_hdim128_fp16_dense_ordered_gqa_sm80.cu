@@ -1,9 +1,9 @@
-// flash_bwd_preprocess_hdim128_fp16_causal_ordered_gqa_sm80
+// flash_bwd_preprocess_hdim128_fp16_dense_ordered_gqa_sm80
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type causal, gqa gqa, dq_order ordered
-// tile      block_m 64, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
+// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, gqa gqa, dq_order ordered
+// tile      block_m 32, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
 // block     256 threads, 0 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_bwd_sm80.yaml
@@ -98,7 +98,7 @@ __device__ __forceinline__ float rounded_lse_log2(float lse) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-flash_bwd_preprocess_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params params) {
+flash_bwd_preprocess_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params params) {
     const int head_of_batch = block_index() / params.num_row_blocks;
     const int first_row = (block_index() - head_of_batch * params.num_row_blocks) * kRowUnit;
     const int batch = head_of_batch / params.num_heads_q;
@@ -114,7 +114,7 @@ flash_bwd_preprocess_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant_
 
     const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     float* dq = params.dq_accum + unit_row * kHeadDim;
-    constexpr int kTurns = kRowUnit / 64;  // counters of a unit of rows: one for each block of queries
+    constexpr int kTurns = kRowUnit / 32;  // counters of a unit of rows: one for each block of queries
     if (threadIdx.x < kTurns) store_global_32(params.turns + unit_row / kRowUnit * kTurns + threadIdx.x, 0u);
 
     const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;

@@ -1,12 +1,12 @@
-// flash_bwd_varlen_hdim128_bf16_causal_sm80
+// flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none
-// tile      block_m 64, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
-// block     256 threads, 164912 bytes of dynamic shared memory
+// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, gqa gqa, dq_order ordered
+// tile      block_m 32, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
+// block     256 threads, 124432 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
-// spec      flash_bwd_varlen_sm80.yaml
+// spec      flash_bwd_sm80.yaml
 // template  flash_bwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
@@ -19,11 +19,11 @@
 // to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
 // A warp takes P^T and dS^T of its own queries from registers, those of the warps beside it from shared memory.
 
-using element = bf16;
+using element = fp16;
 
 constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and dO
-constexpr int kBlockM = 64;  // queries of a step
+constexpr int kBlockM = 32;  // queries of a step
 constexpr int kBlockN = 128;  // keys of a thread block
 constexpr int kStages = 2;  // blocks of queries in shared memory
 constexpr int kWarps = 8;
@@ -67,9 +67,11 @@ constexpr int kQOffset = 0;  // in a stage
 constexpr int kDoutOffset = kQOffset + kBlockM * kRowBytes;
 constexpr int kLseOffset = kDoutOffset + kBlockM * kRowBytesV;
 constexpr int kDeltaOffset = kLseOffset + 4 * kBlockM;
-constexpr int kStageBytes = kDeltaOffset + 4 * kBlockM;
+constexpr int kMaskOffset = kDeltaOffset + 4 * kBlockM;
+constexpr int kMaskRowBytes = kBlockN + 16;  // rows of a quad's queries lie in different banks
+constexpr int kStageBytes = kMaskOffset + kBlockM * kMaskRowBytes;
 constexpr int kStashOffset = kStagesOffset + kStages * kStageBytes;
-constexpr int kSharedBytes = kStashOffset + 48;
+constexpr int kSharedBytes = kStashOffset + 16;
 
 static_assert(kWarps == kKeyWarps * kQueryWarps && kWarps == kDqRowWarps * kDqColumnWarps, "every warp has a part");
 static_assert(kWarpKeys % 16 == 0 && kWarpQueries % 16 == 0, "a warp has whole MMA tiles of P^T, also as an A operand");
@@ -78,22 +80,23 @@ static_assert(kHeadDim / kPairColumns % kQueryWarps == 0 && kHeadDimV / kPairCol
 static_assert(kHeadDim / kPairColumns % kDqColumnWarps == 0, "and of dQ");
 static_assert(kDqInTurn || (kDqPairs & (kDqPairs - 1)) == 0, "pairs side by side are a power of two");
 static_assert(kStageBytes % 128 == 0 && kDsBytes % 128 == 0, "blocks begin at multiples of 128 bytes");
-static_assert(kSharedBytes == 164912, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 124432, "launcher and kernel agree on shared memory");
 
 struct Params {
-    const element* dout;                  // (batch, rows_q, num_heads_q, head_dim_v), without batch where packed; rows 16-byte aligned
-    const element* q;                     // the same with head_dim
-    const element* k;                     // (batch, rows_kv, num_heads_kv, head_dim), likewise
-    const element* v;                     // the same with head_dim_v
+    const element* dout;                  // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), likewise
+    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise
     element* dk;                          // as k
     element* dv;                          // as v
-    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
-    const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
-    const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
-    const float* delta;                   // (num_heads_q, unit_rows<kRowUnit>): sum(dout * out) - dlse
-    const float* lse_log2;                // (num_heads_q, unit_rows<kRowUnit>); inf for a row that sees nothing, and past a sequence's last
-    float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim), in the order of dq_tiles
-    int64_t dout_batch_stride;            // strides are in elements; a batch stride is 0 where sequences are packed
+    const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
+    const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing
+    float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
+    float* dk_parts;                      // (batch, num_heads_kv * group_parts, num_row_blocks * kBlockN, kHeadDim), in tiles of 16 rows by 8 columns
+    float* dv_parts;                      // (batch, num_heads_kv * group_parts, num_row_blocks * kBlockN, kHeadDimV), likewise
+    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); not 0 = hidden
+    int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
     int64_t q_batch_stride;
@@ -111,62 +114,60 @@ struct Params {
     int64_t dv_batch_stride;
     int64_t dv_row_stride;
     int64_t dv_head_stride;
-    int32_t batch_size;                   // sequences
+    int64_t mask_batch_stride;            // 0 where the mask is broadcast
+    int64_t mask_row_stride;
+    int64_t mask_head_stride;
+    int32_t num_heads_q;
     int32_t num_heads_kv;
-    int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
-    int32_t rows_kv;                      // of an entry of k
-    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
-    int32_t seqlen_kv;                    // the most keys, likewise
+    int32_t group_parts;                  // parts of the query heads of a kv head
+    int32_t heads_per_part;               // num_heads_q / num_heads_kv / group_parts
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
     int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and dout
-    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset, to which with_lengths() adds seqlen_kv - seqlen_q
+    int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t batch_size;
+    int32_t heads_per_section;            // heads of the grid whose blocks of keys are launched together
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    int32_t window_left;                  // keys before the diagonal that a query attends to
+    int32_t window_right;                 // and after it
+    int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 4 or 1
     float softmax_scale;                  // dK is softmax_scale dS^T Q
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
 };
-static_assert(sizeof(Params) == 288 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
+static_assert(sizeof(Params) == 344 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
 static_assert(offsetof(Params, v) == 24 && offsetof(Params, dk) == 32 && offsetof(Params, dv) == 40);
-static_assert(offsetof(Params, cu_seqlens_q) == 48 && offsetof(Params, cu_seqlens_kv) == 56);
-static_assert(offsetof(Params, kv_lengths) == 64 && offsetof(Params, delta) == 72 && offsetof(Params, lse_log2) == 80);
-static_assert(offsetof(Params, dq_accum) == 88 && offsetof(Params, dout_batch_stride) == 96);
-static_assert(offsetof(Params, dout_row_stride) == 104 && offsetof(Params, dout_head_stride) == 112);
-static_assert(offsetof(Params, q_batch_stride) == 120 && offsetof(Params, q_row_stride) == 128);
-static_assert(offsetof(Params, q_head_stride) == 136 && offsetof(Params, k_batch_stride) == 144);
-static_assert(offsetof(Params, k_row_stride) == 152 && offsetof(Params, k_head_stride) == 160);
-static_assert(offsetof(Params, v_batch_stride) == 168 && offsetof(Params, v_row_stride) == 176);
-static_assert(offsetof(Params, v_head_stride) == 184 && offsetof(Params, dk_batch_stride) == 192);
-static_assert(offsetof(Params, dk_row_stride) == 200 && offsetof(Params, dk_head_stride) == 208);
-static_assert(offsetof(Params, dv_batch_stride) == 216 && offsetof(Params, dv_row_stride) == 224);
-static_assert(offsetof(Params, dv_head_stride) == 232 && offsetof(Params, batch_size) == 240);
-static_assert(offsetof(Params, num_heads_kv) == 244 && offsetof(Params, rows_q) == 248 && offsetof(Params, rows_kv) == 252);
-static_assert(offsetof(Params, seqlen_q) == 256 && offsetof(Params, seqlen_kv) == 260 && offsetof(Params, head_dim) == 264);
-static_assert(offsetof(Params, head_dim_v) == 268 && offsetof(Params, diagonal_offset) == 272);
-static_assert(offsetof(Params, softmax_scale) == 276 && offsetof(Params, scale_log2) == 280);
+static_assert(offsetof(Params, delta) == 48 && offsetof(Params, lse_log2) == 56 && offsetof(Params, dq_accum) == 64);
+static_assert(offsetof(Params, turns) == 72 && offsetof(Params, dk_parts) == 80 && offsetof(Params, dv_parts) == 88);
+static_assert(offsetof(Params, mask) == 96 && offsetof(Params, dout_batch_stride) == 104);
+static_assert(offsetof(Params, dout_row_stride) == 112 && offsetof(Params, dout_head_stride) == 120);
+static_assert(offsetof(Params, q_batch_stride) == 128 && offsetof(Params, q_row_stride) == 136);
+static_assert(offsetof(Params, q_head_stride) == 144 && offsetof(Params, k_batch_stride) == 152);
+static_assert(offsetof(Params, k_row_stride) == 160 && offsetof(Params, k_head_stride) == 168);
+static_assert(offsetof(Params, v_batch_stride) == 176 && offsetof(Params, v_row_stride) == 184);
+static_assert(offsetof(Params, v_head_stride) == 192 && offsetof(Params, dk_batch_stride) == 200);
+static_assert(offsetof(Params, dk_row_stride) == 208 && offsetof(Params, dk_head_stride) == 216);
+static_assert(offsetof(Params, dv_batch_stride) == 224 && offsetof(Params, dv_row_stride) == 232);
+static_assert(offsetof(Params, dv_head_stride) == 240 && offsetof(Params, mask_batch_stride) == 248);
+static_assert(offsetof(Params, mask_row_stride) == 256 && offsetof(Params, mask_head_stride) == 264);
+static_assert(offsetof(Params, num_heads_q) == 272 && offsetof(Params, num_heads_kv) == 276);
+static_assert(offsetof(Params, group_parts) == 280 && offsetof(Params, heads_per_part) == 284);
+static_assert(offsetof(Params, seqlen_q) == 288 && offsetof(Params, seqlen_kv) == 292 && offsetof(Params, head_dim) == 296);
+static_assert(offsetof(Params, head_dim_v) == 300 && offsetof(Params, num_row_blocks) == 304);
+static_assert(offsetof(Params, batch_size) == 308 && offsetof(Params, heads_per_section) == 312);
+static_assert(offsetof(Params, diagonal_offset) == 316 && offsetof(Params, window_left) == 320);
+static_assert(offsetof(Params, window_right) == 324 && offsetof(Params, mask_vector_width) == 328);
+static_assert(offsetof(Params, softmax_scale) == 332 && offsetof(Params, scale_log2) == 336);
 
-// The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
-// their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
-// units of 16 rows, as tiles have: those past the sequence are neither cleared nor added to.
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
-constexpr int kDqRowUnit = 16;
 
-template <int kUnit>
-__device__ __forceinline__ int64_t unit_rows(const Params& params) {
-    const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
-    return (rows / kUnit + params.batch_size) * kUnit;
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
-
-// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
-// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
-template <int kUnit>
-__device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
-    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
-    return (rows_ahead / kUnit + sequence) * kUnit;
-}
-
-// The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
-__device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
-
-// Likewise the row of LSE and delta.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
 
 static_assert(kBlockM % 16 == 0 && kRowUnit % kBlockM == 0, "LSE and delta have the rows of whole blocks");
 
@@ -177,153 +178,37 @@ static_assert(kBlockM % 16 == 0 && kRowUnit % kBlockM == 0, "LSE and delta have 
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int, int head, int row) {
-    return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
+__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
-// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
-__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
-    return max(0, min(most, int(load_global_32(values + index))));
-}
-
-// Rows of an entry of an array: where they begin, and how many there are.
-struct Rows {
-    int begin;
-    int count;
-};
-
-// Those of a sequence among packed ones.
-__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
-    const int begin = load_clamped(cu_seqlens, sequence, rows);
-    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
-}
-
-// The queries of a sequence.
-__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
-    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
-}
-
-// Its keys.
-__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
-    return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
-}
-
-// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
-// `params` has the bounds of all sequences.
-__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
-    Params own = params;
-    own.seqlen_q = seqlen_q;
-    own.seqlen_kv = seqlen_kv;
-    own.diagonal_offset += seqlen_kv - seqlen_q;
-    return own;
-}
-
-// The sum over the lanes up to this one.
-__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int before = __shfl_up_sync(0xffffffff, value, distance);
-        if (lane >= distance) value += before;
-    }
-    return value;
-}
-
-// One of the blocks of a sequence. The blocks of all sequences are numbered, one sequence after another.
-struct BlockOfSequence {
-    int sequence;  // below 0: none
-    int index;     // among the blocks of the sequence
-    int count;     // how many it has
-};
-
-// The block of a number. Each lane counts the blocks of one of 32 sequences at a time, which is what count_of(sequence) returns.
-template <typename CountOf>
-__device__ __forceinline__ BlockOfSequence find_block_of_sequence(int sequences, int number, int lane, CountOf count_of) {
-    int left = number;  // blocks between the first of these 32 sequences and the one that is looked for
-    for (int first = 0; first < sequences; first += 32) {
-        const int count = first + lane < sequences ? count_of(first + lane) : 0;
-        const int end = sum_up_to_lane(count, lane);
-        const uint32_t beyond = __ballot_sync(0xffffffff, left < end);
-        if (beyond != 0) {
-            const int found = __ffs(beyond) - 1;
-            const int blocks = __shfl_sync(0xffffffff, count, found);
-            return {first + found, left - (__shfl_sync(0xffffffff, end, found) - blocks), blocks};
-        }
-        left -= __shfl_sync(0xffffffff, end, 31);
-    }
-    return {-1, 0, 0};
-}
-
-// The rows of a sequence, whatever their bound. Rows behind the last packed sequence count as one more, number batch_size.
-__device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows) {
-    if (cu_seqlens == nullptr) return {0, sequence < batch_size ? rows : 0};
-    if (sequence < batch_size) return packed_rows(cu_seqlens, sequence, rows, rows);
-    const int begin = load_clamped(cu_seqlens, batch_size, rows);
-    return {begin, rows - begin};
-}
-
-// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
+// What a thread block computes: dK and dV of kBlockN keys, summed over the query heads of their kv head, or over a part of these, and
+// their share of dQ.
 struct KeyBlock {
-    int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
-    int kv_head;
+    int batch;
+    int group_part;  // heads_per_part query heads; counted over the kv heads of the batch entry
+    int index;  // among the blocks of its head
     int first_key;
-    int first_row_q;   // the rows of q and k that the sequence begins with
-    int first_row_kv;
-    int seqlen_q;
-    int seqlen_kv;
-    int stored_rows;  // of dK and dV: past the sequence's keys they are 0
 };
 
-// The rows of k of a sequence, whatever their bound.
-__device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) {
-    return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
-}
+// Heads of a batch entry in the grid: each kv head, or each part of its query heads.
+__device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
 
-// Gives a block the rows and the lengths of its sequence. Rows behind the last sequence have neither queries nor keys.
-__device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) {
-    const Rows rows = key_rows_of(params, block.batch);
-    block.first_row_kv = rows.begin;
-    block.stored_rows = rows.count;
-    if (block.batch < params.batch_size) {
-        const Rows queries = queries_of(params, block.batch);
-        block.first_row_q = queries.begin;
-        block.seqlen_q = queries.count;
-        block.seqlen_kv = keys_of(params, block.batch).count;
-    }
-}
-
-// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
-// a diagonal the most queries attend to them.
-__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
-    const auto blocks_of = [&](int sequence) { return (key_rows_of(params, sequence).count + kBlockN - 1) / kBlockN; };
-    const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, index, lane, [&](int sequence) {
-        return blocks_of(sequence) * params.num_heads_kv;
-    });
-    KeyBlock block = {found.sequence};
-    if (found.sequence < 0) return block;
-    const int blocks = found.count / params.num_heads_kv;
-    block.kv_head = found.index / blocks;
-    block.first_key = (found.index - block.kv_head * blocks) * kBlockN;
-    set_rows(params, block);
+// Blocks of a head add to dQ in the order of their launch, the last keys first (turn_of). Heads are launched in sections of about as
+// many blocks as run at a time, and in a section the last block of each head comes first, then the one before it. So when a block
+// starts, those of its head that are ahead of it have a lead, and it seldom waits.
+__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
+    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
+    const int section_heads = min(params.heads_per_section, params.batch_size * heads_of_grid(params) - first_head);
+    const int index_in_section = index - first_head * params.num_row_blocks;
+    KeyBlock block;
+    const int blocks_ahead = index_in_section / section_heads;  // of its head
+    const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
+    block.index = params.num_row_blocks - 1 - blocks_ahead;
+    block.first_key = block.index * kBlockN;
+    block.batch = head_of_batch / heads_of_grid(params);
+    block.group_part = head_of_batch - block.batch * heads_of_grid(params);
     return block;
-}
-
-// The parameters of a call of the block's sequence alone: its lengths, and pointers to its first rows. They are made anew from the
-// constant bank where they are needed, since registers have no room for them.
-__device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlock& block) {
-    Params own = with_lengths(params, block.seqlen_q, block.seqlen_kv);
-    own.q += block.first_row_q * params.q_row_stride;
-    own.dout += block.first_row_q * params.dout_row_stride;
-    own.k += block.first_row_kv * params.k_row_stride;
-    own.v += block.first_row_kv * params.v_row_stride;
-    own.dk += block.first_row_kv * params.dk_row_stride;
-    own.dv += block.first_row_kv * params.dv_row_stride;
-    const int64_t unit_row = unit_row_of_sequence<kRowUnit>(params, block.batch, block.first_row_q);
-    own.delta += unit_row;
-    own.lse_log2 += unit_row;
-    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, block.batch, block.first_row_q) * kHeadDim;
-    return own;
 }
 
 // Blocks of kBlockM queries.
@@ -332,29 +217,45 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+// The blocks with a query that may attend to some key of [first_key, first_key + kBlockN), whatever the mask says.
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
-    if (first_key >= params.seqlen_kv) return {0, -1};  // rows past the sequence's keys
-    const int begin = max(0, first_key - params.diagonal_offset);
-    const int end = params.seqlen_q;
+    const int last_key = min(first_key + kBlockN, params.seqlen_kv) - 1;
+    const int begin = max(0, first_key - params.diagonal_offset - params.window_right);
+    // A side without a bound lies 2^30 keys away.
+    const int64_t last_query = int64_t(last_key) - params.diagonal_offset + params.window_left;
+    const int end = last_query < params.seqlen_q ? int(last_query) + 1 : params.seqlen_q;
     if (begin >= end) return {0, -1};
     return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
+    int head;  // among those that the thread block goes through
     int block;
 };
 
-__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
+__device__ __forceinline__ int kv_head_of(const Params& params, const KeyBlock& block) { return block.group_part / params.group_parts; }
 
-// The query head of a step: each has a kv head of its own.
-__device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+// How many query heads a thread block goes through, beginning with first_head_of().
+__device__ __forceinline__ int heads_of_block(const Params& params) { return params.heads_per_part; }
 
-// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
-__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
+__device__ __forceinline__ int first_head_of(const Params& params, const KeyBlock& block) {
+    return block.group_part * params.heads_per_part;
+}
 
-__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
+// The query head of a step.
+__device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
+    return first_head_of(params, block) + step.head;
+}
+
+// Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
+// with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
+// The query heads follow each other, so that the gradients of their keys are summed here.
+__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {0, queries.first}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
+    return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
+}
 
 // Keys [begin, end).
 struct KeyRange {
@@ -362,52 +263,47 @@ struct KeyRange {
     int end;
 };
 
-// The keys that a query attends to: those up to its diagonal.
+// The keys that a query may attend to, whatever the mask says of them: a range around its diagonal. A side that is unbounded
+// lies beyond every key.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+    const int diagonal = query + params.diagonal_offset;
+    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
 }
 
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
+// Which rows of a block of keys some query of the sequence sees: [begin, end).
 struct SeenRows {
+    int begin;
     int end;
 
-    __device__ __forceinline__ bool has(int row) const { return row < end; }
+    __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
 
     // The same counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+    __device__ __forceinline__ SeenRows from(int row) const { return {begin - row, end - row}; }
 
     // Those among the first `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+    __device__ __forceinline__ SeenRows among(int count) const { return {begin, min(end, count)}; }
 };
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
-    const int end = params.seqlen_kv;
-    return {end - first_key};
+    const int end = keys_of_query(params, params.seqlen_q - 1).end;
+    return {keys_of_query(params, 0).begin - first_key, end - first_key};
 }
 
 // The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
 // addresses that follow from it.
 __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address smem) {
-    store_shared_64(smem + kStashOffset, block.batch, block.kv_head);
-    store_shared_64(smem + kStashOffset + 8, 0, block.first_key);  // the 0 fills 16 bytes, which one load brings
-    store_shared_64(smem + kStashOffset + 16, block.first_row_q, block.seqlen_q);
-    store_shared_64(smem + kStashOffset + 24, block.first_row_kv, block.seqlen_kv);
-    store_shared_32(smem + kStashOffset + 32, block.stored_rows);
+    store_shared_64(smem + kStashOffset, block.batch, block.group_part);
+    store_shared_64(smem + kStashOffset + 8, block.index, block.first_key);
 }
 
 __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
     const uint4 words = load_shared_128(smem + kStashOffset);
     KeyBlock block;
     block.batch = words.x;
-    block.kv_head = words.y;
+    block.group_part = words.y;
+    block.index = words.z;
     block.first_key = words.w;
-    const uint4 rows = load_shared_128(smem + kStashOffset + 16);
-    block.first_row_q = rows.x;
-    block.seqlen_q = rows.y;
-    block.first_row_kv = rows.z;
-    block.seqlen_kv = rows.w;
-    block.stored_rows = load_shared_32(smem + kStashOffset + 32);
     return block;
 }
 
@@ -455,6 +351,48 @@ using RowsOfK = SwizzledRows<kRowBytes>;  // of Q, too
 using RowsOfV = SwizzledRows<kRowBytesV>;  // of dO, too
 using RowsOfScores = SwizzledRows<kBlockM * sizeof(element)>;  // of P^T and dS^T, a row for each key
 
+// Starts the copy of kBytes of a row of the mask, of which the array has `left`: the others become zeros, as all do unless `valid`.
+template <int kBytes>
+__device__ __forceinline__ void copy_mask_bytes(shared_address destination, const uint8_t* source, int left, bool valid) {
+    // A copy that begins before the last key may not read past it.
+    const int bytes = valid ? min(kBytes, left) : 0;
+    if constexpr (kBytes == 16) {
+        cp_async_16(destination, source, bytes);
+    } else if constexpr (kBytes == 4) {
+        cp_async_4(destination, source, bytes);
+    } else {
+        store_shared_8(destination, valid ? load_global_8(source) : 0);
+    }
+}
+
+// Starts the copy of a block of the mask, kBytes at a time. Bytes past the ends are of hidden keys, or of queries that have lse_log2 inf.
+template <int kBytes>
+__device__ __forceinline__ void copy_mask_by(const Params& params, const KeyBlock& block, int head, int first_query, shared_address tile) {
+    constexpr int kUnitsPerRow = kBlockN / kBytes;
+    const uint8_t* mask = params.mask + block.batch * params.mask_batch_stride + head * params.mask_head_stride;
+#pragma unroll 4
+    for (int unit = threadIdx.x; unit < kBlockM * kUnitsPerRow; unit += kThreads) {
+        const int row = unit / kUnitsPerRow;
+        const int key = unit % kUnitsPerRow * kBytes;
+        const int query = first_query + row;
+        const bool valid = query < params.seqlen_q && block.first_key + key < params.seqlen_kv;
+        const uint8_t* source = valid ? mask + query * params.mask_row_stride + block.first_key + key : mask;
+        const shared_address destination = tile + row * kMaskRowBytes + key;
+        copy_mask_bytes<kBytes>(destination, source, params.seqlen_kv - block.first_key - key, valid);
+    }
+}
+
+// The widest copy that the alignment of the mask's rows allows.
+__device__ __forceinline__ void copy_mask(const Params& params, const KeyBlock& block, int head, int first_query, shared_address tile) {
+    if (params.mask_vector_width >= 16) {
+        copy_mask_by<16>(params, block, head, first_query, tile);
+    } else if (params.mask_vector_width >= 4) {
+        copy_mask_by<4>(params, block, head, first_query, tile);
+    } else {
+        copy_mask_by<1>(params, block, head, first_query, tile);
+    }
+}
+
 // Starts the copy of kCount rows into shared memory. kChunks threads stand side by side along a row, and each takes every kChunks-th
 // chunk of its rows. Rows outside of [first_row, end_row) and elements from `columns` on become zeros. `row_stride` is in elements.
 template <typename Rows, int kCount>
@@ -485,7 +423,7 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
 // Starts the copy of K and V of the block.
 __device__ __forceinline__ void copy_keys(const Params& params, const KeyBlock& block, shared_address smem) {
     const SeenRows seen = seen_rows(params, block.first_key);
-    constexpr int first_row = 0;
+    const int first_row = seen.begin;
     const int kv_head = kv_head_of(params, block);
     copy_rows<RowsOfK, kBlockN>(smem + kKOffset,
                                 params.k + block.batch * params.k_batch_stride + kv_head * params.k_head_stride +
@@ -518,6 +456,7 @@ __device__ __forceinline__ void copy_queries(const Params& params, const KeyBloc
     } else if (threadIdx.x < kBlockM / 2) {
         cp_async_16(stage + kDeltaOffset + 4 * row, params.delta + unit_row, 16);
     }
+    copy_mask(params, block, head, first_query, stage + kMaskOffset);
 }
 
 // Of a warp's keys and queries. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is key 16 i + 8 (e / 2) + g, query
@@ -650,17 +589,6 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][
     }
 }
 
-__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
-
-__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
-
-// The keys that every row of [first_row, first_row + count) attends to.
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
-}
-
 // Visits the scores of S^T with their queries and keys. The scores are those of a warp's MMA tiles from key `first_key`
 // and query `first_query` on. For each query of this lane `at_query(query, lane_key)` returns a function, which is then called with
 // (step, score) for each score that this lane has of the query: that of key lane_key + step. The steps are constants, so that comparing
@@ -681,17 +609,18 @@ __device__ __forceinline__ void for_each_score(Scores& scores, int first_query, 
     }
 }
 
-// Masks the keys that lie outside the range of their query. Blocks in which every query attends to all keys are left as they are.
-__device__ __forceinline__ void apply_mask(const Params& params, Scores& scores, int first_query, int first_key, int lane) {
-    const KeyRange every = keys_of_every(params, min(first_query, num_rows(params) - 1), kWarpQueries);
-    if (first_key + kWarpKeys > every.end) {
-        for_each_score(scores, first_query, first_key, lane, [&](int query, int lane_key) {
-            const int end = keys_of_query(params, query).end - lane_key;
-            return [=](int step, float& score) {
-                if (step >= end) score = -INFINITY;
-            };
-        });
-    }
+// Masks the keys that the mask hides from their query, and those outside the range of their query.
+__device__ __forceinline__ void apply_mask(const Params& params, Scores& scores, shared_address tile, int warp_key, int warp_query,
+                                           int first_key, int first_query, int lane) {
+    for_each_score(scores, first_query, first_key, lane, [&](int query, int lane_key) {
+        const KeyRange keys = keys_of_query(params, query);
+        const int begin = keys.begin - lane_key;
+        const int end = keys.end - lane_key;
+        const shared_address row = tile + (warp_query + query - first_query) * kMaskRowBytes + warp_key + lane_key - first_key;
+        return [=](int step, float& score) {
+            if (load_shared_8(row + step) != 0 || step < begin || step >= end) score = -INFINITY;
+        };
+    });
 }
 
 // P^T = 2^(scale_log2 * S^T - lse_log2), in place.
@@ -722,6 +651,40 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
     }
 }
 
+// Thread blocks add to a block of queries one after the other, those of later keys first, so that the sums repeat to the bit. Each
+// counts itself there when it has added. It waits only for blocks of its head with a lower index in the grid, and these likewise. So the
+// unfinished block with the lowest index waits for none, and there is no deadlock if it runs. That it does rests on the hardware starting
+// thread blocks by increasing index, as it does, though CUDA does not promise it.
+
+// The last block of keys with one that some query of a block may attend to.
+__device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
+    const int last_query = min((query_block + 1) * kBlockM, params.seqlen_q) - 1;
+    // A side without a bound lies 2^30 keys away.
+    const int64_t last_key = int64_t(last_query) + params.diagonal_offset + params.window_right;
+    return int(min(last_key, int64_t(params.seqlen_kv - 1)) / kBlockN);
+}
+
+// How many thread blocks add to a step's block of queries before this one.
+__device__ __forceinline__ uint32_t turn_of(const Params& params, const KeyBlock& block, const Step& step) {
+    return last_key_block(params, step.block) - block.index;
+}
+
+// The counter of those that have added to a step's block of queries.
+__device__ __forceinline__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step) {
+    const int64_t unit_row = first_unit_row(params, block.batch, head_of(params, block, step));
+    return reinterpret_cast<uint32_t*>(params.turns) + unit_row / kBlockM + step.block;
+}
+
+// Whether all that were ahead of this thread block have added; if so, their additions come before those that follow.
+__device__ __forceinline__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step) {
+    return load_acquire_32(turns_of(params, block, step)) == turn_of(params, block, step);
+}
+
+// Called by one thread behind a barrier that follows the additions of all: the release covers them.
+__device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step) {
+    store_release_32(turns_of(params, block, step), turn_of(params, block, step) + 1);
+}
+
 // dQ of a warp's queries and columns in a step, added to what other thread blocks have. `k_columns` are its columns of K.
 __device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const RowsOfK& k_columns,
                                        shared_address smem, int first_row, int column_warp, int lane) {
@@ -731,7 +694,6 @@ __device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& blo
     float* tiles = dq_tiles(params, block.batch, head_of(params, block, step), first_query) + kRedWidth * lane;
 #pragma unroll
     for (int i = 0; i < kDqRowTiles; ++i) {
-        if (first_query + 16 * i >= params.seqlen_q) break;  // past the sequence's last tile lie rows of others, or the end of dq_accum
 #pragma unroll
         for (int n = 0; n < kDqColumnTiles; ++n) {
             float* tile = tiles + (i * (kHeadDim / 8) + column_of(n, kDqPairStride, column_warp * kDqWarpStride) / 8) * kTileElements;
@@ -754,6 +716,23 @@ __device__ __forceinline__ void mma_other_queries(Gradients& gradients, shared_a
         mma_gradients(gradients.dv, Operand(smem + kPOffset, warp_key, query, lane), summed_rows<RowsOfV>(dout, query, part, lane));
         mma_gradients(gradients.dk, Operand(smem + kDsOffset, warp_key, query, lane), summed_rows<RowsOfK>(q, query, part, lane));
     }
+}
+
+// With group_parts above 1, what a thread block has summed over its part of the query heads goes to the workspace in fp32, and the sum
+// kernel adds up the parts. Tiles of 16 keys by 8 columns lie as those of dq_accum do where one red adds four elements: the elements of a
+// lane are contiguous.
+
+// The tiles of the 16 keys that begin at `key`.
+template <int kColumns>
+__device__ __forceinline__ float* part_tiles(const Params& params, float* parts, const KeyBlock& block, int key) {
+    const int64_t part = int64_t(block.batch) * heads_of_grid(params) + block.group_part;
+    return parts + (part * params.num_row_blocks * kBlockN + key) * kColumns;
+}
+
+// Writes a warp's tile, of which each lane has four elements.
+__device__ __forceinline__ void store_tile(float* tile, const float (&values)[4], int lane) {
+    store_global_128(tile + 4 * lane, {__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
+                                       __float_as_uint(values[3])});
 }
 
 // Rounds the gradients of the warp's keys and puts them into a block of shared memory.
@@ -798,13 +777,32 @@ __device__ __forceinline__ void store_rows(shared_address block, element* destin
     }
 }
 
-// Writes dK and dV by way of the blocks of K and V, which every warp has finished with.
+// Writes the gradients of the warp's keys, summed over a part of the query heads, to the tiles of its first key.
+template <int kColumns, int kTiles>
+__device__ __forceinline__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane) {
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            store_tile(tiles + (i * (kColumns / 8) + column_of(n, kQueryWarps, part) / 8) * kTileElements, sums[i][n], lane);
+        }
+    }
+}
+
+// Writes dK and dV by way of the blocks of K and V, which every warp has finished with; where the query heads of a group are in parts, the
+// sums of a part into the workspace.
 __device__ __forceinline__ void store_gradients(const Params& params, const KeyBlock& block, const Gradients& gradients,
                                                 shared_address smem, int warp_key, int part, int lane) {
+    if (params.group_parts > 1) {
+        const int first_key = block.first_key + warp_key;
+        store_part<kHeadDim>(part_tiles<kHeadDim>(params, params.dk_parts, block, first_key), gradients.dk, part, lane);
+        store_part<kHeadDimV>(part_tiles<kHeadDimV>(params, params.dv_parts, block, first_key), gradients.dv, part, lane);
+        return;
+    }
     stage_gradients<RowsOfK>(smem + kKOffset, gradients.dk, params.softmax_scale, warp_key, part, lane);
     stage_gradients<RowsOfV>(smem + kVOffset, gradients.dv, 1.0f, warp_key, part, lane);
     barrier_sync(kThreads);
-    const int valid_rows = block.stored_rows - block.first_key;  // also rows past the sequence's keys, whose sums are 0
+    const int valid_rows = params.seqlen_kv - block.first_key;
     const int kv_head = kv_head_of(params, block);
     store_rows<RowsOfK>(smem + kKOffset,
                         params.dk + block.batch * params.dk_batch_stride + kv_head * params.dk_head_stride +
@@ -817,7 +815,7 @@ __device__ __forceinline__ void store_gradients(const Params& params, const KeyB
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-flash_bwd_varlen_hdim128_bf16_causal_sm80(const __grid_constant__ Params all) {
+flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address smem = to_shared(shared_memory);
     const int warp = threadIdx.x / 32;
@@ -828,25 +826,22 @@ flash_bwd_varlen_hdim128_bf16_causal_sm80(const __grid_constant__ Params all) {
     const int dq_row = warp / kDqColumnWarps * (16 * kDqRowTiles);
     const int dq_column_warp = warp % kDqColumnWarps;
 
-    // The wait comes first: lengths may be results of the grid before.
+    const KeyBlock found_block = find_key_block(params, block_index());
+    if (threadIdx.x == 0) stash_block(found_block, smem);
+    const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
+    Step step = first_step(params, found_block, queries);
+    const int num_steps = (queries.last - queries.first + 1) * heads_of_block(params);
+    const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
+    const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
+    const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp * kDqWarpStride, lane);
+    Gradients gradients = {};
+
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
     griddepcontrol_wait();
     // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
     // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
-
-    const KeyBlock found_block = find_key_block(all, block_index(), lane);
-    if (found_block.batch < 0) return;  // the grid is for the most blocks of keys that such arrays can have
-    const Params params = of_sequence(all, found_block);
-    if (threadIdx.x == 0) stash_block(found_block, smem);
-    const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
-    Step step = first_step(params, found_block, queries);
-    const int num_steps = queries.last - queries.first + 1;
-    const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
-    const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
-    const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp * kDqWarpStride, lane);
-    Gradients gradients = {};
 
     if (num_steps > 0) {
         copy_keys(params, found_block, smem);
@@ -861,17 +856,18 @@ flash_bwd_varlen_hdim128_bf16_causal_sm80(const __grid_constant__ Params all) {
         cp_async_wait<0>();
         barrier_sync(kThreads);
         const KeyBlock block = stashed_block(smem);
-        const Params params = of_sequence(all, block);
-        const Step next = next_step(step, queries);
+        const Step next = next_step(step, find_query_blocks(params, block.first_key));  // found again: held, they take registers
         if (left > 1) {
             copy_queries(params, block, next, smem + kStagesOffset + (left - 1) % kStages * kStageBytes);
             cp_async_commit();
         }
+        // One thread reads the counter early: the load is a round trip to L2.
+        bool is_turn = threadIdx.x != kThreads - 32 || has_turn(params, block, step);
 
         Scores p;
         mma_scores<kHeadDim>(p, k_rows, right_first<RowsOfK>(q, warp_query, 0, lane));
         const int first_query = step.block * kBlockM;
-        apply_mask(params, p, first_query + warp_query, block.first_key + warp_key, lane);
+        apply_mask(params, p, stage + kMaskOffset, warp_key, warp_query, block.first_key + warp_key, first_query + warp_query, lane);
         exponentiate(p, params.scale_log2, stage + kLseOffset + 4 * warp_query, lane);
         Scores ds;
         mma_scores<kHeadDimV>(ds, v_rows, right_first<RowsOfV>(dout, warp_query, 0, lane));
@@ -883,13 +879,20 @@ flash_bwd_varlen_hdim128_bf16_causal_sm80(const __grid_constant__ Params all) {
         mma_gradients(gradients.dv, p_operand, summed_rows<RowsOfV>(dout, warp_query, part, lane));
         mma_gradients(gradients.dk, ds_operand, summed_rows<RowsOfK>(q, warp_query, part, lane));
 
+        while (!is_turn) is_turn = has_turn(params, block, step);  // the others wait at the barrier
         barrier_sync(kThreads);  // P and dS of all warps are here
         add_dq(params, block, step, k_columns, smem, dq_row, dq_column_warp, lane);
+        // Only the first warp waits until all have added.
+        if (warp == 0) {
+            barrier_sync(2, kThreads);
+            if (lane == 0) pass_turn(params, block, step);
+        } else {
+            barrier_arrive(2, kThreads);
+        }
         mma_other_queries(gradients, smem, q, dout, warp_key, part, lane);
         step = next;
     }
 
     barrier_sync(kThreads);  // every warp has finished with K and V
-    const KeyBlock stored_block = stashed_block(smem);
-    store_gradients(of_sequence(all, stored_block), stored_block, gradients, smem, warp_key, part, lane);
+    store_gradients(params, stashed_block(smem), gradients, smem, warp_key, part, lane);
 }
