@@ -191,7 +191,6 @@ def measure(case: dict[str, Any], library: str, samples: int) -> dict[str, Any]:
         stages = {stage for run in each for stage in run["stages_ms"]}
         found[kind] = {
             "ms": statistics.median(run["ms"] for run in each),
-            "samples_ms": [run["ms"] for run in each],
             "stages_ms": {
                 stage: statistics.median(run["stages_ms"].get(stage, 0.0) for run in each)
                 for stage in ORDER

@@ -874,13 +874,16 @@ def test_run_writes_json_charts_and_tables(tmp_path, monkeypatch):
         console=console,
     )
 
-    data = json.loads((tmp_path / "out" / "r.json").read_text())
+    loaded = Report.load(tmp_path / "out" / "r.json")
+    assert [row.case for row in loaded.rows] == [row.case for row in report.rows]
+    data = loaded.as_dict()
     assert data["protocol"]["seed"] == 5
     assert [s["geometric_mean"] for s in data["summary"]] == pytest.approx([1.25, 1.25])
     assert [r["results"][1]["flashgen_ratio"] for r in data["rows"]] == pytest.approx([1.25] * 4)
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("c.png", "c-bf16.png"))
     assert "1.250×" in console.export_text()
-    assert Report.load(tmp_path / "out" / "r.json").as_dict() == report.as_dict()
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "out" / "r.json").read_bytes()
 
 
 def test_run_without_a_gpu_says_so():
@@ -1019,6 +1022,25 @@ def test_tables_keep_every_figure_where_the_console_is_narrow():
     assert all(f"{peer} (ratio)" in shown for peer in all_peers() if peer != registry.OURS)
     assert shown.count("(1.00×)") == 6 * (len(all_peers()) - 1)
     assert all(f"\n{row.case.name}\n  flashgen ± IQR" in shown for row in report.rows)
+
+
+def test_a_file_has_a_line_a_case_and_the_digits_that_a_table_shows(tmp_path):
+    report = a_report(flashgen=[1 / 3, 2 / 3, 4 / 3], peer=[1.0, 2.0, 4.0])
+    report.rows[0].measurements["absent"] = Measurement("absent", note="takes no such case")
+    report.left_out["gone"] = "not installed"
+    report.save(tmp_path / "r.json")
+    lines = (tmp_path / "r.json").read_text().splitlines()
+    first = lines.index('"rows":[') + 1
+    assert len(lines[first:]) == len(report.rows) + 1
+    cases = [json.loads(text.rstrip(","))["case"]["name"] for text in lines[first:-1]]
+    assert cases == [row.case.name for row in report.rows]
+    loaded = Report.load(tmp_path / "r.json")
+    assert [row.case for row in loaded.rows] == [row.case for row in report.rows]
+    assert loaded.rows[0].measurements["absent"] == report.rows[0].measurements["absent"]
+    assert loaded.rows[0].measurements["flashgen"].timing == Timing(*[0.333333] * 3, 5, 1)
+    assert (loaded.left_out, loaded.environment) == (report.left_out, report.environment)
+    before, after = report.summaries(), loaded.summaries()
+    assert [s.geometric_mean for s in after] == pytest.approx([s.geometric_mean for s in before], rel=1e-5)
 
 
 def test_another_schema_is_refused(tmp_path):

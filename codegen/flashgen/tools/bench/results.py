@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,8 @@ from flashgen.tools.bench.timing import Timing
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCHEMA = 1
+SCHEMA = 2
+_DIGITS = 6  # of the numbers in a file; no table shows more than four
 
 
 def figure(metric: str, case: Case, timing: Timing) -> float:
@@ -229,9 +230,24 @@ class Report:
         }
 
     def save(self, path: Path) -> None:
-        """Write the JSON form."""
+        """Write what was measured as JSON, one line a case: fields that have their default are left out, and
+        a timing is the list of its values. What derives from it, ``load`` computes again.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        head = {
+            "schema": SCHEMA,
+            "grid": self.grid,
+            "metric": self.metric,
+            "environment": self.environment,
+            "protocol": self.protocol,
+            "left_out": self.left_out,
+        }
+        rows = (
+            {"case": _stored(r.case), "peers": list(map(_stored, r.measurements.values()))} for r in self.rows
+        )
+        facts = ",\n".join(f"{_json(key)}:{_json(value)}" for key, value in head.items())
+        lines = ",\n".join(map(_json, rows))
+        path.write_text(f'{{{facts},\n"rows":[\n{lines}\n]}}\n', encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Report:
@@ -240,13 +256,7 @@ class Report:
         if data.get("schema") != SCHEMA:
             raise BadParam(f"{path} has schema {data.get('schema')!r}; this flashgen reads {SCHEMA}")
         rows = [
-            Row(
-                Case(**_known(Case, row["case"])),
-                {
-                    r["peer"]: Measurement(**_known(Measurement, r) | {"timing": _timing(r)})
-                    for r in row["results"]
-                },
-            )
+            Row(Case(**row["case"]), {m.peer: m for m in map(_measurement, row["peers"])})
             for row in data["rows"]
         ]
         return cls(
@@ -254,10 +264,23 @@ class Report:
         )
 
 
-def _known(kind: type, data: dict[str, Any]) -> dict[str, Any]:
-    """The entries that are fields of the dataclass; the others are derived."""
-    return {f.name: data[f.name] for f in fields(kind) if f.name in data}
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _timing(result: dict[str, Any]) -> Timing | None:
-    return None if result["timing"] is None else Timing(**result["timing"])
+def _stored(record: Case | Measurement) -> dict[str, Any]:
+    """The fields of a record that differ from their defaults, as JSON has them."""
+    values = {f.name: getattr(record, f.name) for f in fields(record) if getattr(record, f.name) != f.default}
+    return {
+        name: [_short(x) for x in astuple(value)] if isinstance(value, Timing) else _short(value)
+        for name, value in values.items()
+    }
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def _measurement(stored: dict[str, Any]) -> Measurement:
+    timing = Timing(*stored["timing"]) if "timing" in stored else None
+    return Measurement(**stored | {"timing": timing})
