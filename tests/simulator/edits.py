@@ -23,10 +23,9 @@ def tokens(source: str) -> list[Token]:
 
 def replace(source: str, old: str, new: str, name: str) -> str:
     """The source with ``new`` instead of ``old``, whose tokens stand once in it: comments and white space do
-    not count. Only where the tokens stand several times, or ``old`` begins in a comment, does the text as it
-    is written tell which is meant.
+    not count.
 
-    AssertionError, with ``name``, where it stands there more or less than once.
+    AssertionError, with ``name``, where they stand there more or less than once.
     """
     wanted = [token.text for token in tokens(old)]
     assert wanted, f"{name}: {old!r} is no code"
@@ -38,13 +37,11 @@ def replace(source: str, old: str, new: str, name: str) -> str:
         for at, text in enumerate(texts)
         if text == wanted[0] and texts[at : at + size] == wanted  # the first one alone is quick to compare
     ]
-    if len(places) == 1:
-        begin, end = present[places[0]].begin, present[places[0] + size - 1].end
-        # What follows must not become part of a comment.
-        line_end = "\n" if "//" in new.rpartition("\n")[2] else ""
-        return f"{source[:begin]}{new}{line_end}{source[end:]}"
-    assert source.count(old) == 1, _complaint(source, old, name, [present[at].begin for at in places])
-    return source.replace(old, new)
+    assert len(places) == 1, _complaint(source, old, name, [present[at].begin for at in places])
+    begin, end = present[places[0]].begin, present[places[0] + size - 1].end
+    # What follows must not become part of a comment.
+    line_end = "\n" if "//" in new.rpartition("\n")[2] else ""
+    return f"{source[:begin]}{new}{line_end}{source[end:]}"
 
 
 def _complaint(source: str, old: str, name: str, places: list[int]) -> str:

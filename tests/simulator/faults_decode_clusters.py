@@ -92,7 +92,9 @@ VARLEN_FAULTS = (
            "    if (differ(lengths, earlier)) start = find_start(all, tile, lengths, group);\n", ""),
      {"packed_kv": True}),
     (fault("pages as they were ahead of the wait", PAGED, LONG, STALE,
-           "    find_first_rows(start.params, start.fetch);  // pages may", "    // pages may"), {}),
+           "    const Lengths lengths = lengths_of(all, tile.batch);\n"
+           "    find_first_rows(start.params, start.fetch);\n",
+           "    const Lengths lengths = lengths_of(all, tile.batch);\n"), {}),
     (fault("an index as it was ahead of the wait", ROWS, LONG, ("dependency",),
            "if (all.index != nullptr) {", "if (false) {"),
      {"packed_kv": False, "index": True}),
@@ -107,10 +109,13 @@ VARLEN_FAULTS = (
     (fault("old pages that stay in L1", PAGED, LONG, ("dependency",),
            "early ? load_relaxed_32(entry)", "early ? load_global_32(entry)"), {}),
     (fault("pages of the KV block before", PAGED_2, LONG, (WRONG, *BOUNDS),
-           "        fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, false);", ""), {}),
+           "        find_rows(params, fetch, fetch.pages);\n"
+           "        fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, false);",
+           "        find_rows(params, fetch, fetch.pages);"), {}),
     (fault("pages of the KV block behind the one that comes next", PAGED, LONG, (WRONG, *BOUNDS),
-           "\n    fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN",
-           "\n    fetch.pages = find_pages(params, fetch, fetch.first_key + 2 * kBlockN"), {}),
+           "fetch.first_key, false);\n    fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN",
+           "fetch.first_key, false);\n"
+           "    fetch.pages = find_pages(params, fetch, fetch.first_key + 2 * kBlockN"), {}),
     (fault("rows of the KV block that has just been fetched", PAGED, LONG, (WRONG, *BOUNDS),
            "        find_rows(params, fetch, fetch.pages);\n", ""), {}),
 )  # fmt: skip

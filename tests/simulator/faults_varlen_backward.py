@@ -111,7 +111,7 @@ FAULTS = (
            STEP_CLEARED + "    barrier_sync(kClearBarrier, 128 * kConsumers);", STEP_CLEARED),
      BEHIND),
     (Fault("rows that wgmma does not see cleared", HOPPER, "main", ALONE, ("proxy",),
-           "    fence_proxy_async();  // wgmma would not see the zeros otherwise\n", ""),
+           "    fence_proxy_async();\n}\n\nconstexpr int kClearBarrier", "}\n\nconstexpr int kClearBarrier"),
      BEHIND),
     (Fault("next rows are written, on Hopper", HOPPER, "main", SHARED, (WRONG, "race", *BOUNDS),
            "if (stored >= rows) break;", ""),

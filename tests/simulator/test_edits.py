@@ -40,8 +40,8 @@ def test_a_comment_that_is_put_in_ends_with_its_line():
     assert tight == "// no wait\n mma();"
 
 
-def test_of_several_places_the_text_tells_which():
-    planted = replace(KERNEL, "barrier_sync(128);  // V has been read\n", "", "a fault")
+def test_of_several_places_a_statement_beside_it_tells_which():
+    planted = replace(KERNEL, "barrier_sync(128);\n}", "}", "a fault")
     assert planted.count("barrier_sync") == 1
     assert "P is written" in planted
 

@@ -332,8 +332,8 @@ FAULTS = (
         WINDOW_BACKWARD,
         SEQUENCES,
         ("proxy",),
-        "    fence_proxy_async();  // wgmma would not see the zeros otherwise\n",
-        "",
+        "    fence_proxy_async();\n}\n\nconstexpr int kClearBarrier",
+        "}\n\nconstexpr int kClearBarrier",
     ),
 )
 
