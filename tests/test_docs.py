@@ -58,7 +58,7 @@ from flashgen.toolchain import disassemble
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     *(ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md"),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 KERNELS = ROOT / "docs" / "kernels.md"
