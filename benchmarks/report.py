@@ -1,5 +1,5 @@
-"""Write the tables of performance.md, lineage.md, training.md and serving.md in docs/ from the JSON of the
-last runs. Needs no GPU.
+"""Write the tables of performance.md, lineage.md, training.md and serving-performance.md in docs/ from the JSON
+of the last runs. Needs no GPU.
 
     python benchmarks/report.py            after a run with --save benchmarks/results/...
     python benchmarks/report.py --check    change nothing; exit code 1 where pages and results differ
@@ -42,7 +42,7 @@ from flashgen.tools.bench.results import Measurement, Report, Row, figure
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-_NAMES = ("performance", "lineage", "training", "serving")
+_NAMES = ("performance", "lineage", "training", "serving-performance")
 PAGES = tuple(HERE.parent / "docs" / f"{name}.md" for name in _NAMES)
 
 _MARKER = re.compile(
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--page",
         type=Path,
         action="append",
-        help="a page; repeatable. By default performance.md, lineage.md, training.md and serving.md",
+        help="a page; repeatable. By default those that show results",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON lies")
     options = parser.parse_args(arguments)
