@@ -1,5 +1,5 @@
-"""Write the tables of performance.md, lineage.md, training.md and serving-performance.md in docs/ from the JSON
-of the last runs. Needs no GPU.
+"""Write the tables of performance.md, lineage.md, training.md and serving-performance.md in docs/ from the
+JSON of the last runs. Needs no GPU.
 
     python benchmarks/report.py            after a run with --save benchmarks/results/...
     python benchmarks/report.py --check    change nothing; exit code 1 where pages and results differ
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--page",
         type=Path,
         action="append",
-        help="a page; repeatable. By default those that show results",
+        help="a page; repeatable. By default all that show results",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON lies")
     options = parser.parse_args(arguments)
