@@ -57,7 +57,8 @@ from flashgen.toolchain import disassemble
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
-    *(ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md"),
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
