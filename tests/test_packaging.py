@@ -20,14 +20,13 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # import name -> distribution, where they differ
-DISTRIBUTIONS = {"yaml": "pyyaml"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "ml_dtypes": "ml-dtypes"}
 # Needed only where the caller already has them, or by an extra.
 OPTIONAL = {
     "cupy",
     "cupy_backends",
     "torch",
     "jax",
-    "ml_dtypes",
     "matplotlib",
     "flash_attn",
     "flashinfer",
@@ -81,7 +80,7 @@ def files(folder: Path) -> list[Path]:
 def test_an_installed_flashgen_renders_from_its_own_data(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     program = (
-        "from flashgen import paths\n"
+        "from flashgen.host import paths\n"
         "from flashgen.source import render\n"
         "from flashgen.families.load import load_specs\n"
         "variant = next(v for s in load_specs() for v in s.variants())\n"

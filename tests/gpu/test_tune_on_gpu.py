@@ -12,7 +12,8 @@ from flashgen.families.load import load_specs
 from flashgen.runtime.device import device
 from flashgen.schedule.dispatch import preferred, runs_on
 from flashgen.toolchain import compile as compiler
-from flashgen.tools.tune.gpu import GpuBench, host_for
+from flashgen.tools.bench.hosts import CupyHost
+from flashgen.tools.tune.gpu import GpuBench
 from flashgen.tools.tune.shapes import cases
 
 
@@ -74,7 +75,7 @@ def test_shipped_tiles_pass_the_check_that_candidates_have_to():
         (variant,) = preferred(running)
         # Samples long enough for several time slices of the GPU, which other tests have beside it. They may
         # double the time of most rounds, but not of all.
-        bench = GpuBench(here, host_for([variant.dtype]), rounds=9, sample_ms=20)
+        bench = GpuBench(here, CupyHost(), rounds=9, sample_ms=20)
         assert bench.wrong(variant) == ""
         assert bench.blocks_per_sm(variant) >= 1
         (case,) = cases(variant, ["500"])

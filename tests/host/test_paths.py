@@ -1,5 +1,6 @@
 import errno
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -157,13 +158,13 @@ def test_a_folder_of_tuned_tiles_that_cannot_be_looked_at_is_named(code, monkeyp
         paths.tuned_dir()
 
 
-def test_a_user_without_a_home(monkeypatch, tmp_path):
-    def expanduser(path):
-        raise RuntimeError("Could not determine home directory.")
+def test_a_user_without_a_home(monkeypatch):
+    def nobody(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
 
-    for name in ("FLASHGEN_CACHE_DIR", "FLASHGEN_TUNED", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+    for name in ("FLASHGEN_CACHE_DIR", "FLASHGEN_TUNED", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "expanduser", expanduser)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
     for folder, name in ((paths.cache_dir, "FLASHGEN_CACHE_DIR"), (paths.tuned_dir, "FLASHGEN_TUNED")):
         with pytest.raises(BadParam, match=f"no home folder, .*; set {name} to a folder, or HOME"):
             folder()

@@ -117,7 +117,7 @@ def command(
     if write:
         _check_files(chosen, here.name, out, spec_file)
     competing = fields(chosen)
-    bench = _bench(here, chosen, rounds)
+    bench = _bench(here, rounds)
     with progress(contest.steps(competing, problems), "compiling and timing tiles") as step:
         rankings = contest.hold(competing, problems, bench, jobs, step)
     if not as_json:
@@ -149,14 +149,14 @@ def _subjects(
     return here, subjects(loaded, selected, here)
 
 
-def _bench(here: Any, chosen: Sequence[Subject], rounds: int) -> Any:
+def _bench(here: Any, rounds: int) -> Any:
     import numpy as np
 
-    from flashgen.tools.tune.gpu import GpuBench, host_for
+    from flashgen.tools.bench.hosts import CupyHost
+    from flashgen.tools.tune.gpu import GpuBench
 
-    host = host_for(sorted({subject.ordinary.dtype for subject in chosen}))
     seed = int(np.random.SeedSequence().entropy % 2**32)
-    return GpuBench(here, host, rounds=rounds, seed=seed)
+    return GpuBench(here, CupyHost(), rounds=rounds, seed=seed)
 
 
 def _check_files(chosen: Sequence[Subject], gpu: str, out: Path | None, spec_file: Path | None) -> None:

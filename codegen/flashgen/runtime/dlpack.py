@@ -183,7 +183,11 @@ def _from_dlpack(importer: Callable[[Any], Any], source: Any, name: str, bf16: b
         array = importer(source)
     except (BufferError, TypeError, ValueError, RuntimeError) as error:
         raise BadTensorDtype(f"{name} cannot be read through DLPack: {error}") from error
-    return array.view(_bfloat16()) if bf16 else array
+    if not bf16:
+        return array
+    from ml_dtypes import bfloat16  # takes 9 ms, which calls with other arrays need not wait for
+
+    return array.view(bfloat16)
 
 
 def _check_gpu(name: str) -> None:
@@ -219,13 +223,3 @@ def library_of(x: Any) -> str:
 
 def _is_jax(x: Any) -> bool:
     return is_of(type(x), "jaxlib", "ArrayImpl") or is_of(type(x), "jax", "Array")
-
-
-def _bfloat16() -> Any:
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise BadTensorDtype("bfloat16 outside PyTorch needs ml_dtypes: pip install ml_dtypes") from error
-    import numpy as np
-
-    return np.dtype(ml_dtypes.bfloat16)

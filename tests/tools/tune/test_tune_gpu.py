@@ -1,7 +1,6 @@
 """The real bench without a GPU: kernels run in the simulator, on arrays of NumPy, and a clock counts."""
 
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,19 +167,3 @@ def test_right_tiles_are_timed_and_a_wrong_one_is_not(bench):
     right, wrong = bench.time([variant(mask_type="causal")] * 2, case)
     assert right.median_ms > 0
     assert wrong.startswith("wrong result: error ")
-
-
-@pytest.mark.parametrize(
-    ("there", "expected"),
-    [({"ml_dtypes", "torch"}, "CupyHost"), ({"torch"}, "TorchHost"), (set(), None)],
-)
-def test_bf16_takes_a_library_that_has_it(there, expected, monkeypatch):
-    monkeypatch.setattr(gpu, "find_spec", lambda name: SimpleNamespace() if name in there else None)
-    monkeypatch.setattr(gpu, "CupyHost", lambda: "CupyHost")
-    monkeypatch.setattr(gpu, "TorchHost", lambda: "TorchHost")
-    assert gpu.host_for(["fp16"]) == "CupyHost"
-    if expected:
-        assert gpu.host_for(["bf16", "fp16"]) == expected
-    else:
-        with pytest.raises(ValueError, match="ml_dtypes"):
-            gpu.host_for(["bf16"])

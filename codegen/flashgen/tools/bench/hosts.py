@@ -7,9 +7,10 @@ launch on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from flashgen.errors import DeviceTypeNotSupported
 from flashgen.runtime.device import device
@@ -247,6 +248,7 @@ class CupyHost:
     """CuPy's current device and stream; flashgen alone can be timed on it."""
 
     name = "cupy"
+    _DTYPES: ClassVar[dict[str, type]] = {"fp16": np.float16, "bf16": bfloat16, "fp32": np.float32}
 
     def __init__(self) -> None:
         import cupy
@@ -254,17 +256,10 @@ class CupyHost:
         self._cupy = cupy
         self.l2_bytes = device(cupy.cuda.Device().id).l2_bytes
 
-    def _dtype(self, name: str) -> Any:
-        if name == "bf16":
-            import ml_dtypes
-
-            return ml_dtypes.bfloat16
-        return {"fp16": np.float16, "fp32": np.float32}[name]
-
     def inputs(self, case: Case, seed: int) -> Inputs:
         cupy = self._cupy
         generator = cupy.random.default_rng(seed)
-        dtype = self._dtype(case.dtype)
+        dtype = self._DTYPES[case.dtype]
 
         def normal(shape: tuple[int, ...]) -> Any:
             return generator.standard_normal(shape, dtype=np.float32).astype(dtype)

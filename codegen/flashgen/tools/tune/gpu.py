@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.errors import BadParam, InternalError
+from flashgen.errors import InternalError
 from flashgen.operators.attention import normalise
 from flashgen.operators.reference import judge
 from flashgen.runtime import kernel
@@ -17,7 +16,6 @@ from flashgen.runtime.plans import Plan
 from flashgen.toolchain import obtain
 from flashgen.tools.bench import agreement
 from flashgen.tools.bench.cases import Case
-from flashgen.tools.bench.hosts import CupyHost, TorchHost
 from flashgen.tools.bench.timing import input_sets, step_of, time_interleaved
 from flashgen.tools.tune.contest import label
 
@@ -33,18 +31,6 @@ if TYPE_CHECKING:
 _SEQLEN_Q, _SEQLEN_KV = 333, 517
 _WINDOW = (150, 20)
 _REPEATS = 3
-
-
-def host_for(dtypes: Sequence[str]) -> Host:
-    """The array library to make inputs of these dtypes with: CuPy, or PyTorch where CuPy lacks bf16.
-
-    Raises BadParam where neither can.
-    """
-    if "bf16" not in dtypes or find_spec("ml_dtypes") is not None:
-        return CupyHost()
-    if find_spec("torch") is not None:
-        return TorchHost()
-    raise BadParam("arrays of bf16 need PyTorch or the package ml_dtypes: pip install ml_dtypes")
 
 
 class GpuBench:
