@@ -88,8 +88,8 @@ def command(
     from flashgen.tools.bench import run
 
     if listing:
-        given = {"GRID": grid, "--peer": peers, "--dtype": dtypes, "--where": where}
-        refuse_beside("--list prints all grids and peers", given | {"--save": save, "--chart": chart})
+        options = {"GRID": grid, "--peer": peers, "--dtype": dtypes, "--where": where}
+        refuse_beside("--list prints all grids and peers", options | {"--save": save, "--chart": chart})
         _list(as_json)
         return
     report = run(
@@ -114,13 +114,13 @@ def command(
 
 def _conditions(where: tuple[str, ...]) -> dict[str, list[str]]:
     """Each FIELD=A,B as a field and its values."""
-    found: dict[str, list[str]] = {}
+    conditions: dict[str, list[str]] = {}
     for text in where:
         key, equals, values = text.partition("=")
         if not (key and equals and values):
             raise click.BadParameter(f"{text!r} is not FIELD=VALUE[,VALUE...]", param_hint="--where")
-        found.setdefault(key, []).extend(values.split(","))
-    return found
+        conditions.setdefault(key, []).extend(values.split(","))
+    return conditions
 
 
 def _list(as_json: bool) -> None:

@@ -133,10 +133,10 @@ def command(
                 "out, or see: flashgen list --select committed=true"
             )
     if check:
-        given = {"select": selections, "slice": slice_, "specs": specs, "score": score, "out": out}
+        options = {"select": selections, "slice": slice_, "specs": specs, "score": score, "out": out}
         if out is None and not whole:
-            given["out"] = generated_dir()  # where a build of a part writes only if told so
-        _check(variants, complete, out, as_json, _options(given))
+            options["out"] = generated_dir()  # where a build of a part writes only if told so
+        _check(variants, complete, out, as_json, _options(options))
         return
     # generated/ is of the shipped specs.
     shipped = specs is None and not os.environ.get("FLASHGEN_SPECS")
@@ -189,10 +189,10 @@ def _changed(written: Written) -> str:
     return f"{counted(len(written.changed), 'file')} changed{removed}"
 
 
-def _options(given: Mapping[str, Any]) -> str:
+def _options(options: Mapping[str, Any]) -> str:
     """Options as a shell takes them, each behind a space."""
-    each = [(k, v) for k, of in given.items() for v in (of if isinstance(of, tuple) else (of,))]
-    return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in each if value is not None)
+    pairs = [(k, v) for k, of in options.items() for v in (of if isinstance(of, tuple) else (of,))]
+    return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in pairs if value is not None)
 
 
 def _check(
@@ -204,19 +204,23 @@ def _check(
     from flashgen.source.generated import diff_generated, generated_files
 
     folder = out or generated_dir()
-    found = diff_generated(generated_files(variants), folder, complete)
+    differences = diff_generated(generated_files(variants), folder, complete)
     if as_json:
         print_json(
-            {"folder": str(folder), "files": len(variants), "differences": [asdict(each) for each in found]}
+            {
+                "folder": str(folder),
+                "files": len(variants),
+                "differences": [asdict(difference) for difference in differences],
+            }
         )
-    elif found:
-        for each in found:
-            say(str(each))
-        say(f"\n{counted(len(found), 'file')} in {folder} not as the specs and templates say;")
+    elif differences:
+        for difference in differences:
+            say(str(difference))
+        say(f"\n{counted(len(differences), 'file')} in {folder} not as the specs and templates say;")
         say(f"`flashgen build{options}` brings them up to date")
     else:
         say(f"{counted(len(variants), 'file')} in {folder} as the specs and templates say")
-    if found:
+    if differences:
         sys.exit(1)
 
 

@@ -90,8 +90,14 @@ def command(
     if (out is None) == (show is None):
         raise click.UsageError("either write a bundle, with -o FILE, or look into one, with --show FILE")
     if show is not None:
-        given = {"--select": selections, "--arch": archs, "--jobs": jobs, "--specs": specs, "--score": score}
-        refuse_beside("--show prints what a bundle holds", given)
+        options = {
+            "--select": selections,
+            "--arch": archs,
+            "--jobs": jobs,
+            "--specs": specs,
+            "--score": score,
+        }
+        refuse_beside("--show prints what a bundle holds", options)
         _show(show, as_json)
         return
     if not selections:
@@ -136,9 +142,9 @@ def _write(out: Path, results: Sequence[Built], specs: Sequence[Spec]) -> None:
     from flashgen.toolchain.obtain import cache_key
 
     held = [Held(built.variant.name, built.arch, cache_key(built.variant, built.arch)) for built in results]
-    entries = {each.key: built.compiled.to_bytes() for each, built in zip(held, results, strict=True)}
+    entries = {entry.key: built.compiled.to_bytes() for entry, built in zip(held, results, strict=True)}
     checked = [HeldSpec(spec.name, snapshot_key(whole_text(spec.path, spec.text))) for spec in specs]
-    entries |= {each.key: encode(spec.content) for each, spec in zip(checked, specs, strict=True)}
+    entries |= {entry.key: encode(spec.content) for entry, spec in zip(checked, specs, strict=True)}
     write(out, compiler_version(), entries, held, checked)
 
 
@@ -150,17 +156,17 @@ def _show(path: Path, as_json: bool) -> None:
     bundle = Bundle(path)
     bundle.verify()
     refused = "" if is_trusted(path) else bundle.distrust
-    found: dict[str, Any] = {"bundle": str(path), "bytes": path.stat().st_size, "compiler": bundle.compiler}
-    specs = [each.spec for each in bundle.specs]
+    facts: dict[str, Any] = {"bundle": str(path), "bytes": path.stat().st_size, "compiler": bundle.compiler}
+    specs = [entry.spec for entry in bundle.specs]
     if as_json:
-        kernels = [{"variant": each.variant, "arch": each.arch} for each in bundle.kernels]
-        print_json(found | {"kernels": kernels, "specs": specs, "refused": refused})
+        kernels = [{"variant": entry.variant, "arch": entry.arch} for entry in bundle.kernels]
+        print_json(facts | {"kernels": kernels, "specs": specs, "refused": refused})
     else:
         print_table(
-            [Column("variant"), Column("arch")], [[each.variant, each.arch] for each in bundle.kernels]
+            [Column("variant"), Column("arch")], [[entry.variant, entry.arch] for entry in bundle.kernels]
         )
         count = f"{counted(len(bundle.kernels), 'kernel')}, {counted(len(specs), 'checked spec')}"
-        note(f"{path}: {count}, {size(found['bytes'])}, compiled by {bundle.compiler}; every entry is intact")
+        note(f"{path}: {count}, {size(facts['bytes'])}, compiled by {bundle.compiler}; every entry is intact")
         if refused:
             note(f"FLASHGEN_BUNDLE would not use it: {Distrusted(path, refused).strerror}")
     if refused:

@@ -59,28 +59,28 @@ def info(as_json: bool) -> None:
     from flashgen.cli.output import print_json, print_pairs, size
     from flashgen.toolchain.cache import CubinCache
 
-    found = CubinCache().info()
+    state = CubinCache().info()
     if as_json:
-        print_json(found._asdict() | {"root": str(found.root)})
+        print_json(state._asdict() | {"root": str(state.root)})
     else:
         print_pairs(
             [
-                ("folder", str(found.root)),
-                ("entries", str(found.entries)),
-                ("size", f"{size(found.bytes)} of {size(found.max_bytes)}; the least recently used go first"),
-                ("writable", _writable(found)),
+                ("folder", str(state.root)),
+                ("entries", str(state.entries)),
+                ("size", f"{size(state.bytes)} of {size(state.max_bytes)}; the least recently used go first"),
+                ("writable", _writable(state)),
             ]
         )
-    if found.problem and not found.entries:
+    if state.problem and not state.entries:
         sys.exit(1)
 
 
-def _writable(found: CacheInfo) -> str:
-    if not found.problem:
+def _writable(state: CacheInfo) -> str:
+    if not state.problem:
         return "yes"
-    if not found.entries:
-        return f"no: {found.problem}"
-    return f"no: {found.problem}; its entries are used, other kernels are compiled anew by each process"
+    if not state.entries:
+        return f"no: {state.problem}"
+    return f"no: {state.problem}; its entries are used, other kernels are compiled anew by each process"
 
 
 @command.command(
@@ -162,17 +162,17 @@ def clear(
     from flashgen.toolchain.cache import CubinCache
 
     cache = CubinCache()
-    wanted: Callable[[bytes], bool] | None = None
+    serves: Callable[[bytes], bool] | None = None
     if selections:
         names = {variant.name for variant in chosen_variants(specs, selections)}
 
-        def wanted(payload: bytes) -> bool:
+        def serves(payload: bytes) -> bool:
             return _kernel(payload) in names
 
     if not yes:
-        which = "these" if wanted or older_than else "all"
+        which = "these" if serves or older_than else "all"
         click.confirm(plain(f"Remove {which} kernels in {cache.root}?"), abort=True, err=True)
-    cleared = cache.clear(wanted, older_than or 0.0)
+    cleared = cache.clear(serves, older_than or 0.0)
     if as_json:
         print_json({"removed": cleared.removed, "left": cleared.left, "problem": cleared.problem})
     else:

@@ -86,9 +86,9 @@ def command(as_json: bool) -> None:
     archs = [arch_for(call.variant, gpu) if gpu else call.variant.archs[0] for call in calls]
     built: list[Built] = []
     try:
-        wanted = zip([call.variant for call in calls], archs, strict=True)
+        targets = zip([call.variant for call in calls], archs, strict=True)
         with progress(len(calls), f"compiling {len(calls)} kernels") as step:
-            built = build(wanted, on_done=lambda made: step(f"{made.variant.name} {made.arch}"))
+            built = build(targets, on_done=lambda kernel: step(f"{kernel.variant.name} {kernel.arch}"))
     except NoCompilerError as error:
         report["no_compiler"] = str(error)
     if not as_json:
@@ -106,7 +106,7 @@ def command(as_json: bool) -> None:
         with waiting("compiling a kernel for the simulator, and running it"):
             simulated = _simulated()
     report["simulated"] = simulated
-    report["kernels"] = [each.as_dict() for each in built]
+    report["kernels"] = [kernel.as_dict() for kernel in built]
     report["results"] = results
     report["sources"] = {call.variant.name: places(call.variant).generated for call in calls}
     if as_json:
@@ -117,7 +117,7 @@ def command(as_json: bool) -> None:
             _print_simulated(simulated)
         _print_sources(report["sources"])
     results += [simulated] if simulated else []
-    if any(each.failure for each in built) or not all(result["ok"] for result in results):
+    if any(kernel.failure for kernel in built) or not all(result["ok"] for result in results):
         sys.exit(1)
 
 
@@ -246,14 +246,14 @@ def _simulated() -> dict[str, Any]:
         return {"why": str(error), "ok": True}
     compiled = time.perf_counter()
     out = np.full_like(q, np.nan)
-    found: dict[str, Any] = {"why": "", "variant": plan.variant.name, "shape": list(q.shape)}
-    found["compile_seconds"] = compiled - begin
+    report: dict[str, Any] = {"why": "", "variant": plan.variant.name, "shape": list(q.shape)}
+    report["compile_seconds"] = compiled - begin
     try:
         plan(q, k, v, out=out)
     except flashgen.SimulationError as error:
-        return found | {"ok": False, "failure": str(error)}
+        return report | {"ok": False, "failure": str(error)}
     verdict = judge(plan.problem, q, k, v, None, out)
-    return found | {
+    return report | {
         "ok": verdict.ok,
         "failure": "",
         **verdict.out.as_dict(),
@@ -268,9 +268,9 @@ def _worst(call: Call, computed: np.ndarray) -> Largest:
     from flashgen.operators.numbers import widened
 
     problem = call.problem
-    *arrays, found = (widened(x[:, :, :1], problem.dtype) for x in (*call.arrays, computed))
+    *arrays, result = (widened(x[:, :, :1], problem.dtype) for x in (*call.arrays, computed))
     expected = reference.attention(*arrays, problem.dtype, problem.softmax_scale, Band.of(problem))
-    return reference.largest(found, expected.out, expected.out_bound)
+    return reference.largest(result, expected.out, expected.out_bound)
 
 
 def _print_results(results: list[dict[str, Any]]) -> None:

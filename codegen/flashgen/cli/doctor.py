@@ -110,11 +110,11 @@ def _versions(report: Report) -> dict[str, str | None]:
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
     }
     for library, distributions in _LIBRARIES.items():
-        found = [f"{name} {version}" for name in distributions if (version := _version_of(name))]
-        versions[library] = ", ".join(found) or None
-        if library == "cupy" and len(found) > 1:
+        installed = [f"{name} {version}" for name in distributions if (version := _version_of(name))]
+        versions[library] = ", ".join(installed) or None
+        if library == "cupy" and len(installed) > 1:
             report.problems.append(
-                f"{', '.join(found)} are all installed and overwrite each other's files; "
+                f"{', '.join(installed)} are all installed and overwrite each other's files; "
                 "uninstall all of them, then install one"
             )
     return versions
@@ -165,8 +165,8 @@ def _compiler(report: Report) -> dict[str, Any]:
         compile_cubin(probe, "probe", "sm_80")
     except FlashgenError as error:
         # Without a GPU and without CuPy nobody has asked for kernels yet.
-        wanted = report.facts["gpus"] or report.facts["versions"]["cupy"]
-        if wanted and not os.environ.get(BUNDLE_VARIABLE):
+        needed = report.facts["gpus"] or report.facts["versions"]["cupy"]
+        if needed and not os.environ.get(BUNDLE_VARIABLE):
             report.problems.append(f"kernels cannot be compiled: {error}")
         return {"works": False, "version": None, "why": str(error), "archs": []}
     return {
@@ -192,19 +192,19 @@ def _simulator(report: Report) -> dict[str, Any]:
     from flashgen.errors import FlashgenError
     from flashgen.simulator import hardware, hostcompiler
 
-    found: dict[str, Any] = {"compiler": None, "arch": None, "why": None}
+    facts: dict[str, Any] = {"compiler": None, "arch": None, "why": None}
     try:
-        found["arch"] = hardware.pretend().arch
+        facts["arch"] = hardware.pretend().arch
     except FlashgenError as error:
         report.problems.append(f"{hardware.ARCH_VARIABLE} is set: {error}")
-        found["why"] = str(error)
+        facts["why"] = str(error)
     try:
-        found["compiler"] = str(hostcompiler.find())
+        facts["compiler"] = str(hostcompiler.find())
     except FlashgenError as error:
         if os.environ.get("CXX"):
             report.problems.append(str(error))
-        found["why"] = str(error)
-    return found
+        facts["why"] = str(error)
+    return facts
 
 
 def _temporary(report: Report) -> dict[str, Any]:
@@ -249,7 +249,9 @@ def _tuned(report: Report) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", TunedWarning)
         specs = load_specs(gpu=gpu)
-    report.problems += [str(each.message) for each in said if issubclass(each.category, TunedWarning)]
+    report.problems += [
+        str(warning.message) for warning in said if issubclass(warning.category, TunedWarning)
+    ]
     files = [path for spec in specs if (path := path_for(spec.name, gpu)).is_file()]
     tuned = [v.name for spec in specs for v in spec.variants() if v.tile_name == TUNED_TILE]
     return {
@@ -279,11 +281,11 @@ def _bundles(report: Report) -> list[dict[str, Any]]:
 
     try:
         bundles = active()
-        for each in bundles:
-            each.verify()
+        for bundle in bundles:
+            bundle.verify()
         return [
-            {"path": str(each.path), "kernels": len(each.kernels), "compiler": each.compiler}
-            for each in bundles
+            {"path": str(bundle.path), "kernels": len(bundle.kernels), "compiler": bundle.compiler}
+            for bundle in bundles
         ]
     except BadParam as error:
         report.problems.append(f"FLASHGEN_BUNDLE is set: {error}")
@@ -305,11 +307,11 @@ def _switches(report: Report) -> None:
 
 def _attention(report: Report) -> dict[str, Any]:
     """What attention() does with arrays in host memory and with arrays on a GPU."""
-    found = {"host": _host_path(report), "gpu": _gpu_path(report)}
-    if not report.problems and not any(path["path"] for path in found.values()):
-        whys = "; ".join(f"{place} arrays: {path['why']}" for place, path in found.items())
+    paths = {"host": _host_path(report), "gpu": _gpu_path(report)}
+    if not report.problems and not any(path["path"] for path in paths.values()):
+        whys = "; ".join(f"{place} arrays: {path['why']}" for place, path in paths.items())
         report.problems.append(f"attention() can compute nothing here: {whys}")
-    return found
+    return paths
 
 
 def _host_path(report: Report) -> dict[str, Any]:
@@ -423,7 +425,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
     for bundle in facts["bundles"] or []:
         counts = f"{counted(bundle['kernels'], 'kernel')}, compiled by {bundle['compiler']}"
         machine.append(("bundle", f"{bundle['path']}\n{counts}"))
-    paths = [(f"{place} arrays", _path_line(found)) for place, found in (attention or {}).items()]
+    paths = [(f"{place} arrays", _path_line(entry)) for place, entry in (attention or {}).items()]
     return [
         ("versions", [(name, version or "-") for name, version in versions.items()]),
         ("machine", machine),
@@ -436,12 +438,12 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
     return f"{gpu['name']}, {gpu['arch']}, {memory}driver {gpu['driver']}"
 
 
-def _path_line(found: dict[str, Any]) -> str:
+def _path_line(facts: dict[str, Any]) -> str:
     path = {
         "cpu": "CPU",
         "kernel": "generated kernel",
         "simulator": "generated kernel on the CPU",
         None: "not possible here",
-    }[found["path"]]
-    example = f"\na causal fp16 call with head_dim 128 takes {found['example']}" if "example" in found else ""
-    return f"{path}: {found['why']}{example}"
+    }[facts["path"]]
+    example = f"\na causal fp16 call with head_dim 128 takes {facts['example']}" if "example" in facts else ""
+    return f"{path}: {facts['why']}{example}"

@@ -120,24 +120,24 @@ def _resolve(
     from flashgen.families.selection import find_by_axes, find_one
     from flashgen.schedule.dispatch import preferred
 
-    wanted = {key: str(value) for key, value in axes.items() if value is not None}
-    if name and wanted:
-        given = ", ".join(f"--{key.replace('_', '-')}" for key in wanted)
-        raise click.UsageError(f"NAME says which variant already; leave out {given}.")
-    if not name and not wanted:
+    conditions = {key: str(value) for key, value in axes.items() if value is not None}
+    if name and conditions:
+        options = ", ".join(f"--{key.replace('_', '-')}" for key in conditions)
+        raise click.UsageError(f"NAME says which variant already; leave out {options}.")
+    if not name and not conditions:
         raise click.UsageError("Which variant? Give a NAME, which `flashgen list` prints, or axes.")
     variants = load_variants(specs)
     if name:
         return find_one(variants, name)
-    found = find_by_axes(variants, wanted)
+    candidates = find_by_axes(variants, conditions)
     if arch:
-        running = _running(found, arch)
+        running = _running(candidates, arch)
         if not running:
-            raise click.ClickException(f"none of the {len(found)} variants that fit runs on {arch}")
-        found = preferred(running)
-    if len(found) > 1:
-        note(f"{len(found)} variants fit; this is the first, {found[0].name}")
-    return found[0]
+            raise click.ClickException(f"none of the {len(candidates)} variants that fit runs on {arch}")
+        candidates = preferred(running)
+    if len(candidates) > 1:
+        note(f"{len(candidates)} variants fit; this is the first, {candidates[0].name}")
+    return candidates[0]
 
 
 def _running(variants: Sequence[Variant], arch: str) -> tuple[Variant, ...]:
@@ -189,13 +189,13 @@ def _source(variant: Variant, flat: bool) -> str:
     return flatten(text, include_dirs(variant)) if flat else text
 
 
-def _arch(variant: Variant, asked: str) -> str:
+def _arch(variant: Variant, target: str) -> str:
     """What `flashgen build` compiles the variant for where that architecture is asked for."""
     from flashgen.toolchain.build import pairs
     from flashgen.toolchain.compile import check_known
 
-    check_known([asked])
-    ((_, arch),) = pairs([variant], [asked])
+    check_known([target])
+    ((_, arch),) = pairs([variant], [target])
     return arch
 
 
@@ -216,9 +216,9 @@ def _ptx(variant: Variant, arch: str) -> str:
     from flashgen.toolchain.origins import template_lines_named
 
     source = render(variant)
-    found = headers(source, include_dirs(variant))
+    texts = headers(source, include_dirs(variant))
     with template_lines_named(variant, source):
-        return compile_ptx(source, variant.name, arch, variant.options, found)
+        return compile_ptx(source, variant.name, arch, variant.options, texts)
 
 
 def _sass(variant: Variant, arch: str) -> str:
@@ -235,33 +235,33 @@ def _resources(variant: Variant, arch: str, as_json: bool) -> None:
     from flashgen.toolchain.disassemble import sass, summary
 
     (built,) = build([(variant, arch)])
-    made = built.compiled
-    if made is None:
+    kernel = built.compiled
+    if kernel is None:
         raise CompileError(built.error)
     instructions, why = None, "not known: this is PTX"
-    if not made.is_ptx:
+    if not kernel.is_ptx:
         try:
-            instructions, why = summary(sass(made.cubin)), ""
+            instructions, why = summary(sass(kernel.cubin)), ""
         except InternalError as error:  # there is no nvdisasm, or it is too old
             why = f"not counted: {error}"
     if as_json:
         print_json(built.as_dict() | {"instructions": instructions, "no_instructions": why or None})
         return
     pairs = [("architecture", arch), ("threads", f"{variant.threads} a block")]
-    if made.registers is None:
+    if kernel.registers is None:
         pairs += [
             ("registers", "not known: this is PTX, which the driver translates when it loads it"),
             ("shared memory", f"{variant.smem_bytes:,} bytes a block"),
         ]
     else:
-        total = variant.smem_bytes + made.smem_static
+        total = variant.smem_bytes + kernel.smem_static
         pairs += [
-            ("registers", f"{made.registers} a thread, {made.registers * variant.threads:,} a block"),
-            ("spills", f"{made.spill_stores} bytes stored, {made.spill_loads} bytes loaded, a thread"),
-            ("stack", f"{made.stack} bytes a thread"),
-            ("shared memory", f"{total:,} bytes a block, {made.smem_static:,} of them static"),
+            ("registers", f"{kernel.registers} a thread, {kernel.registers * variant.threads:,} a block"),
+            ("spills", f"{kernel.spill_stores} bytes stored, {kernel.spill_loads} bytes loaded, a thread"),
+            ("stack", f"{kernel.stack} bytes a thread"),
+            ("shared memory", f"{total:,} bytes a block, {kernel.smem_static:,} of them static"),
         ]
-    pairs.append(("machine code", f"{len(made.cubin):,} bytes"))
+    pairs.append(("machine code", f"{len(kernel.cubin):,} bytes"))
     lines = [
         f"{count:>6,} {'in all' if name == 'instructions' else name}"
         for name, count in (instructions or {}).items()

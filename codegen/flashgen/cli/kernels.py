@@ -49,9 +49,9 @@ def compiled(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None
     from flashgen.toolchain.compile import check_known
 
     check_known(archs)
-    wanted = pairs(variants, archs)
-    with progress(len(wanted), f"compiling {counted(len(wanted), 'kernel')}") as step:
-        return build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))
+    targets = pairs(variants, archs)
+    with progress(len(targets), f"compiling {counted(len(targets), 'kernel')}") as step:
+        return build(targets, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))
 
 
 def print_kernels(results: Sequence[Built]) -> None:
@@ -62,17 +62,17 @@ def print_kernels(results: Sequence[Built]) -> None:
 
 
 def _row(built: Built) -> list[str]:
-    variant, made = built.variant, built.compiled
-    if made is None:
+    variant, kernel = built.variant, built.compiled
+    if kernel is None:
         return [variant.name, built.arch, "-", "-", kilobytes(variant.smem_bytes), "failed"]
     seconds = "cached" if built.cached else f"{built.seconds:.2f}"
-    if made.registers is None:  # PTX, whose registers the driver will assign
+    if kernel.registers is None:  # PTX, whose registers the driver will assign
         return [variant.name, built.arch, "-", "-", kilobytes(variant.smem_bytes), seconds]
     return [
         variant.name,
         built.arch,
-        str(made.registers),
+        str(kernel.registers),
         f"{built.spilled} !" if built.failure else str(built.spilled),
-        kilobytes(variant.smem_bytes + (made.smem_static or 0)),
+        kilobytes(variant.smem_bytes + (kernel.smem_static or 0)),
         seconds,
     ]

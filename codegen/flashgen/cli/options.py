@@ -52,11 +52,11 @@ json_option = click.option(
 )
 
 
-def refuse_beside(what: str, given: Mapping[str, Any]) -> None:
+def refuse_beside(what: str, options: Mapping[str, Any]) -> None:
     """That none of these options, by their names, is given beside one which leaves them nothing to say.
     ``what`` it does begins the message. Raises UsageError.
     """
-    beside = [name for name, value in given.items() if value not in (None, ())]
+    beside = [name for name, value in options.items() if value not in (None, ())]
     if beside:
         raise click.UsageError(f"{what}; leave out {', '.join(beside)}")
 
@@ -224,14 +224,14 @@ def with_score(variants: Sequence[Variant], specs: Path | None, score: str | Non
 
     if score is None:
         return tuple(variants)
-    known = load_scores(specs).by_name
-    if score not in known:
+    by_name = load_scores(specs).by_name
+    if score not in by_name:
         raise click.BadParameter(
-            f"there is no score modification {score!r}; there are {', '.join(known)}", param_hint="--score"
+            f"there is no score modification {score!r}; there are {', '.join(by_name)}", param_hint="--score"
         )
     suited = [variant for variant in variants if variant.score_seam and variant.score is None]
     if not suited:
         raise click.BadParameter(
             "none of the chosen kernels takes a score modification", param_hint="--score"
         )
-    return tuple(variant.modified(known[score]) for variant in suited)
+    return tuple(variant.modified(by_name[score]) for variant in suited)

@@ -53,10 +53,10 @@ def console() -> Console:
     """A console on standard output; in a pipe it has no colours and does not wrap."""
     from rich.console import Console
 
-    found = Console(highlight=False)
-    if not found.is_terminal:
-        found = Console(highlight=False, width=_UNBOUNDED)
-    return found
+    terminal = Console(highlight=False)
+    if not terminal.is_terminal:
+        terminal = Console(highlight=False, width=_UNBOUNDED)
+    return terminal
 
 
 def print_table(
@@ -135,7 +135,7 @@ def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: in
     least = _least_widths(columns, rows)
     shown = [*range(len(columns))]
     for at in reversed(range(len(columns))):
-        if columns[at].optional and _needed([least[each] for each in shown], 1) > width:
+        if columns[at].optional and _needed([least[column] for column in shown], 1) > width:
             shown.remove(at)
     return shown
 
@@ -152,7 +152,7 @@ def _bands(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int)
     for at in range(len(columns)):
         indent = _INDENT if len(lines) > 1 else 0
         joined = [*lines[-1], at] if lines else []
-        if joined and indent + _needed([least[each] for each in joined], 1) <= width:
+        if joined and indent + _needed([least[column] for column in joined], 1) <= width:
             lines[-1] = joined
         else:
             lines.append([at])
@@ -242,7 +242,7 @@ def print_json(value: Any) -> None:
 def as_json(value: Any) -> str:
     """A JSON document. JSON escapes some control characters; the others are escaped as well."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def note(message: str) -> None:

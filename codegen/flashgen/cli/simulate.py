@@ -139,16 +139,16 @@ def command(
 
     variants = load_variants(specs)
     chosen = find_one(variants, name)
-    main = next(each for each in variants if chosen in each.steps)
+    main = next(variant for variant in variants if chosen in variant.steps)
     (main,) = with_score([main], specs, score)
-    variant = next(each for each in main.steps if each.step == chosen.step)
+    variant = next(step for step in main.steps if step.step == chosen.step)
     if not supports(variant):
         raise click.ClickException(f"{variant.name} includes {variant.header}, which has no host bodies yet")
     grouped = dict(variant.axes).get("gqa", "mha") != "mha"
     heads = heads or kv_heads or (4 if grouped else 2)
     masked = "mask_type" in dict(main.axes)
-    for option, given in (("--mask-type", mask_type), ("--window", window)):
-        if given is not None and not masked:
+    for option, value in (("--mask-type", mask_type), ("--window", window)):
+        if value is not None and not masked:
             raise click.ClickException(f"{variant.name} has no masks, so {option} does not fit; leave it out")
     if mask_type is not None and mask_type.partition("_")[0] != variant.mask_type:
         raise click.ClickException(
@@ -158,12 +158,12 @@ def command(
     sizes = (seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, head_dim_v)
     shape = Shape(*sizes, window, top_left, gap=_GAP)
     first = secrets.randbits(32) if seed is None else seed
-    found, verdict = _run(variant, main, shape, range(first, first + seeds), debug, multiprocessors)
+    facts, verdict = _run(variant, main, shape, range(first, first + seeds), debug, multiprocessors)
     if as_json:
-        print_json(found)
+        print_json(facts)
     else:
-        _print(found, verdict)
-    if not found["ok"]:
+        _print(facts, verdict)
+    if not facts["ok"]:
         sys.exit(1)
 
 
@@ -204,7 +204,7 @@ def _run(
             with template_lines_named(step, text):
                 libraries.append(load_in(debug, text, step.name) if debug else load(text, step.name))
     compiled = time.perf_counter() - begin
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "variant": variant.name,
         "seed": seeds.start,
         "seeds": len(seeds),
@@ -221,24 +221,24 @@ def _run(
             report = reports[main.steps.index(variant)]
             if report is None:
                 raise click.ClickException(f"no tile is split here, so the call leaves {variant.name} out")
-    found["seconds"] = (time.perf_counter() - begin) / len(seeds)
+    facts["seconds"] = (time.perf_counter() - begin) / len(seeds)
     verdict = examples[0].judge()
-    found["repeatable"] = all(
+    facts["repeatable"] = all(
         np.array_equal(x, y, equal_nan=True)
         for other in examples[1:]
         for x, y in zip(outputs(examples[0]), outputs(other), strict=True)
     )
-    found["out"] = verdict.out.as_dict()
+    facts["out"] = verdict.out.as_dict()
     if verdict.lse is not None:  # operators without one have a single error
-        found["lse"] = verdict.lse.as_dict()
-    found["ok"] = verdict.ok and found["repeatable"]
-    found |= examples[0].described
-    found["counters"] = report.counters
-    found["accesses"] = [_described(access, source) for access in report.accesses]
+        facts["lse"] = verdict.lse.as_dict()
+    facts["ok"] = verdict.ok and facts["repeatable"]
+    facts |= examples[0].described
+    facts["counters"] = report.counters
+    facts["accesses"] = [_described(access, source) for access in report.accesses]
     if variant.visits is not None and not examples[0].problem.lengths_on_device:
         tiles = masked_tiles(examples[0].problem, variant, examples[0].mask, report)
-        found["tiles"] = asdict(tiles) | {"skipped_share": tiles.skipped_share}
-    return found, verdict
+        facts["tiles"] = asdict(tiles) | {"skipped_share": tiles.skipped_share}
+    return facts, verdict
 
 
 def _described(access: Access, source: str) -> dict[str, Any]:
@@ -247,17 +247,17 @@ def _described(access: Access, source: str) -> dict[str, Any]:
     return asdict(access) | {"conflicts": access.conflicts, "source": text}
 
 
-def _print(found: dict[str, Any], verdict: Verdict) -> None:
+def _print(facts: dict[str, Any], verdict: Verdict) -> None:
     from flashgen.cli.output import Column, counted, print_pairs, print_table, size
 
-    counters, tiles = found["counters"], found.get("tiles")
-    run = f"{counted(found['seeds'], 'seed')} from {found['seed']}, {found['seconds']:.2f} s each"
-    problem = "x".join(map(str, found["shape"]))
-    if "seqlen_kv" in found:  # operators without keys have a shape alone
-        keys = counted(found["seqlen_kv"], "key")
-        problem += f", {found['num_heads_kv']} kv heads of {keys}, head_dim_v {found['head_dim_v']}"
-    if "sequences" in found:
-        problem += f"; {counted(found['sequences'], 'sequence')} of random lengths up to that"
+    counters, tiles = facts["counters"], facts.get("tiles")
+    run = f"{counted(facts['seeds'], 'seed')} from {facts['seed']}, {facts['seconds']:.2f} s each"
+    problem = "x".join(map(str, facts["shape"]))
+    if "seqlen_kv" in facts:  # operators without keys have a shape alone
+        keys = counted(facts["seqlen_kv"], "key")
+        problem += f", {facts['num_heads_kv']} kv heads of {keys}, head_dim_v {facts['head_dim_v']}"
+    if "sequences" in facts:
+        problem += f"; {counted(facts['sequences'], 'sequence')} of random lengths up to that"
     pairs = [
         ("problem", problem),
         ("ran", f"{counted(counters['blocks'], 'block')}, {run}"),
@@ -266,8 +266,8 @@ def _print(found: dict[str, Any], verdict: Verdict) -> None:
         if worst is None:
             continue
         pairs.append((title, worst.describe() + ("" if worst.share <= 1 else "  !")))
-    if found["seeds"] > 1:
-        pairs.append(("repeatable", "yes" if found["repeatable"] else "no: the order of threads shows  !"))
+    if facts["seeds"] > 1:
+        pairs.append(("repeatable", "yes" if facts["repeatable"] else "no: the order of threads shows  !"))
     counts = [(title, sum(counters[name] for name in names)) for title, names in _KINDS.items()]
     pairs.append(("instructions", "\n".join(f"{count:>12,} {title}" for title, count in counts if count)))
     pairs.append(
@@ -281,24 +281,24 @@ def _print(found: dict[str, Any], verdict: Verdict) -> None:
             "none is masked" if share is None else f"{share:.0%} of {tiles['masked']} masked ones skipped"
         )
         pairs.append(("tiles", f"{tiles['total']} of a {part} and a block of keys, {skipped}"))
-    print_pairs(pairs, title=found["variant"])
+    print_pairs(pairs, title=facts["variant"])
     click.echo()
     columns = [Column("line", number=True), Column("access")]
     columns += [Column(header, number=True) for header in ("instructions", "bytes", "cost", "conflicts")]
     columns.append(Column("source", optional=True))
     rows = [
         [
-            str(each["line"]),
-            each["kind"],
-            f"{each['instructions']:,}",
-            f"{each['bytes']:,}",
-            f"{each['actual']:,}",
-            f"{each['conflicts']:,}",
-            each["source"],
+            str(access["line"]),
+            access["kind"],
+            f"{access['instructions']:,}",
+            f"{access['bytes']:,}",
+            f"{access['actual']:,}",
+            f"{access['conflicts']:,}",
+            access["source"],
         ]
-        for each in found["accesses"]
+        for access in facts["accesses"]
     ]
-    print_table(columns, rows, ["yellow" if each["conflicts"] else "" for each in found["accesses"]])
+    print_table(columns, rows, ["yellow" if access["conflicts"] else "" for access in facts["accesses"]])
     say(
         "\ncost: wavefronts of shared memory, 32-byte sectors of global memory; "
         "conflicts: those beyond the fewest"

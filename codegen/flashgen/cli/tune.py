@@ -107,13 +107,13 @@ def command(
         raise click.UsageError("--spec names the one file to tune; leave --specs out")
     here, chosen = _subjects(selections, specs, spec_file)
     # Ahead of the work: a shape that is none, and a file that nothing can be added to or written into.
-    wanted = None if shapes is None else shapes.split(",")
-    found = list(zip(chosen, suited([each.ordinary for each in chosen], wanted), strict=True))
-    for _, reason in found:
+    texts = None if shapes is None else shapes.split(",")
+    pairs = list(zip(chosen, suited([subject.ordinary for subject in chosen], texts), strict=True))
+    for _, reason in pairs:
         if isinstance(reason, Unsuited):
             note(f"left out: {reason}")
-    chosen = [each for each, problems in found if not isinstance(problems, Unsuited)]
-    problems = dict(enumerate(each for _, each in found if not isinstance(each, Unsuited)))
+    chosen = [subject for subject, problems in pairs if not isinstance(problems, Unsuited)]
+    problems = dict(enumerate(entry for _, entry in pairs if not isinstance(entry, Unsuited)))
     if write:
         _check_files(chosen, here.name, out, spec_file)
     competing = fields(chosen)
@@ -233,12 +233,12 @@ def _brief(why: str) -> str:
 
 
 def _row(ranking: Ranking, trial: Trial) -> list[str]:
-    made = trial.built.compiled
+    kernel = trial.built.compiled
     mark = " *" if trial is ranking.ordinary else ""
     rates = (case.flops / trial.timings[case.name].median_ms / 1e9 for case in ranking.cases)
     return [
         *(str(value) for _, value in trial.variant.tile),
-        str(made.registers) if made and made.registers is not None else "-",
+        str(kernel.registers) if kernel and kernel.registers is not None else "-",
         str(trial.built.spilled),
         "-" if trial.blocks_per_sm is None else str(trial.blocks_per_sm),
         *(f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}" for rate in rates),
@@ -249,21 +249,21 @@ def _row(ranking: Ranking, trial: Trial) -> list[str]:
 def _as_dict(ranking: Ranking) -> dict[str, Any]:
     """Plain types for JSON; times in milliseconds."""
 
-    def trial(each: Trial) -> dict[str, Any]:
+    def trial(entry: Trial) -> dict[str, Any]:
         return {
-            "tile": dict(each.variant.tile),
-            "ordinary": each is ranking.ordinary,
+            "tile": dict(entry.variant.tile),
+            "ordinary": entry is ranking.ordinary,
             **{
-                key: each.built.as_dict()[key]
+                key: entry.built.as_dict()[key]
                 for key in ("registers", "spill_stores", "spill_loads", "threads")
             },
-            "smem_dynamic": each.variant.smem_bytes,
-            "blocks_per_sm": each.blocks_per_sm,
-            "ms": {name: timing.median_ms for name, timing in each.timings.items()},
+            "smem_dynamic": entry.variant.smem_bytes,
+            "blocks_per_sm": entry.blocks_per_sm,
+            "ms": {name: timing.median_ms for name, timing in entry.timings.items()},
             "tflops": {
-                case.name: case.flops / each.timings[case.name].median_ms / 1e9 for case in ranking.cases
+                case.name: case.flops / entry.timings[case.name].median_ms / 1e9 for case in ranking.cases
             },
-            "speed": each.speed(ranking.ordinary),
+            "speed": entry.speed(ranking.ordinary),
         }
 
     subject = ranking.subject
@@ -272,8 +272,8 @@ def _as_dict(ranking: Ranking) -> dict[str, Any]:
         "spec": str(subject.spec.path),
         "axes": dict(subject.ordinary.axes),
         "target": subject.ordinary.target,
-        "ranking": [trial(each) for each in ranking.trials],
-        "dropped": [{"tile": each.tile, "why": each.why} for each in ranking.dropped],
+        "ranking": [trial(entry) for entry in ranking.trials],
+        "dropped": [{"tile": entry.tile, "why": entry.why} for entry in ranking.dropped],
         "best": dict(ranking.winner.variant.tile),
         "gain": ranking.gain,
         "efficiency": ranking.efficiency,

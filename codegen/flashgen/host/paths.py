@@ -115,10 +115,10 @@ def temporary_folder() -> Iterator[Path]:
     import tempfile  # most calls need none
 
     try:
-        made = tempfile.TemporaryDirectory(prefix="flashgen-", ignore_cleanup_errors=True)
+        temporary = tempfile.TemporaryDirectory(prefix="flashgen-", ignore_cleanup_errors=True)
     except OSError as error:
         raise InternalError(f"no temporary folder can be made: {error}; {_TEMPORARY}") from error
-    with made as folder:
+    with temporary as folder:
         try:
             yield Path(folder)
         except OSError as error:
@@ -173,8 +173,8 @@ def tuned_dir() -> Path:
     if chosen:
         folder = expanded("FLASHGEN_TUNED", chosen)
         try:
-            found = next(filter(Path.exists, (folder, *folder.parents)), None)
-            why = "" if found is None or found.is_dir() else f"{found} is no folder"
+            nearest = next(filter(Path.exists, (folder, *folder.parents)), None)
+            why = "" if nearest is None or nearest.is_dir() else f"{nearest} is no folder"
         except OSError as error:
             why = f"{error.filename} cannot be looked at: {error.strerror}"
         if why:

@@ -23,7 +23,9 @@ def command(extra: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         requirements = []
     marked = re.compile(rf"extra == ['\"]{extra}['\"]")
-    packages = [each.split(";")[0].strip() for each in requirements if marked.search(each)]
+    packages = [
+        requirement.split(";")[0].strip() for requirement in requirements if marked.search(requirement)
+    ]
     if not packages:
         return f"reinstall flashgen with its extra {extra}"
     return "pip install " + " ".join(f"'{package}'" for package in packages)

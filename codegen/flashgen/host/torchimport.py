@@ -33,9 +33,9 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
             return None
-        others = (each for each in sys.meta_path if each is not self)
-        found = (each.find_spec(name, path, target) for each in others)
-        spec = next((each for each in found if each is not None), None)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

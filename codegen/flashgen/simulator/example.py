@@ -78,8 +78,8 @@ class Example(Protocol):
 
 def outputs(example: Example) -> tuple[np.ndarray, ...]:
     """The arrays that a call writes."""
-    given = zip(example.problem.operator.arguments, example.arrays, strict=True)
-    return tuple(x for argument, x in given if argument.is_output and x is not None)
+    pairs = zip(example.problem.operator.arguments, example.arrays, strict=True)
+    return tuple(x for argument, x in pairs if argument.is_output and x is not None)
 
 
 def make(variant: Variant, shape: Shape, seed: int) -> Example:

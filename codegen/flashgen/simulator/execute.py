@@ -207,7 +207,7 @@ class SimulatedGrid:
         """Run the blocks that are left, and ahead of each those of the grid behind that need not wait."""
         for first in self._left:
             if behind is not None and behind._dependent:
-                behind._left = [each for each in behind._left if not behind.runs_early(each)]
+                behind._left = [block for block in behind._left if not behind.runs_early(block)]
             self._add([self._call(first, self._cluster, Launch.ALONE)])
         return self._report()
 
@@ -279,31 +279,31 @@ def encode(described: TensorMap, pointer: int) -> bytes:
 def _regions(problem: Problem, pointers: Pointers, written: set[str], settled: set[str]) -> list[Region]:
     """The memory of the arrays, without the gaps between their rows."""
     inputs, outputs = Region.READABLE | Region.INITIALISED, Region.READABLE | Region.WRITABLE
-    found = []
+    regions = []
     for array, pointer in zip(problem.placed(), pointers, strict=False):
         if array is not None and pointer:
             strides = tuple(stride * array.element_bytes for stride in array.strides)
             access = outputs if array.argument.is_output else inputs
             access |= Region.INITIALISED if array.argument.name in written else 0
             access |= Region.SETTLED if array.argument.name in settled else 0
-            found += [
+            regions += [
                 Region(pointer + start, stop - start, array.argument.name.encode(), access)
                 for start, stop in _runs(array.extents[:-1], strides, array.row_bytes)
             ]
-    return found
+    return regions
 
 
 def _slices(planned: Steps, variant: Variant, pointers: Pointers, written: set[str]) -> list[Region]:
     """The slices of the workspace that a step has parameters for; it may read what an earlier one wrote."""
     types = {param.name: param.ctype for param in variant.params}
-    found = []
+    regions = []
     for name, offset, nbytes in planned.workspace.slices:
         if name in types and nbytes:
             access = Region.READABLE
             access |= 0 if types[name].startswith("const ") else Region.WRITABLE
             access |= Region.INITIALISED if name in written else 0
-            found.append(Region(pointers[-1] + offset, nbytes, name.encode(), access))
-    return found
+            regions.append(Region(pointers[-1] + offset, nbytes, name.encode(), access))
+    return regions
 
 
 def _runs(shape: Sequence[int], strides: Sequence[int], length: int) -> list[tuple[int, int]]:
@@ -333,10 +333,10 @@ def _shares(blocks: int, threads: int, cluster: int) -> list[tuple[int, int]]:
 
 
 def _error(raw: RawReport, kernel: str) -> SimulationError:
-    known = 0 < raw.error < len(_CHECKS)
+    listed = 0 < raw.error < len(_CHECKS)
     return SimulationError(
         raw.message.decode(errors="replace"),
-        check=_CHECKS[raw.error] if known else "other",
+        check=_CHECKS[raw.error] if listed else "other",
         kernel=kernel,
         block=raw.block[0],
         thread=raw.thread if raw.thread >= 0 else None,

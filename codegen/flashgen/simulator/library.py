@@ -327,14 +327,14 @@ def _engine(compiler: HostCompiler, cache: CubinCache | None) -> bytes:
 
 def _definitions(source: str, name: str) -> tuple[str, ...]:
     """What the shim must know of the kernel, from the text of its declaration."""
-    found = next((match for match in _KERNEL.finditer(source) if match["name"] == name), None)
-    if found is None:
+    kernel = next((match for match in _KERNEL.finditer(source) if match["name"] == name), None)
+    if kernel is None:
         raise InternalError(f"the source has no __global__ function {name}")
     definitions = [f"-DFLASHGEN_KERNEL={name}"]
-    if found["bounds"] is not None:
-        definitions.append(f"-DFLASHGEN_LAUNCH_BOUNDS={' '.join(found['bounds'].split())}")
-    if found["cluster"] is not None:
-        definitions.append(f"-DFLASHGEN_CLUSTER_DIMS={found['cluster']}")
+    if kernel["bounds"] is not None:
+        definitions.append(f"-DFLASHGEN_LAUNCH_BOUNDS={' '.join(kernel['bounds'].split())}")
+    if kernel["cluster"] is not None:
+        definitions.append(f"-DFLASHGEN_CLUSTER_DIMS={kernel['cluster']}")
     shared = _SHARED.search(source)
     if shared is not None:
         definitions.append(f"-DFLASHGEN_SHARED_MEMORY={shared['name']}")

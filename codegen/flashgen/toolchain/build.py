@@ -36,8 +36,8 @@ class Built:
     @property
     def spilled(self) -> int:
         """Bytes of registers that the kernel stores to and loads from local memory."""
-        made = self.compiled
-        return (made.spill_stores or 0) + (made.spill_loads or 0) if made else 0
+        kernel = self.compiled
+        return (kernel.spill_stores or 0) + (kernel.spill_loads or 0) if kernel else 0
 
     @property
     def failure(self) -> str:
@@ -58,16 +58,16 @@ class Built:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types for JSON; sizes in bytes."""
-        made = self.compiled
+        kernel = self.compiled
         return {
             "variant": self.variant.name,
             "arch": self.arch,
-            "registers": made.registers if made else None,
-            "spill_stores": made.spill_stores if made else None,
-            "spill_loads": made.spill_loads if made else None,
-            "stack": made.stack if made else None,
+            "registers": kernel.registers if kernel else None,
+            "spill_stores": kernel.spill_stores if kernel else None,
+            "spill_loads": kernel.spill_loads if kernel else None,
+            "stack": kernel.stack if kernel else None,
             "smem_dynamic": self.variant.smem_bytes,
-            "smem_static": made.smem_static if made else None,
+            "smem_static": kernel.smem_static if kernel else None,
             "threads": self.variant.threads,
             "seconds": round(self.seconds, 4),
             "cached": self.cached,
@@ -91,26 +91,26 @@ def pairs(variants: Sequence[Variant], archs: Sequence[str] = ()) -> list[tuple[
     """
     if not archs:
         return [(variant, arch) for variant in variants for arch in variant.archs]
-    found = []
+    targets = []
     for arch in archs:
         reached = [(variant, code) for variant in variants if (code := variant.code_for(arch))]
         if not reached:
             lowest = min((variant.min_arch for variant in variants), key=arch_number)
             raise BadParam(f"nothing to compile for {arch}: the chosen variants need {range_of(lowest)}")
         listed = [pair for pair in reached if arch_number(arch) in map(arch_number, pair[0].archs)]
-        found += listed or reached
+        targets += listed or reached
     order = {variant: index for index, variant in enumerate(variants)}
-    return sorted(dict.fromkeys(found), key=lambda pair: (order[pair[0]], arch_number(pair[1])))
+    return sorted(dict.fromkeys(targets), key=lambda pair: (order[pair[0]], arch_number(pair[1])))
 
 
 def build(
-    wanted: Iterable[tuple[Variant, str]],
+    targets: Iterable[tuple[Variant, str]],
     jobs: int | None = None,
     on_done: Callable[[Built], None] | None = None,
 ) -> list[Built]:
     """Compile every pair, or find it in the disk cache, on `jobs` threads; by default one for each processor.
 
-    The results are in the order of `wanted`; `on_done` hears of each as it ends. A kernel that does not
+    The results are in the order of `targets`; `on_done` hears of each as it ends. A kernel that does not
     render or compile is a Built with an error and stops nothing. Raises NoCompilerError where there is no
     compiler.
     """
@@ -123,7 +123,7 @@ def build(
         if on_done is not None:
             on_done(built)
 
-    return in_parallel(_build_one, wanted, jobs, report)
+    return in_parallel(_build_one, targets, jobs, report)
 
 
 def _build_one(pair: tuple[Variant, str]) -> Built:

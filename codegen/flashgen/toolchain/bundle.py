@@ -80,11 +80,11 @@ class Bundle:
             # In memory: a process that is forked would share the position in an open file.
             self._file = zipfile.ZipFile(io.BytesIO(data))
             manifest = json.loads(self._read(_MANIFEST, MAX_MANIFEST))
-            made = manifest["format"], manifest["flashgen"]
-            if made == (FORMAT, __version__):
+            maker = manifest["format"], manifest["flashgen"]
+            if maker == (FORMAT, __version__):
                 self.compiler: str = manifest["compiler"]
-                self.kernels = tuple(Held(**each) for each in manifest["kernels"])
-                self.specs = tuple(HeldSpec(**each) for each in manifest["specs"])
+                self.kernels = tuple(Held(**entry) for entry in manifest["kernels"])
+                self.specs = tuple(HeldSpec(**entry) for entry in manifest["specs"])
                 for text in (self.compiler, *itertools.chain(*self.kernels, *self.specs)):
                     if not isinstance(text, str):
                         raise TypeError(f"its manifest has {text!r} where a text should be")
@@ -94,16 +94,16 @@ class Bundle:
             ) from None
         except (*_DAMAGED, TypeError) as error:
             raise BadParam(f"{path} is not a bundle, or is damaged ({error}); {_REMEDY}") from error
-        if made != (FORMAT, __version__):
+        if maker != (FORMAT, __version__):
             raise BadParam(
-                f"{path} was made by flashgen {made[1]} (format {made[0]}); this is flashgen {__version__} "
+                f"{path} was made by flashgen {maker[1]} (format {maker[0]}); this is flashgen {__version__} "
                 f"(format {FORMAT}), which reads only its own bundles; {_REMEDY}"
             )
         # Whoever packs it anew may add folders and files of their own.
         members = (name.removeprefix(_FOLDER) for name in self._file.namelist() if name.startswith(_FOLDER))
         held = {name for name in members if _KEY.fullmatch(name)}
-        listed = {each.key: each.variant for each in self.kernels}
-        listed |= {each.key: each.spec for each in self.specs}
+        listed = {entry.key: entry.variant for entry in self.kernels}
+        listed |= {entry.key: entry.spec for entry in self.specs}
         missing = [name for key, name in listed.items() if key not in held]
         if missing:
             raise BadParam(f"{path} lists {missing[0]} and does not hold it; {_REMEDY}")
@@ -147,14 +147,14 @@ def write(
     under its name when it is whole.
     """
     manifest: dict[str, Any] = {"format": FORMAT, "flashgen": __version__, "compiler": compiler}
-    manifest["kernels"] = [each._asdict() for each in kernels]
-    manifest["specs"] = [each._asdict() for each in specs]
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as file:
+    manifest["kernels"] = [entry._asdict() for entry in kernels]
+    manifest["specs"] = [entry._asdict() for entry in specs]
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr(_member(_MANIFEST), json.dumps(manifest, indent=2))
         for key in sorted(entries):
             file.writestr(_member(_FOLDER + key), pack(key, entries[key]))
-    atomic.replace(path, made.getvalue())
+    atomic.replace(path, archive.getvalue())
 
 
 def active(value: str | None = None) -> tuple[Bundle, ...]:

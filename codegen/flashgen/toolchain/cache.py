@@ -239,13 +239,13 @@ class CubinCache:
         unreadable = tuple((path, _reason(error)) for path, error in closed)
         return CacheReport(intact, tuple(damaged), tuple(left), unreadable)
 
-    def clear(self, wanted: Callable[[bytes], bool] | None = None, unused_for: float = 0.0) -> CacheCleared:
-        """Remove the entries of whose payload ``wanted`` is true, and that nobody read for so many seconds,
+    def clear(self, matches: Callable[[bytes], bool] | None = None, unused_for: float = 0.0) -> CacheCleared:
+        """Remove the entries of whose payload ``matches`` is true, and that nobody read for so many seconds,
         which are known to an hour; by default all. Kernels that are loaded stay usable, and what processes
         hold or write meanwhile is left to them.
         """
         removed, left, problem = 0, 0, ""
-        everything = wanted is None and not unused_for
+        everything = matches is None and not unused_for
         try:
             self._folder.check()
         except Distrusted as error:
@@ -253,7 +253,7 @@ class CubinCache:
         for key, _, used in list(self._folder.entries()):
             if unused_for and time.time() - used < unused_for:
                 continue
-            if wanted is not None and not self._is_wanted(key, wanted):
+            if matches is not None and not self._is_wanted(key, matches):
                 continue
             try:
                 self._folder.remove(key)
@@ -267,12 +267,12 @@ class CubinCache:
             self._remove_stale()
         return CacheCleared(removed, left, problem)
 
-    def _is_wanted(self, key: str, wanted: Callable[[bytes], bool]) -> bool:
+    def _is_wanted(self, key: str, matches: Callable[[bytes], bool]) -> bool:
         try:
             payload = unpack(self._folder.read(key)[0], key)
         except OSError:
             return False
-        return payload is not None and wanted(payload)
+        return payload is not None and matches(payload)
 
     def _remove(self, key: str) -> bool:
         with contextlib.suppress(OSError):
@@ -341,8 +341,8 @@ _caches: weakref.WeakSet[CubinCache] = weakref.WeakSet()
 
 @forks.in_child
 def _renew_locks() -> None:
-    for each in _caches:
-        each._renew_locks()
+    for cache in _caches:
+        cache._renew_locks()
 
 
 def _reason(error: OSError) -> str:

@@ -50,12 +50,12 @@ def place(named: Path) -> Path:
         return named
     try:
         with private.opened(named, follow_link=True) as folder:
-            own = _is_cache(folder)
-            if own and not any(_names(folder)) and private.distrust(os.fstat(folder)):
-                own = private.is_trusted(named)
+            usable = _is_cache(folder)
+            if usable and not any(_names(folder)) and private.distrust(os.fstat(folder)):
+                usable = private.is_trusted(named)
     except OSError:  # it is not there, no folder, or closed to this user: reading or writing will say so
         return named
-    return named if own else named / SUBFOLDER
+    return named if usable else named / SUBFOLDER
 
 
 class CacheFolder:
@@ -120,8 +120,8 @@ class CacheFolder:
             shelves = [] if entries is None else list(filter(_SHELF.fullmatch, _names(entries)))
         for shelf in shelves:
             with self._listed(closed, "entries", shelf) as folder:
-                found = [] if folder is None else list(_files(folder))
-            yield from (file for file in found if _KEY.fullmatch(file.name) and file.name[:2] == shelf)
+                files = [] if folder is None else list(_files(folder))
+            yield from (file for file in files if _KEY.fullmatch(file.name) and file.name[:2] == shelf)
 
     def remove_left_over(self, before: float) -> None:
         """Remove the files of writers that were killed: those that nobody wrote to since ``before``."""
@@ -225,15 +225,15 @@ def _is_cache(folder: int) -> bool:
 
 
 def _names(folder: int) -> Iterator[str]:
-    with os.scandir(folder) as found:
-        for entry in found:
+    with os.scandir(folder) as entries:
+        for entry in entries:
             yield entry.name
 
 
 def _files(folder: int) -> Iterator[File]:
     """The regular files of a folder."""
-    with os.scandir(folder) as found:
-        for entry in found:
+    with os.scandir(folder) as entries:
+        for entry in entries:
             with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
                 if entry.is_file(follow_symlinks=False):

@@ -76,13 +76,13 @@ class Compiled(NamedTuple):
         """Inverse of `to_bytes`. Raises ValueError for anything else."""
         end = 4 + int.from_bytes(data[:4], "little")
         try:
-            found = cls(cubin=data[end:], **json.loads(data[4:end]))
+            compiled = cls(cubin=data[end:], **json.loads(data[4:end]))
         except (TypeError, RecursionError) as error:
             raise ValueError(f"not a compiled kernel: {error}") from error
-        for name, value in found._asdict().items():
+        for name, value in compiled._asdict().items():
             if not isinstance(value, _FIELD_TYPES.get(name, (int, NoneType))):
                 raise ValueError(f"not a compiled kernel: its {name} is {value!r}")
-        return found
+        return compiled
 
 
 def compile_cubin(
@@ -163,9 +163,9 @@ def _wheel_version(major: int, prefix: str) -> str | None:
         except metadata.PackageNotFoundError:
             continue
         # `metadata.version` would import a parser of e-mail for this line.
-        found = re.search(r"^Version: *(\S+)", text or "", re.MULTILINE)
-        if found and found[1].startswith(prefix):
-            return f"nvrtc {found[1]}"
+        match = re.search(r"^Version: *(\S+)", text or "", re.MULTILINE)
+        if match and match[1].startswith(prefix):
+            return f"nvrtc {match[1]}"
     return None
 
 
@@ -176,10 +176,10 @@ def supported_archs() -> tuple[int, ...]:
 
 def check_known(archs: Iterable[str]) -> None:
     """Raise BadParam for an architecture that this NVRTC cannot compile for."""
-    known = supported_archs()
+    supported = supported_archs()
     for arch in archs:
-        if arch_parts(arch)[0] not in known:
-            names = " ".join(f"sm_{number}" for number in known)
+        if arch_parts(arch)[0] not in supported:
+            names = " ".join(f"sm_{number}" for number in supported)
             raise BadParam(f"{compiler_version()} does not know {arch}; it compiles for {names}")
 
 
@@ -293,8 +293,8 @@ def _excerpt(text: str, line: int) -> list[str]:
 
 
 def _number(pattern: str, text: str) -> int | None:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else None
+    match = re.search(pattern, text)
+    return int(match[1]) if match else None
 
 
 @functools.cache

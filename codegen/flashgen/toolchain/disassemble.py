@@ -57,20 +57,20 @@ def nvdisasm() -> Path:
 
     Raises NoDisassemblerError, which says how to install one.
     """
-    found = next(_installed(), None)
-    if found is None:
+    program = next(_installed(), None)
+    if program is None:
         raise NoDisassemblerError(
             f"SASS needs nvdisasm, which is neither on PATH, nor in a CUDA toolkit, nor installed; {_INSTALL}"
         )
-    return found
+    return program
 
 
 def _installed() -> Iterator[Path]:
     """Each nvdisasm, in the order in which they are tried."""
     for folder in (None, *_folders()):
-        found = shutil.which("nvdisasm", path=None if folder is None else str(folder))
-        if found:
-            yield Path(found)
+        program = shutil.which("nvdisasm", path=None if folder is None else str(folder))
+        if program:
+            yield Path(program)
 
 
 def sass(cubin: bytes) -> str:

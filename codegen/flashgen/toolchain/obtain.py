@@ -40,7 +40,7 @@ class _Edited(Exception):
 
 
 def _obtained(variant: Variant, arch: str, key: str) -> tuple[Compiled, bool]:
-    made: list[Compiled] = []
+    compiled: list[Compiled] = []
     cache = caches.default()
 
     def build() -> bytes:
@@ -49,31 +49,31 @@ def _obtained(variant: Variant, arch: str, key: str) -> tuple[Compiled, bool]:
         if cache_key(variant, arch) != key:
             raise _Edited
         with template_lines_named(variant, source):
-            made.append(compiler.compile_cubin(source, variant.name, arch, variant.options, headers))
+            compiled.append(compiler.compile_cubin(source, variant.name, arch, variant.options, headers))
         _log.info(
             "compiled %s for %s in %.2f s; it was not in %s",
             variant.name,
             arch,
-            made[0].seconds,
+            compiled[0].seconds,
             cache.root,
         )
-        return made[0].to_bytes()
+        return compiled[0].to_bytes()
 
     kept = _unpacked(cache.get_or_build(key, build), variant, key)
-    if not made and kept is None:
+    if not compiled and kept is None:
         cache.put(key, build())
-    if not made:
+    if not compiled:
         _log.debug("%s for %s came from %s", variant.name, arch, cache.root)
-    return (made[0], False) if made else (kept, True)
+    return (compiled[0], False) if compiled else (kept, True)
 
 
 def _unpacked(payload: bytes, variant: Variant, key: str) -> Compiled | None:
     """The kernel of an entry; None, with a warning, where it holds something else."""
     try:
-        found = Compiled.from_bytes(payload)
-        if found.name == variant.name:
-            return found
-        why = f"it is {found.name}"
+        kernel = Compiled.from_bytes(payload)
+        if kernel.name == variant.name:
+            return kernel
+        why = f"it is {kernel.name}"
     except ValueError as error:
         why = str(error)
     warnings.warn(f"{key} is not {variant.name} ({why}); it is built again", CacheWarning, stacklevel=2)
@@ -92,10 +92,10 @@ def recall(variant: Variant, arch: str) -> Compiled | None:
     for version in dict.fromkeys(versions):
         payload = None if version is None else cache.get(cache_key(variant, arch, version))
         if payload is not None:
-            found = _unpacked(payload, variant, cache_key(variant, arch, version))
-            if found is not None:
+            kernel = _unpacked(payload, variant, cache_key(variant, arch, version))
+            if kernel is not None:
                 _log.debug("%s for %s came from %s", variant.name, arch, cache.root)
-                return found
+                return kernel
     return None
 
 
@@ -109,20 +109,20 @@ def cache_key(variant: Variant, arch: str, version: str | None = None) -> str:
     return caches.key_for(render.source_digest(variant), arch, options, version)
 
 
-def arch_for(variant: Variant, device: Device, known: Sequence[int] | None = None) -> str:
+def arch_for(variant: Variant, device: Device, supported: Sequence[int] | None = None) -> str:
     """What to compile ``variant`` for, to run on ``device``: "sm_90", "sm_90a" or "compute_90".
 
     The device's own architecture, as `Variant.code_for` has it ("sm_90a": features of that one alone). A
     device that is too new for this NVRTC gets PTX for the highest virtual architecture below its own, which
-    the driver translates when it loads it. ``known`` is by default what this NVRTC supports. Raises
+    the driver translates when it loads it. ``supported`` is by default what this NVRTC supports. Raises
     DeviceTypeNotSupported for a device older than the variant or than NVRTC.
     """
-    own = own_arch(variant, device)
+    native = own_arch(variant, device)
     number, lowest = arch_parts(device.arch)[0], arch_parts(variant.min_arch)[0]
-    known = compiler.supported_archs() if known is None else known
-    if number in known:
-        return own
-    virtual = [arch for arch in known if lowest <= arch < number]
+    supported = compiler.supported_archs() if supported is None else supported
+    if number in supported:
+        return native
+    virtual = [arch for arch in supported if lowest <= arch < number]
     if not virtual:
         raise DeviceTypeNotSupported(
             f"{compiler.compiler_version()} cannot compile {variant.name} for {device}"
@@ -132,7 +132,7 @@ def arch_for(variant: Variant, device: Device, known: Sequence[int] | None = Non
 
 def own_arch(variant: Variant, device: Device) -> str:
     """`arch_for` where the compiler knows the device."""
-    own = variant.code_for(device.arch)
-    if own is None:
+    code = variant.code_for(device.arch)
+    if code is None:
         raise DeviceTypeNotSupported(f"{variant.name} needs {range_of(variant.min_arch)}, not {device}")
-    return own
+    return code

@@ -23,10 +23,10 @@ def template_lines_named(variant: Variant, source: str) -> Iterator[None]:
     try:
         yield
     except CompileError as error:
-        found = _origins(variant, source, str(error))
-        if not found:
+        origins = _origins(variant, source, str(error))
+        if not origins:
             raise
-        raise CompileError("\n".join([str(error), "in the templates:", *found])) from None
+        raise CompileError("\n".join([str(error), "in the templates:", *origins])) from None
 
 
 def _origins(variant: Variant, source: str, message: str) -> list[str]:

@@ -81,8 +81,8 @@ def make_folder(path: str | os.PathLike[str], folder: int | None = None) -> None
     """Make a folder for this user alone, unless it is there. ``folder``: the descriptor of its parent."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700, dir_fd=folder)
-        made = os.stat(path, dir_fd=folder, follow_symlinks=False)
-        if made.st_mode & 0o777 != 0o700:  # the umask took a part of it
+        status = os.stat(path, dir_fd=folder, follow_symlinks=False)
+        if status.st_mode & 0o777 != 0o700:  # the umask took a part of it
             os.chmod(path, 0o700, dir_fd=folder)
 
 
@@ -91,8 +91,8 @@ def make_folders(path: Path) -> None:
     missing = [path]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
-    for each in reversed(missing):
-        make_folder(each)
+    for folder in reversed(missing):
+        make_folder(folder)
 
 
 @contextlib.contextmanager

@@ -37,14 +37,14 @@ def sampled_share(
     (out,) = results
     batch = int(rng.integers(case.batch))
     head = int(rng.integers(case.num_heads_q))
-    q, k, v, found = _one_head(case, inputs, out, batch, head, host)
+    q, k, v, result = _one_head(case, inputs, out, batch, head, host)
     rows = np.unique(np.r_[0, len(q) - 1, rng.integers(len(q), size=_ROWS)])
     dense = None if inputs.mask is None else host.numpy(inputs.mask)[rows]
-    q, k, v, found = (x[None, :, None] for x in (q[rows], k, v, found[rows]))
+    q, k, v, result = (x[None, :, None] for x in (q[rows], k, v, result[rows]))
     band = case.band_of(*case.sequences[batch])
     modification = _modification(case, case.slopes()[None, head : head + 1].astype(np.float64))
     expected = reference.attention(q, k, v, case.dtype, case.head_dim**-0.5, band, dense, rows, modification)
-    return reference.largest(found, expected.out, expected.out_bound).share
+    return reference.largest(result, expected.out, expected.out_bound).share
 
 
 def _share_of_gradients(
@@ -70,7 +70,7 @@ def _share_of_gradients(
         dout, q, k, v, case.dtype, scale, band, inputs.mask, modification=modification
     )
     pairs = zip((dq, dk, dv), right[:3], right[3:], strict=True)
-    return max(reference.largest(*each).share for each in pairs)
+    return max(reference.largest(*gradient).share for gradient in pairs)
 
 
 def _one_head(
@@ -83,9 +83,9 @@ def _one_head(
     if case.is_packed:
         begins = np.cumsum([(0, 0), *case.sequences], axis=0)[batch : batch + 2]
         of_q, of_kv = (slice(int(begin), int(end)) for begin, end in begins.T)
-        q, found = (host.numpy(x[of_q, head]) for x in (inputs.q, out))
-        return q, *(host.numpy(x[of_kv, kv_head]) for x in (inputs.k, inputs.v)), found
-    q, found = (host.numpy(x[batch, :, head]) for x in (inputs.q, out))
+        q, result = (host.numpy(x[of_q, head]) for x in (inputs.q, out))
+        return q, *(host.numpy(x[of_kv, kv_head]) for x in (inputs.k, inputs.v)), result
+    q, result = (host.numpy(x[batch, :, head]) for x in (inputs.q, out))
     if case.page_size:
         pages = host.numpy(inputs.pages[batch]).astype(int).tolist()
         k, v = (host.numpy(x[:, :, kv_head][pages]) for x in (inputs.k, inputs.v))
@@ -100,7 +100,7 @@ def _one_head(
         q = _rotated(q, cos[of_q], sin[of_q])
         k = np.concatenate((k[: positions[0]], _rotated(k_new, cos[positions], sin[positions])))
         v = np.concatenate((v[: positions[0]], v_new))
-    return q, k, v, found
+    return q, k, v, result
 
 
 def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:

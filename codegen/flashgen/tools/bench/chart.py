@@ -87,8 +87,8 @@ def _panels(rows: list[Row]) -> dict[tuple[int, bool], list[Row]]:
 
 def _styles(report: Report) -> dict[str, tuple[str, str]]:
     """Colour and marker by peer, the same in every chart for a known peer."""
-    known = dict.fromkeys([*all_peers(), *report.peers])
-    return dict(zip(known, itertools.cycle(_STYLES), strict=False))
+    names = dict.fromkeys([*all_peers(), *report.peers])
+    return dict(zip(names, itertools.cycle(_STYLES), strict=False))
 
 
 def _value(report: Report, row: Row, peer: str) -> float:

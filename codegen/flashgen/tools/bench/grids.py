@@ -41,32 +41,34 @@ class Grid:
 
         Raises BadParam when nothing is left or a field is unknown.
         """
-        wanted = {key: {str(value) for value in values} for key, values in (where or {}).items()}
+        conditions = {key: {str(value) for value in values} for key, values in (where or {}).items()}
         if dtypes is not None:
-            wanted["dtype"] = set(dtypes)
-        unknown = set(wanted) - set(Case.__dataclass_fields__)
+            conditions["dtype"] = set(dtypes)
+        unknown = set(conditions) - set(Case.__dataclass_fields__)
         if unknown:
             raise BadParam(
                 f"a case has no {', '.join(sorted(unknown))}; it has {', '.join(Case.__dataclass_fields__)}"
             )
         kept = [
-            c for c in self.cases if all(str(getattr(c, key)) in values for key, values in wanted.items())
+            c for c in self.cases if all(str(getattr(c, key)) in values for key, values in conditions.items())
         ]
         if not kept:
-            asked = ", ".join(f"{key} {' or '.join(sorted(values))}" for key, values in wanted.items())
+            described = ", ".join(
+                f"{key} {' or '.join(sorted(values))}" for key, values in conditions.items()
+            )
             there = [
-                f"{key} {', '.join(sorted({str(getattr(c, key)) for c in self.cases}))}" for key in wanted
+                f"{key} {', '.join(sorted({str(getattr(c, key)) for c in self.cases}))}" for key in conditions
             ]
-            raise BadParam(f"grid {self.name} has no case with {asked}; it has {'; '.join(there)}")
+            raise BadParam(f"grid {self.name} has no case with {described}; it has {'; '.join(there)}")
         names = {case.name for case in kept} | {case.baseline for case in kept}
         return replace(self, cases=tuple(c for c in self.cases if c.name in names))
 
     def groups(self) -> list[tuple[Case, ...]]:
         """The cases in the sets that are timed together: each case with those that are set against it."""
-        found: dict[str, list[Case]] = {}
+        by_baseline: dict[str, list[Case]] = {}
         for case in self.cases:
-            found.setdefault(case.baseline or case.name, []).append(case)
-        return [tuple(group) for group in found.values()]
+            by_baseline.setdefault(case.baseline or case.name, []).append(case)
+        return [tuple(group) for group in by_baseline.values()]
 
 
 def find_grid(name: str) -> Grid:

@@ -139,32 +139,32 @@ def filled(
     copies one to the device.
     """
     rng = np.random.default_rng(seed)
-    found: dict[str, Any] = {"mask": place(case.hidden(rng)) if case.is_dense else None}
+    arrays: dict[str, Any] = {"mask": place(case.hidden(rng)) if case.is_dense else None}
     *of_inputs, of_out = shapes(case)
-    found |= {name: normal(shape) for name, shape in zip("qkv", of_inputs, strict=True)}
-    found["out"] = empty(of_out)
+    arrays |= {name: normal(shape) for name, shape in zip("qkv", of_inputs, strict=True)}
+    arrays["out"] = empty(of_out)
     if case.is_backward:
-        found["dout"] = normal(of_out)
+        arrays["dout"] = normal(of_out)
         rows = (case.num_heads_q, case.seqlen_q * (case.batch if case.is_packed else 1))
-        found["lse"] = place(np.empty(rows if case.is_packed else (case.batch, *rows), np.float32))
-        found |= {f"d{name}": empty(shape) for name, shape in zip("qkv", of_inputs, strict=True)}
+        arrays["lse"] = place(np.empty(rows if case.is_packed else (case.batch, *rows), np.float32))
+        arrays |= {f"d{name}": empty(shape) for name, shape in zip("qkv", of_inputs, strict=True)}
     if case.score == "alibi":
-        found["slopes"] = place(case.slopes())
+        arrays["slopes"] = place(case.slopes())
     if case.is_packed:
         ends = np.cumsum([(0, 0), *case.sequences], axis=0, dtype=np.int32)
-        found |= {f"cu_seqlens_{name}": place(ends[:, n].copy()) for n, name in enumerate(("q", "kv"))}
+        arrays |= {f"cu_seqlens_{name}": place(ends[:, n].copy()) for n, name in enumerate(("q", "kv"))}
     if case.lengths == "cache":
         length = case.seqlen_kv - (case.seqlen_q if case.appends else 0)
-        found["kv_lengths"] = place(np.full(case.batch, length, np.int32))
+        arrays["kv_lengths"] = place(np.full(case.batch, length, np.int32))
     if case.page_size:
         order = rng.permutation(shapes(case)[1][0]).astype(np.int32)
-        found["pages"] = place(order.reshape(case.batch, -1))
+        arrays["pages"] = place(order.reshape(case.batch, -1))
     if case.appends:
         new = (case.batch, case.seqlen_q, case.num_heads_kv)
-        found |= {"k_new": normal((*new, case.head_dim)), "v_new": normal((*new, case.width_v))}
+        arrays |= {"k_new": normal((*new, case.head_dim)), "v_new": normal((*new, case.width_v))}
         tables = quarter_turns(case.seqlen_kv, case.head_dim // 2)
-        found |= {name: place(table) for name, table in zip(("cos", "sin"), tables, strict=True)}
-    return Inputs(**found)
+        arrays |= {name: place(table) for name, table in zip(("cos", "sin"), tables, strict=True)}
+    return Inputs(**arrays)
 
 
 class TorchHost:

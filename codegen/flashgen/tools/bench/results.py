@@ -171,7 +171,7 @@ class Report:
         by_peer = {name: [row.ratio(name) for row in self.rows] for name in self.peers if name != OURS}
         if self.best_of:
             best = (row.best_rival() for row in self.rows)
-            by_peer[self.best_of] = [found and found[0] for found in best]
+            by_peer[self.best_of] = [rival and rival[0] for rival in best]
         summaries = []
         for peer, dtype in product(by_peer, self.dtypes):
             ratios = [
@@ -186,7 +186,7 @@ class Report:
 
     def losses(self) -> list[Loss]:
         """One Loss for each dtype and limit that cases have."""
-        found = []
+        results = []
         kinds = dict.fromkeys((r.case.dtype, r.case.loss_limit) for r in self.rows if r.case.loss_limit)
         for dtype, limit in kinds:
             losses = [
@@ -197,8 +197,8 @@ class Report:
             ]
             if losses:
                 mean = math.fsum(loss for loss, _ in losses) / len(losses)
-                found.append(Loss(dtype, len(losses), mean, *max(losses), limit))
-        return found
+                results.append(Loss(dtype, len(losses), mean, *max(losses), limit))
+        return results
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, with the derived figures beside the measured ones."""

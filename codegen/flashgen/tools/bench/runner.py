@@ -162,8 +162,8 @@ def _first_call(
     host.synchronize()
     start = time.perf_counter()
     call = peer.prepare(case, sets)
-    found = call(0)
-    results = found if isinstance(found, tuple) else (found,)
+    output = call(0)
+    results = output if isinstance(output, tuple) else (output,)
     host.synchronize()
     seconds = time.perf_counter() - start
     if reference is None:

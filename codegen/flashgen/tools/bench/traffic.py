@@ -96,11 +96,11 @@ def _tiles(case: Case, variant: Variant, block_n: int, block_m: int | None = Non
     block_m = variant.tile_value("block_m") if block_m is None else block_m
     unit, count = variant.grid.from_last_row, -(-case.seqlen_q // block_m)
     ahead = count * block_m - -(-case.seqlen_q // unit) * unit if unit else 0
-    found = []
+    tiles = []
     for first in range(-ahead, case.seqlen_q, block_m):
         last = min(first + block_m, case.seqlen_q) - 1
         end = case.seqlen_kv
         if case.mask == "causal":
             end = min(end, max(0, last + case.seqlen_kv - case.seqlen_q + 1))
-        found.append((last + 1 - max(first, 0), min(case.seqlen_kv, -(-end // block_n) * block_n)))
-    return found
+        tiles.append((last + 1 - max(first, 0), min(case.seqlen_kv, -(-end // block_n) * block_n)))
+    return tiles

@@ -44,11 +44,11 @@ def fields(subjects: Sequence[Subject]) -> list[Field]:
     checked = {
         spec.path: examine(spec.path, spec.text) for spec in {s.spec.path: s.spec for s in subjects}.values()
     }
-    found = []
+    entries = []
     for subject in subjects:
-        known = checked[subject.spec.path]
+        spec_tables = checked[subject.spec.path]
         ordinary = dict(subject.ordinary.tile)
-        tiles = known.space.at(subject.point, ordinary)
+        tiles = spec_tables.space.at(subject.point, ordinary)
         if subject.tuned is not None and dict(subject.tuned.tile) not in tiles:
             tiles.insert(0, dict(subject.tuned.tile))
         rows, dropped = [], []
@@ -56,13 +56,13 @@ def fields(subjects: Sequence[Subject]) -> list[Field]:
             if tile == ordinary:
                 continue
             try:
-                resources = known.table.resources(tile, subject.point, SpecError)
+                resources = spec_tables.table.resources(tile, subject.point, SpecError)
             except SpecError as error:
                 dropped.append(Dropped(tile, str(error)))
                 continue
             rows.append(TunedRow(subject.point, tile, 1.0, {}, Entry(-1, False, resources)))
-        spec = Spec(subject.spec.path, subject.spec.text, combine(known.content, rows))
+        spec = Spec(subject.spec.path, subject.spec.text, combine(spec_tables.content, rows))
         variants = spec.select(target=subject.ordinary.target, **dict(subject.ordinary.axes))
         candidates = tuple(v for v in variants if v.is_main and v.tile_name == TUNED_TILE)
-        found.append(Field(subject, candidates, tuple(dropped)))
-    return found
+        entries.append(Field(subject, candidates, tuple(dropped)))
+    return entries

@@ -64,8 +64,8 @@ def hold(
     )
     results = []
     for index, field in enumerate(fields):
-        own = [next(built) for _ in range(1 + len(field.candidates))]
-        results.append(_compete(field, own, cases[index], bench, on_step))
+        kernels = [next(built) for _ in range(1 + len(field.candidates))]
+        results.append(_compete(field, kernels, cases[index], bench, on_step))
     return results
 
 
@@ -91,25 +91,26 @@ def _compete(
         dropped.append(Dropped(dict(variant.tile), why))
 
     left: list[Built] = []
-    for each in built:
+    for kernel in built:
         # The ordinary tile serves now, spills or not.
-        why = each.error if each.variant is ordinary else each.failure
-        why = why or bench.wrong(each.variant)
+        why = kernel.error if kernel.variant is ordinary else kernel.failure
+        why = why or bench.wrong(kernel.variant)
         if why:
-            drop(each.variant, why)
+            drop(kernel.variant, why)
         else:
-            left.append(each)
-    timings: dict[Variant, dict[str, Timing]] = {each.variant: {} for each in left}
+            left.append(kernel)
+    timings: dict[Variant, dict[str, Timing]] = {kernel.variant: {} for kernel in left}
     for case in cases:
-        variants = [each.variant for each in left]
+        variants = [kernel.variant for kernel in left]
         for variant, timing in zip(variants, bench.time(variants, case), strict=True):
             if isinstance(timing, str):
                 drop(variant, f"{case.name}: {timing}")
-                left = [each for each in left if each.variant is not variant]
+                left = [kernel for kernel in left if kernel.variant is not variant]
             else:
                 timings[variant][case.name] = timing
         on_step(f"timed {ordinary} on {case.name}")
     trials = [
-        Trial(each.variant, each, bench.blocks_per_sm(each.variant), timings[each.variant]) for each in left
+        Trial(kernel.variant, kernel, bench.blocks_per_sm(kernel.variant), timings[kernel.variant])
+        for kernel in left
     ]
     return rank(field.subject, cases, trials[0], trials[1:], dropped)

@@ -140,8 +140,8 @@ class GpuBench:
 
     def _plan(self, variant: Variant, inputs: Inputs, **options: Any) -> Plan:
         """A plan with this variant, whatever dispatch would take."""
-        given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask": inputs.mask, "out": inputs.out}
-        q, k, v, mask, out = (None if x is None else view(x, name) for name, x in given.items())
+        arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask": inputs.mask, "out": inputs.out}
+        q, k, v, mask, out = (None if x is None else view(x, name) for name, x in arrays.items())
         problem = normalise(q, k, v, mask=mask, out=out, **options)
         runner = prepare(problem, self._device.ordinal, (variant,))
-        return Plan(problem, runner, (*given.values(), None))
+        return Plan(problem, runner, (*arrays.values(), None))

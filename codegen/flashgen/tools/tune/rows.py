@@ -56,11 +56,11 @@ def _boxes(points: list[Point], domain: Mapping[str, Sequence[Any]]) -> list[lis
 
 
 def _condition(box: Sequence[Sequence[Any]], domain: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    found = {}
+    condition = {}
     for (axis, values), side in zip(domain.items(), box, strict=True):
         if len(side) < len(values):
-            found[axis] = side[0] if len(side) == 1 else list(side)
-    return found
+            condition[axis] = side[0] if len(side) == 1 else list(side)
+    return condition
 
 
 def _place(point: Point, domain: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:

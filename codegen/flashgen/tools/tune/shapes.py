@@ -51,16 +51,16 @@ def suited(variants: Sequence[Variant], shapes: Sequence[str] | None = None) -> 
 
     Raises BadParam for a text that is no shape, and Unsuited where no variant has a problem.
     """
-    found: list[list[Case] | Unsuited] = []
+    problems: list[list[Case] | Unsuited] = []
     for variant in variants:
         try:
-            found.append(cases(variant, shapes))
+            problems.append(cases(variant, shapes))
         except Unsuited as reason:
-            found.append(reason)
-    reasons = [each for each in found if isinstance(each, Unsuited)]
-    if reasons and len(reasons) == len(found):
+            problems.append(reason)
+    reasons = [entry for entry in problems if isinstance(entry, Unsuited)]
+    if reasons and len(reasons) == len(problems):
         raise reasons[0]
-    return found
+    return problems
 
 
 def cases(variant: Variant, shapes: Sequence[str] | None = None) -> list[Case]:
@@ -72,7 +72,7 @@ def cases(variant: Variant, shapes: Sequence[str] | None = None) -> list[Case]:
     window has 1,024 keys, or a quarter of them where there are fewer than 4,096. Raises BadParam for a text
     that is no shape, and Unsuited where no call of the variant has any of them.
     """
-    found: dict[str, Case] = {}
+    by_name: dict[str, Case] = {}
     reasons = []
     for text in default(variant) if shapes is None else shapes:
         try:
@@ -80,10 +80,10 @@ def cases(variant: Variant, shapes: Sequence[str] | None = None) -> list[Case]:
         except Unsuited as reason:
             reasons.append(reason)
         else:
-            found[case.name] = case
-    if not found:
+            by_name[case.name] = case
+    if not by_name:
         raise reasons[0]
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _case(variant: Variant, text: str) -> Case:
@@ -138,10 +138,10 @@ def _heads(variant: Variant, heads_q: str | None, heads_kv: str | None, text: st
     queries = int(heads_q)
     keys = int(heads_kv) if heads_kv else max(1, queries // GROUP) if grouped else queries
     if not (queries and keys) or queries % keys or (queries > keys) != grouped:
-        wanted = (
+        needed = (
             "a multiple of the kv heads, and more than they are" if grouped else "as many as the kv heads"
         )
-        raise Unsuited(f"shape {text!r}: {queries} query heads on {keys} kv heads; {variant} needs {wanted}")
+        raise Unsuited(f"shape {text!r}: {queries} query heads on {keys} kv heads; {variant} needs {needed}")
     return queries, keys
 
 

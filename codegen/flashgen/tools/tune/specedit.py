@@ -58,10 +58,10 @@ def edited(path: Path, text: bytes, winners: Mapping[Point, Measured | None]) ->
     expected = _ordinary_tiles(checked.content)
     expected |= {point: tuple(won.tile.items()) for point, won in winners.items() if won is not None}
     try:
-        found = _ordinary_tiles(examine(path, result).content)
+        tiles = _ordinary_tiles(examine(path, result).content)
     except SpecError as error:
         raise _by_hand(checked, f"the edited text would be wrong: {error}") from None
-    if found != expected:
+    if tiles != expected:
         raise _by_hand(checked, "the edited text would say something else; is there an anchor?")
     return result
 
@@ -103,12 +103,12 @@ def _efficiency(points: Sequence[Point], winners: Mapping[Point, Measured | None
 
 def _changed(checked: Checked, index: int, tile: Mapping[str, int], efficiency: float) -> list[_Edit]:
     """New values in the place of the old ones."""
-    wanted: dict[str, Any] = {**tile, "efficiency": efficiency}
-    given = checked.file.tiles[index]
+    values: dict[str, Any] = {**tile, "efficiency": efficiency}
+    fields = checked.file.tiles[index]
     edits = []
-    for key, value in wanted.items():
-        if key in given:
-            if given[key] != value:
+    for key, value in values.items():
+        if key in fields:
+            if fields[key] != value:
                 node = checked.document.node(("tiles", index, key))
                 edits.append(_Edit(_place(node.start_mark), _place(node.end_mark), str(value)))
         elif value != 1.0:
@@ -124,9 +124,9 @@ def _inserted(
     checked: Checked, index: int, points: Sequence[Point], tile: Mapping[str, int], efficiency: float | None
 ) -> _Edit:
     """Rows for some of the points of a row, in lines above it."""
-    content, given = checked.content, checked.file.tiles[index]
+    content, fields = checked.content, checked.file.tiles[index]
     domain = {**content.axes, "target": tuple(content.targets)}
-    further = {key: given[key] for key in given if key not in domain and key not in tile}
+    further = {key: fields[key] for key in fields if key not in domain and key not in tile}
     if efficiency is not None:
         further["efficiency"] = efficiency
     row = checked.document.node(("tiles", index))
@@ -137,15 +137,15 @@ def _inserted(
             ("tiles", index), "tiles can be written where each row has lines of its own"
         )
     rows = [
-        row_text({**limits, **tile, **further, **_promise(checked, given, limits)})
+        row_text({**limits, **tile, **further, **_promise(checked, fields, limits)})
         for limits in conditions(points, domain)
     ]
     return _Edit((line, 0), (line, 0), "".join(f"{before}{text}\n" for text in rows))
 
 
-def _promise(checked: Checked, given: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
-    """``no_spills`` of a narrower row: the architectures that ``given`` names and it has."""
-    named = given.get("no_spills")
+def _promise(checked: Checked, fields: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+    """``no_spills`` of a narrower row: the architectures that ``fields`` names and it has."""
+    named = fields.get("no_spills")
     if not isinstance(named, list):
         return {}
     targets = checked.content.targets

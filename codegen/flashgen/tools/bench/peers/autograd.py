@@ -44,9 +44,9 @@ class TorchPeer:
         def run(index: int) -> Any:
             inputs = leaves[index]
             stream = torch.cuda.current_stream().cuda_stream if inputs.q.is_cuda else 0
-            out, wanted = recorded(index, stream), (inputs.q, inputs.k, inputs.v)
+            out, tensors = recorded(index, stream), (inputs.q, inputs.k, inputs.v)
             with _same_bits() if case.deterministic else contextlib.nullcontext():
-                return torch.autograd.grad(out, wanted, inputs.dout, retain_graph=True)
+                return torch.autograd.grad(out, tensors, inputs.dout, retain_graph=True)
 
         return run
 

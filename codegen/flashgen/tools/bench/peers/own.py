@@ -76,8 +76,8 @@ class Flashgen:
             return self._gradients(case, sets)
         if case.lengths != "none":
             return self._with_lengths(case, sets)
-        given = first.q, first.k, first.v
-        plan = make_plan(*given, out=first.out, algorithm=self.algorithm, **_options(case, first))
+        operands = first.q, first.k, first.v
+        plan = make_plan(*operands, out=first.out, algorithm=self.algorithm, **_options(case, first))
         examples = {"q": first.q, "k": first.k, "v": first.v, "mask": first.mask, "out": first.out}
         if first.slopes is not None:
             examples["slope"] = first.slopes
@@ -87,8 +87,8 @@ class Flashgen:
         def run(index: int) -> Any:
             inputs = sets[index]
             named = {} if inputs.slopes is None else {"slope": inputs.slopes}
-            given = inputs.q, inputs.k, inputs.v
-            return plan(*given, mask=inputs.mask, out=inputs.out, workspace=workspace, **named)
+            operands = inputs.q, inputs.k, inputs.v
+            return plan(*operands, mask=inputs.mask, out=inputs.out, workspace=workspace, **named)
 
         return run
 
@@ -98,8 +98,8 @@ class Flashgen:
 
         def arrays(inputs: Inputs, *names: str) -> dict[str, Any]:
             lengths = ("cu_seqlens_q", "cu_seqlens_kv") if case.is_packed else ("mask",)
-            found = {name: getattr(inputs, name) for name in ("q", "k", "v", "out", "lse", *lengths, *names)}
-            return found if inputs.slopes is None else found | {"slope": inputs.slopes}
+            named = {name: getattr(inputs, name) for name in ("q", "k", "v", "out", "lse", *lengths, *names)}
+            return named if inputs.slopes is None else named | {"slope": inputs.slopes}
 
         first = sets[0]
         options = _options(case, first)
@@ -110,9 +110,9 @@ class Flashgen:
         forward = make_plan(first.q, first.k, first.v, out=first.out, return_lse=True, **options)
         for inputs in sets:
             forward(**arrays(inputs))
-        given = first.dout, first.q, first.k, first.v, first.out, first.lse
+        operands = first.dout, first.q, first.k, first.v, first.out, first.lse
         written = {name: getattr(first, name) for name in ("dq", "dk", "dv")}
-        plan = plan_backward(*given, **written, **options, deterministic=case.deterministic)
+        plan = plan_backward(*operands, **written, **options, deterministic=case.deterministic)
         plan = self._changed(plan, arrays(first, "dout", *written))
         return lambda index: plan(**arrays(sets[index], "dout", *written))
 

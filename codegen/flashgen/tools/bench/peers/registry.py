@@ -56,13 +56,13 @@ def choose_peers(names: Sequence[str] | None) -> tuple[list[Peer], dict[str, str
     With no names, all that can be used here but those in LINEAGE. Raises BadParam for an unknown name or one
     that cannot be used, and DeviceTypeNotSupported where flashgen itself cannot.
     """
-    known = all_peers()
-    unknown = [name for name in names or () if name not in known]
+    peers = all_peers()
+    unknown = [name for name in names or () if name not in peers]
     if unknown:
-        raise BadParam(f"there is no peer {', '.join(unknown)}; peers: {', '.join(known)}")
+        raise BadParam(f"there is no peer {', '.join(unknown)}; peers: {', '.join(peers)}")
     chosen: list[Peer] = []
     left_out: dict[str, str] = {}
-    for name, peer in known.items():
+    for name, peer in peers.items():
         if name != OURS and (name in LINEAGE if names is None else name not in names):
             continue
         reason = peer.unavailable()
