@@ -39,14 +39,14 @@ def pytest_configure():
 
 
 def pytest_report_header(config):
-    part = "all tests" if config.option.whole else "a part of the simulator's tests, all with --whole"
+    part = "all tests" if config.option.whole else "of many tests a part, all with --whole"
     return f"{VARIABLE}={run_seed()}: {part}"
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    """Without --whole leave out tests that are marked extra, and most of those that are many and alike; but
-    run all of a file that the command line names.
+    """Without --whole leave out tests that are marked extra, and most of those that a run draws from; but run
+    all of a file that the command line names.
     """
     if config.option.whole or any(".py" in argument for argument in config.args):
         return

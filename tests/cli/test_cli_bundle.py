@@ -114,6 +114,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 SELECTIONS = sorted({*re.findall(r"flashgen (?:build|bundle) --select '([^']*)'", README)})
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("more", [(), ("--score", "softcap"), ("--arch", "sm_80")], ids=" ".join)
 @pytest.mark.parametrize("select", [*SELECTIONS, "head_dim=64 dtype=fp16 mask_type=none"])
 def test_build_and_bundle_take_the_same_kernels(select, more, flashgen, monkeypatch, tmp_path):

@@ -184,6 +184,7 @@ def test_a_kernel_that_does_not_compile_is_one_message(tiny, edit, flashgen):
         assert f"is made of {template}:{number}\n" in result.stderr
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "axes",
     [
