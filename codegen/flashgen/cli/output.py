@@ -120,19 +120,19 @@ def _full_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> li
     return [max(map(len, [column.header, *(row[at] for row in rows)])) for at, column in enumerate(columns)]
 
 
-def _least_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
-    """The least width of each column: a column that wraps still holds its longest word."""
+def _least_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """The least width of each column in a terminal of ``width``: one that wraps holds its longest word."""
     least = _full_widths(columns, rows)
     for at, column in enumerate(columns):
         if column.wraps:
             words = [word for text in [column.header, *(row[at] for row in rows)] for word in text.split()]
-            least[at] = max([min(least[at], _WRAPPED), *map(len, words)])
+            least[at] = max([min(least[at], _WRAPPED, width - _INDENT), *map(len, words)])
     return least
 
 
 def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """Which columns are shown: as many as fit into one line. The later optional ones go first."""
-    least = _least_widths(columns, rows)
+    least = _least_widths(columns, rows, width)
     shown = [*range(len(columns))]
     for at in reversed(range(len(columns))):
         if columns[at].optional and _needed([least[column] for column in shown], 1) > width:
@@ -147,7 +147,7 @@ def _needed(widths: Sequence[int], gap: int) -> int:
 
 def _bands(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[_Band]:
     """The columns in as few lines as hold them. Each line but the first is indented."""
-    full, least = _full_widths(columns, rows), _least_widths(columns, rows)
+    full, least = _full_widths(columns, rows), _least_widths(columns, rows, width)
     lines: list[list[int]] = []
     for at in range(len(columns)):
         indent = _INDENT if len(lines) > 1 else 0
