@@ -160,19 +160,19 @@ def _require_batch(option: str, shape: tuple[int, ...] | None) -> None:
     )
 
 
-def _as_dict(found: Explanation) -> dict[str, Any]:
+def _as_dict(result: Explanation) -> dict[str, Any]:
     return {
-        "arch": found.device.arch,
-        "gpu": found.device.name,
-        "problem": found.problem.wanted(),
-        "variant": found.variant.name if found.variant else None,
-        "tile": dict(found.variant.tile) if found.variant else None,
-        "shares": str(found.shares) if found.shares else None,
-        "steps": [{"variant": step.variant.name} | step.launch._asdict() for step in found.steps],
-        "workspace_bytes": found.workspace_bytes,
+        "arch": result.device.arch,
+        "gpu": result.device.name,
+        "problem": result.problem.wanted(),
+        "variant": result.variant.name if result.variant else None,
+        "tile": dict(result.variant.tile) if result.variant else None,
+        "shares": str(result.shares) if result.shares else None,
+        "steps": [{"variant": step.variant.name} | step.launch._asdict() for step in result.steps],
+        "workspace_bytes": result.workspace_bytes,
         "others": [
-            {"variant": each.variant.name, "rule": each.rule, "why": each.why, "time": each.time}
-            for each in found.others
+            {"variant": other.variant.name, "rule": other.rule, "why": other.why, "time": other.time}
+            for other in result.others
         ],
     }
 
@@ -185,31 +185,31 @@ def _launched(step: Step) -> str:
     return f"{step.variant.name}: {step.launch}"
 
 
-def _print(found: Explanation, everything: bool) -> None:
+def _print(result: Explanation, everything: bool) -> None:
     from flashgen.cli.output import Column, counted, print_pairs, print_table
 
-    device, problem = found.device, found.problem
+    device, problem = result.device, result.problem
     sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())
     gpu = f"{device.num_sms} multiprocessors, {device.memory_gbps:,.0f} GB/s"
     print_pairs(
         [
             ("GPU", f"{device.name}, {device.arch}, {gpu}"),
             ("call", f"{sizes}\n{problem.dtype}, mask type {problem.mask_type}"),
-            ("takes", str(found.variant) if found.variant else "nothing: no variant serves this call here"),
-            *([("tile", _tile(found.variant))] if found.variant else []),
-            *([("shares", str(found.shares))] if found.shares else []),
-            *([("launches", "\n".join(map(_launched, found.steps)))] if found.steps else []),
-            *([("workspace", f"{found.workspace_bytes:,} bytes")] if found.workspace_bytes else []),
+            ("takes", str(result.variant) if result.variant else "nothing: no variant serves this call here"),
+            *([("tile", _tile(result.variant))] if result.variant else []),
+            *([("shares", str(result.shares))] if result.shares else []),
+            *([("launches", "\n".join(map(_launched, result.steps)))] if result.steps else []),
+            *([("workspace", f"{result.workspace_bytes:,} bytes")] if result.workspace_bytes else []),
         ]
     )
-    shown = found.others if everything else found.slower
+    shown = result.others if everything else result.slower
     if shown:
         click.echo()
         print_table(
             [Column("other variant"), Column("why not", wraps=True)],
-            [[each.variant.name, each.why] for each in shown],
+            [[other.variant.name, other.why] for other in shown],
         )
-    counts = found.counts()
+    counts = result.counts()
     if counts and not everything:
         say("\nruled out before their time was modelled (--all lists them):")
         for rule, count in counts.items():
