@@ -24,9 +24,6 @@ constexpr int kVector = 16 / int(sizeof(element));  // elements of a thread
 constexpr int kAngles = kVector;  // cosines, and sines, that they take
 constexpr int kAngleWords = kAngles * int(sizeof(angle)) / 4;
 
-static_assert(kThreads == 128, "one chunk to a thread");
-static_assert(16 / 2 % kVector == 0, "a thread's elements are of one half: rotary_dim is a multiple of 16");
-
 struct Params {
     const element* k_new;                 // (batch, seqlen_new, num_heads_kv, head_dim); rows of elements are 16-byte aligned
     const element* v_new;                 // (batch, seqlen_new, num_heads_kv, head_dim_v)
@@ -79,102 +76,15 @@ struct Params {
     int32_t row_chunks_log2;              // log2 of the threads of a row: the 16-byte chunks of the longest one, rounded up to a power of two
     int32_t num_row_blocks;               // thread blocks of one batch entry
 };
-static_assert(sizeof(Params) == 344 && offsetof(Params, k_new) == 0 && offsetof(Params, v_new) == 8);
-static_assert(offsetof(Params, lengths) == 16 && offsetof(Params, q) == 24 && offsetof(Params, pages) == 32);
-static_assert(offsetof(Params, cos) == 40 && offsetof(Params, sin) == 48 && offsetof(Params, positions) == 56);
-static_assert(offsetof(Params, cu_seqlens_new) == 64 && offsetof(Params, k_cache) == 72 && offsetof(Params, v_cache) == 80);
-static_assert(offsetof(Params, total_lengths) == 88 && offsetof(Params, q_rotated) == 96);
-static_assert(offsetof(Params, k_new_batch_stride) == 104 && offsetof(Params, k_new_row_stride) == 112);
-static_assert(offsetof(Params, k_new_head_stride) == 120 && offsetof(Params, v_new_batch_stride) == 128);
-static_assert(offsetof(Params, v_new_row_stride) == 136 && offsetof(Params, v_new_head_stride) == 144);
-static_assert(offsetof(Params, q_batch_stride) == 152 && offsetof(Params, q_row_stride) == 160);
-static_assert(offsetof(Params, q_head_stride) == 168 && offsetof(Params, pages_sequence_stride) == 176);
-static_assert(offsetof(Params, cos_row_stride) == 184 && offsetof(Params, sin_row_stride) == 192);
-static_assert(offsetof(Params, positions_batch_stride) == 200 && offsetof(Params, k_cache_page_stride) == 208);
-static_assert(offsetof(Params, k_cache_row_stride) == 216 && offsetof(Params, k_cache_head_stride) == 224);
-static_assert(offsetof(Params, v_cache_page_stride) == 232 && offsetof(Params, v_cache_row_stride) == 240);
-static_assert(offsetof(Params, v_cache_head_stride) == 248 && offsetof(Params, q_rotated_batch_stride) == 256);
-static_assert(offsetof(Params, q_rotated_row_stride) == 264 && offsetof(Params, q_rotated_head_stride) == 272);
-static_assert(offsetof(Params, sequences) == 280 && offsetof(Params, seqlen_new) == 284 && offsetof(Params, seqlen_q) == 288);
-static_assert(offsetof(Params, num_heads_q) == 292 && offsetof(Params, num_heads_kv) == 296 && offsetof(Params, head_dim) == 300);
-static_assert(offsetof(Params, head_dim_v) == 304 && offsetof(Params, num_pages) == 308 && offsetof(Params, page_size) == 312);
-static_assert(offsetof(Params, capacity) == 316 && offsetof(Params, num_positions) == 320 && offsetof(Params, rotary_dim) == 324);
-static_assert(offsetof(Params, q_step) == 328 && offsetof(Params, row_chunks_log2) == 332);
-static_assert(offsetof(Params, num_row_blocks) == 336);
 
-// The elements of a chunk as numbers, and back.
-__device__ __forceinline__ void widen(float (&values)[kVector], uint4 chunk) {
-    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack<element>(words[i]);
-        values[2 * i] = pair.x;
-        values[2 * i + 1] = pair.y;
-    }
-}
-
-__device__ __forceinline__ uint4 narrow(const float (&values)[kVector]) {
-    return {pack<element>(values[0], values[1]), pack<element>(values[2], values[3]), pack<element>(values[4], values[5]),
-            pack<element>(values[6], values[7])};
-}
-
-// Cosines or sines of successive columns.
-__device__ __forceinline__ void load_angles(float (&angles)[kAngles], const angle* source) {
-    uint32_t words[kAngleWords];
-    static_assert(kAngleWords % 4 == 0, "whole chunks");
-#pragma unroll
-    for (int i = 0; i < kAngleWords; i += 4) {
-        const uint4 chunk = load_global_128(source + i * kAngles / kAngleWords);
-        words[i] = chunk.x;
-        words[i + 1] = chunk.y;
-        words[i + 2] = chunk.z;
-        words[i + 3] = chunk.w;
-    }
-#pragma unroll
-    for (int i = 0; i < kAngleWords; ++i) {
-        angles[i] = __uint_as_float(words[i]);
-    }
-}
-
-// The chunk of a row that begins at `column`, below rotary_dim, rotated to `position`.
-__device__ __forceinline__ uint4 rotate(uint4 chunk, const element* row, int column, int position, const Params& params) {
-    // The other elements of the pairs lie half of rotary_dim away; another thread rotates those.
-    const int half = params.rotary_dim / 2;
-    const bool upper = column >= half;
-    const int first_angle = upper ? column - half : column;
-    const uint4 other_chunk = load_global_128(row + (upper ? first_angle : column + half));
-    float cosines[kAngles], sines[kAngles], values[kVector], others[kVector];
-    load_angles(cosines, params.cos + position * params.cos_row_stride + first_angle);
-    load_angles(sines, params.sin + position * params.sin_row_stride + first_angle);
-    widen(values, chunk);
-    widen(others, other_chunk);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        values[i] = fmaf(cosines[i], values[i], sines[i] * (upper ? others[i] : -others[i]));
-    }
-    return narrow(values);
-}
-
-// The page that holds a place of a sequence; -1 for a place that the sequence does not have. An entry of the page table may be out of range,
-// which the caller checks.
-__device__ __forceinline__ int page_of(int sequence, int place, const Params& params) {
-    if (uint32_t(place) >= uint32_t(params.capacity)) return -1;
-    return int(load_global_32(params.pages + sequence * params.pages_sequence_stride + place / params.page_size));
-}
-
-// The sequence of a packed token: the last one that begins there or before.
-__device__ __forceinline__ int sequence_of(int token, const Params& params) {
-    int first = 0, end = params.sequences;
-    while (end - first > 1) {
-        const int middle = first + (end - first) / 2;
-        if (int(load_global_32(params.cu_seqlens_new + middle)) <= token) {
-            first = middle;
-        } else {
-            end = middle;
-        }
-    }
-    return first;
-}
+__device__ void widen(float (&values)[kVector], uint4 chunk);  // The elements of a chunk as numbers, and back
+__device__ uint4 narrow(const float (&values)[kVector]);
+__device__ void load_angles(float (&angles)[kAngles], const angle* source);  // Cosines or sines of successive columns
+// The chunk of a row that begins at `column`, below rotary_dim, rotated to `position`
+__device__ uint4 rotate(uint4 chunk, const element* row, int column, int position, const Params& params);
+// The page that holds a place of a sequence; -1 for a place that the sequence does not have
+__device__ int page_of(int sequence, int place, const Params& params);
+__device__ int sequence_of(int token, const Params& params);  // The sequence of a packed token
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 append_bf16_halves_wide_paged_sm80(const __grid_constant__ Params params) {
@@ -261,3 +171,102 @@ append_bf16_halves_wide_paged_sm80(const __grid_constant__ Params params) {
                          chunk);
     }
 }
+
+// The elements of a chunk as numbers, and back.
+__device__ __forceinline__ void widen(float (&values)[kVector], uint4 chunk) {
+    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack<element>(words[i]);
+        values[2 * i] = pair.x;
+        values[2 * i + 1] = pair.y;
+    }
+}
+
+__device__ __forceinline__ uint4 narrow(const float (&values)[kVector]) {
+    return {pack<element>(values[0], values[1]), pack<element>(values[2], values[3]), pack<element>(values[4], values[5]),
+            pack<element>(values[6], values[7])};
+}
+
+// Cosines or sines of successive columns.
+__device__ __forceinline__ void load_angles(float (&angles)[kAngles], const angle* source) {
+    uint32_t words[kAngleWords];
+    static_assert(kAngleWords % 4 == 0, "whole chunks");
+#pragma unroll
+    for (int i = 0; i < kAngleWords; i += 4) {
+        const uint4 chunk = load_global_128(source + i * kAngles / kAngleWords);
+        words[i] = chunk.x;
+        words[i + 1] = chunk.y;
+        words[i + 2] = chunk.z;
+        words[i + 3] = chunk.w;
+    }
+#pragma unroll
+    for (int i = 0; i < kAngleWords; ++i) {
+        angles[i] = __uint_as_float(words[i]);
+    }
+}
+
+// The chunk of a row that begins at `column`, below rotary_dim, rotated to `position`.
+__device__ __forceinline__ uint4 rotate(uint4 chunk, const element* row, int column, int position, const Params& params) {
+    // The other elements of the pairs lie half of rotary_dim away; another thread rotates those.
+    const int half = params.rotary_dim / 2;
+    const bool upper = column >= half;
+    const int first_angle = upper ? column - half : column;
+    const uint4 other_chunk = load_global_128(row + (upper ? first_angle : column + half));
+    float cosines[kAngles], sines[kAngles], values[kVector], others[kVector];
+    load_angles(cosines, params.cos + position * params.cos_row_stride + first_angle);
+    load_angles(sines, params.sin + position * params.sin_row_stride + first_angle);
+    widen(values, chunk);
+    widen(others, other_chunk);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+        values[i] = fmaf(cosines[i], values[i], sines[i] * (upper ? others[i] : -others[i]));
+    }
+    return narrow(values);
+}
+
+// The page that holds a place of a sequence; -1 for a place that the sequence does not have. An entry of the page table may be out of range,
+// which the caller checks.
+__device__ __forceinline__ int page_of(int sequence, int place, const Params& params) {
+    if (uint32_t(place) >= uint32_t(params.capacity)) return -1;
+    return int(load_global_32(params.pages + sequence * params.pages_sequence_stride + place / params.page_size));
+}
+
+// The sequence of a packed token: the last one that begins there or before.
+__device__ __forceinline__ int sequence_of(int token, const Params& params) {
+    int first = 0, end = params.sequences;
+    while (end - first > 1) {
+        const int middle = first + (end - first) / 2;
+        if (int(load_global_32(params.cu_seqlens_new + middle)) <= token) {
+            first = middle;
+        } else {
+            end = middle;
+        }
+    }
+    return first;
+}
+
+static_assert(kThreads == 128, "one chunk to a thread");
+static_assert(16 / 2 % kVector == 0, "a thread's elements are of one half: rotary_dim is a multiple of 16");
+static_assert(sizeof(Params) == 344 && offsetof(Params, k_new) == 0 && offsetof(Params, v_new) == 8);
+static_assert(offsetof(Params, lengths) == 16 && offsetof(Params, q) == 24 && offsetof(Params, pages) == 32);
+static_assert(offsetof(Params, cos) == 40 && offsetof(Params, sin) == 48 && offsetof(Params, positions) == 56);
+static_assert(offsetof(Params, cu_seqlens_new) == 64 && offsetof(Params, k_cache) == 72 && offsetof(Params, v_cache) == 80);
+static_assert(offsetof(Params, total_lengths) == 88 && offsetof(Params, q_rotated) == 96);
+static_assert(offsetof(Params, k_new_batch_stride) == 104 && offsetof(Params, k_new_row_stride) == 112);
+static_assert(offsetof(Params, k_new_head_stride) == 120 && offsetof(Params, v_new_batch_stride) == 128);
+static_assert(offsetof(Params, v_new_row_stride) == 136 && offsetof(Params, v_new_head_stride) == 144);
+static_assert(offsetof(Params, q_batch_stride) == 152 && offsetof(Params, q_row_stride) == 160);
+static_assert(offsetof(Params, q_head_stride) == 168 && offsetof(Params, pages_sequence_stride) == 176);
+static_assert(offsetof(Params, cos_row_stride) == 184 && offsetof(Params, sin_row_stride) == 192);
+static_assert(offsetof(Params, positions_batch_stride) == 200 && offsetof(Params, k_cache_page_stride) == 208);
+static_assert(offsetof(Params, k_cache_row_stride) == 216 && offsetof(Params, k_cache_head_stride) == 224);
+static_assert(offsetof(Params, v_cache_page_stride) == 232 && offsetof(Params, v_cache_row_stride) == 240);
+static_assert(offsetof(Params, v_cache_head_stride) == 248 && offsetof(Params, q_rotated_batch_stride) == 256);
+static_assert(offsetof(Params, q_rotated_row_stride) == 264 && offsetof(Params, q_rotated_head_stride) == 272);
+static_assert(offsetof(Params, sequences) == 280 && offsetof(Params, seqlen_new) == 284 && offsetof(Params, seqlen_q) == 288);
+static_assert(offsetof(Params, num_heads_q) == 292 && offsetof(Params, num_heads_kv) == 296 && offsetof(Params, head_dim) == 300);
+static_assert(offsetof(Params, head_dim_v) == 304 && offsetof(Params, num_pages) == 308 && offsetof(Params, page_size) == 312);
+static_assert(offsetof(Params, capacity) == 316 && offsetof(Params, num_positions) == 320 && offsetof(Params, rotary_dim) == 324);
+static_assert(offsetof(Params, q_step) == 328 && offsetof(Params, row_chunks_log2) == 332);
+static_assert(offsetof(Params, num_row_blocks) == 336);

@@ -35,14 +35,59 @@ struct Params {
     int32_t num_row_blocks;               // units of rows of one head
     float softmax_scale;                  // dQ is softmax_scale dS K
 };
-static_assert(sizeof(Params) == 72 && offsetof(Params, dq_accum) == 0 && offsetof(Params, added) == 8);
-static_assert(offsetof(Params, dq) == 16 && offsetof(Params, dq_batch_stride) == 24 && offsetof(Params, dq_row_stride) == 32);
-static_assert(offsetof(Params, dq_head_stride) == 40 && offsetof(Params, num_heads_q) == 48);
-static_assert(offsetof(Params, key_blocks_of_head) == 52 && offsetof(Params, seqlen_q) == 56 && offsetof(Params, head_dim) == 60);
-static_assert(offsetof(Params, num_row_blocks) == 64 && offsetof(Params, softmax_scale) == 68);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
+
+__device__ int unit_rows(const Params& params);
+__device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
+
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The elements of a lane are contiguous, as one red adds all four.
+constexpr int kTileElements = 128;
+
+// The tiles of the 16 rows that begin at `row`
+__device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row);
+__device__ void load_rows(const float* tile, int g, float (&rows)[2][8]);  // Rows g and g + 8 of a tile
+// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns
+__device__ void store(element* destination, const float (&values)[8], float scale, int columns_left);
+// A thread block awaits the main kernel's thread blocks of its own head, not that whole grid
+__device__ void await_added(const Params& params, int head_of_batch);
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+flash_bwd_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
+    const int head_of_batch = block_index() / params.num_row_blocks;
+    const int batch = head_of_batch / params.num_heads_q;
+    const int head = head_of_batch - batch * params.num_heads_q;
+    const int first_row =
+        (block_index() - head_of_batch * params.num_row_blocks) * kRowUnit + threadIdx.x / 32 * 16;
+    const int lane = threadIdx.x % 32;
+    const int g = lane / 4;
+    const int first_column = lane % 4 * 8;
+
+    await_added(params, head_of_batch);
+
+    const float* tiles = dq_tiles(params, batch, head, first_row);
+    element* dq = params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride;
+    for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
+        float rows[kPassesAtOnce][2][8];
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            load_rows(tiles + ((first_pass + pass) * kWarpColumns + first_column) / 8 * kTileElements, g, rows[pass]);
+        }
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int column = (first_pass + pass) * kWarpColumns + first_column;
+#pragma unroll
+            for (int row8 = 0; row8 < 2; ++row8) {
+                const int row = first_row + 8 * row8 + g;
+                if (row >= params.seqlen_q) continue;
+                store(dq + row * params.dq_row_stride + column, rows[pass][row8], params.softmax_scale, params.head_dim - column);
+            }
+        }
+    }
+}
 
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
@@ -51,18 +96,10 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// The elements of a lane are contiguous, as one red adds all four.
-constexpr int kTileElements = 128;
-
 // The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+__device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
-
-static_assert(kThreads / 32 * 16 == kRowUnit, "each warp has 16 rows of a unit");
-static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");
 
 // Rows g and g + 8 of a tile: the elements of four lanes, side by side.
 __device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
@@ -102,36 +139,10 @@ __device__ __forceinline__ void await_added(const Params& params, int head_of_ba
     griddepcontrol_launch_dependents();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-flash_bwd_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
-    const int head_of_batch = block_index() / params.num_row_blocks;
-    const int batch = head_of_batch / params.num_heads_q;
-    const int head = head_of_batch - batch * params.num_heads_q;
-    const int first_row =
-        (block_index() - head_of_batch * params.num_row_blocks) * kRowUnit + threadIdx.x / 32 * 16;
-    const int lane = threadIdx.x % 32;
-    const int g = lane / 4;
-    const int first_column = lane % 4 * 8;
-
-    await_added(params, head_of_batch);
-
-    const float* tiles = dq_tiles(params, batch, head, first_row);
-    element* dq = params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride;
-    for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
-        float rows[kPassesAtOnce][2][8];
-#pragma unroll
-        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
-            load_rows(tiles + ((first_pass + pass) * kWarpColumns + first_column) / 8 * kTileElements, g, rows[pass]);
-        }
-#pragma unroll
-        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
-            const int column = (first_pass + pass) * kWarpColumns + first_column;
-#pragma unroll
-            for (int row8 = 0; row8 < 2; ++row8) {
-                const int row = first_row + 8 * row8 + g;
-                if (row >= params.seqlen_q) continue;
-                store(dq + row * params.dq_row_stride + column, rows[pass][row8], params.softmax_scale, params.head_dim - column);
-            }
-        }
-    }
-}
+static_assert(sizeof(Params) == 72 && offsetof(Params, dq_accum) == 0 && offsetof(Params, added) == 8);
+static_assert(offsetof(Params, dq) == 16 && offsetof(Params, dq_batch_stride) == 24 && offsetof(Params, dq_row_stride) == 32);
+static_assert(offsetof(Params, dq_head_stride) == 40 && offsetof(Params, num_heads_q) == 48);
+static_assert(offsetof(Params, key_blocks_of_head) == 52 && offsetof(Params, seqlen_q) == 56 && offsetof(Params, head_dim) == 60);
+static_assert(offsetof(Params, num_row_blocks) == 64 && offsetof(Params, softmax_scale) == 68);
+static_assert(kThreads / 32 * 16 == kRowUnit, "each warp has 16 rows of a unit");
+static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");

@@ -33,21 +33,12 @@ struct Params {
     int32_t num_row_blocks;               // units of rows of one head
     float softmax_scale;                  // dQ is softmax_scale dS K
 };
-static_assert(sizeof(Params) == 64 && offsetof(Params, dq_accum) == 0 && offsetof(Params, dq) == 8);
-static_assert(offsetof(Params, dq_batch_stride) == 16 && offsetof(Params, dq_row_stride) == 24);
-static_assert(offsetof(Params, dq_head_stride) == 32 && offsetof(Params, num_heads_q) == 40 && offsetof(Params, seqlen_q) == 44);
-static_assert(offsetof(Params, head_dim) == 48 && offsetof(Params, num_row_blocks) == 52);
-static_assert(offsetof(Params, softmax_scale) == 56);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
-__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
-
-// The row of the workspace that a head begins with.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
-    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
-}
+__device__ int unit_rows(const Params& params);
+__device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
@@ -55,36 +46,11 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
 // flashgen/ptx.cuh), elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
 
-// The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
-    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
-}
-
-static_assert(kThreads / 32 * 16 == kRowUnit, "each warp has 16 rows of a unit");
-static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");
-
-// Rows g and g + 8 of a tile: the elements of four lanes, which lie in one of two orders.
-__device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint4 words = load_global_128(tile + (kRedWidth == 4 ? 16 * g + 4 * i : 32 * i + 4 * g));
-        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int t = kRedWidth == 4 ? i : j;
-            const int e = kRedWidth == 4 ? j : i;
-            rows[e / 2][2 * t + e % 2] = __uint_as_float(values[j]);
-        }
-    }
-}
-
-// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
-__device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
-    if (columns_left <= 0) return;
-    store_global_128(destination,
-                     {pack<element>(scale * values[0], scale * values[1]), pack<element>(scale * values[2], scale * values[3]),
-                      pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
-}
+// The tiles of the 16 rows that begin at `row`
+__device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row);
+__device__ void load_rows(const float* tile, int g, float (&rows)[2][8]);  // Rows g and g + 8 of a tile
+// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns
+__device__ void store(element* destination, const float (&values)[8], float scale, int columns_left);
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 flash_bwd_convert_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params params) {
@@ -124,3 +90,46 @@ flash_bwd_convert_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Pa
         }
     }
 }
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+// Rows g and g + 8 of a tile: the elements of four lanes, which lie in one of two orders.
+__device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint4 words = load_global_128(tile + (kRedWidth == 4 ? 16 * g + 4 * i : 32 * i + 4 * g));
+        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int t = kRedWidth == 4 ? i : j;
+            const int e = kRedWidth == 4 ? j : i;
+            rows[e / 2][2 * t + e % 2] = __uint_as_float(values[j]);
+        }
+    }
+}
+
+// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
+__device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
+    if (columns_left <= 0) return;
+    store_global_128(destination,
+                     {pack<element>(scale * values[0], scale * values[1]), pack<element>(scale * values[2], scale * values[3]),
+                      pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
+}
+
+static_assert(sizeof(Params) == 64 && offsetof(Params, dq_accum) == 0 && offsetof(Params, dq) == 8);
+static_assert(offsetof(Params, dq_batch_stride) == 16 && offsetof(Params, dq_row_stride) == 24);
+static_assert(offsetof(Params, dq_head_stride) == 32 && offsetof(Params, num_heads_q) == 40 && offsetof(Params, seqlen_q) == 44);
+static_assert(offsetof(Params, head_dim) == 48 && offsetof(Params, num_row_blocks) == 52);
+static_assert(offsetof(Params, softmax_scale) == 56);
+static_assert(kThreads / 32 * 16 == kRowUnit, "each warp has 16 rows of a unit");
+static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");

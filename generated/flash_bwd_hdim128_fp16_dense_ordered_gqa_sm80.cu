@@ -73,15 +73,6 @@ constexpr int kStageBytes = kMaskOffset + kBlockM * kMaskRowBytes;
 constexpr int kStashOffset = kStagesOffset + kStages * kStageBytes;
 constexpr int kSharedBytes = kStashOffset + 16;
 
-static_assert(kWarps == kKeyWarps * kQueryWarps && kWarps == kDqRowWarps * kDqColumnWarps, "every warp has a part");
-static_assert(kWarpKeys % 16 == 0 && kWarpQueries % 16 == 0, "a warp has whole MMA tiles of P^T, also as an A operand");
-static_assert(kHeadDim / kPairColumns % kQueryWarps == 0 && kHeadDimV / kPairColumns % kQueryWarps == 0,
-              "warps have equal parts of the columns of dK, and of dV");
-static_assert(kHeadDim / kPairColumns % kDqColumnWarps == 0, "and of dQ");
-static_assert(kDqInTurn || (kDqPairs & (kDqPairs - 1)) == 0, "pairs side by side are a power of two");
-static_assert(kStageBytes % 128 == 0 && kDsBytes % 128 == 0, "blocks begin at multiples of 128 bytes");
-static_assert(kSharedBytes == 124432, "launcher and kernel agree on shared memory");
-
 struct Params {
     const element* dout;                  // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), likewise
@@ -135,41 +126,12 @@ struct Params {
     float softmax_scale;                  // dK is softmax_scale dS^T Q
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
 };
-static_assert(sizeof(Params) == 344 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
-static_assert(offsetof(Params, v) == 24 && offsetof(Params, dk) == 32 && offsetof(Params, dv) == 40);
-static_assert(offsetof(Params, delta) == 48 && offsetof(Params, lse_log2) == 56 && offsetof(Params, dq_accum) == 64);
-static_assert(offsetof(Params, turns) == 72 && offsetof(Params, dk_parts) == 80 && offsetof(Params, dv_parts) == 88);
-static_assert(offsetof(Params, mask) == 96 && offsetof(Params, dout_batch_stride) == 104);
-static_assert(offsetof(Params, dout_row_stride) == 112 && offsetof(Params, dout_head_stride) == 120);
-static_assert(offsetof(Params, q_batch_stride) == 128 && offsetof(Params, q_row_stride) == 136);
-static_assert(offsetof(Params, q_head_stride) == 144 && offsetof(Params, k_batch_stride) == 152);
-static_assert(offsetof(Params, k_row_stride) == 160 && offsetof(Params, k_head_stride) == 168);
-static_assert(offsetof(Params, v_batch_stride) == 176 && offsetof(Params, v_row_stride) == 184);
-static_assert(offsetof(Params, v_head_stride) == 192 && offsetof(Params, dk_batch_stride) == 200);
-static_assert(offsetof(Params, dk_row_stride) == 208 && offsetof(Params, dk_head_stride) == 216);
-static_assert(offsetof(Params, dv_batch_stride) == 224 && offsetof(Params, dv_row_stride) == 232);
-static_assert(offsetof(Params, dv_head_stride) == 240 && offsetof(Params, mask_batch_stride) == 248);
-static_assert(offsetof(Params, mask_row_stride) == 256 && offsetof(Params, mask_head_stride) == 264);
-static_assert(offsetof(Params, num_heads_q) == 272 && offsetof(Params, num_heads_kv) == 276);
-static_assert(offsetof(Params, group_parts) == 280 && offsetof(Params, heads_per_part) == 284);
-static_assert(offsetof(Params, seqlen_q) == 288 && offsetof(Params, seqlen_kv) == 292 && offsetof(Params, head_dim) == 296);
-static_assert(offsetof(Params, head_dim_v) == 300 && offsetof(Params, num_row_blocks) == 304);
-static_assert(offsetof(Params, batch_size) == 308 && offsetof(Params, heads_per_section) == 312);
-static_assert(offsetof(Params, diagonal_offset) == 316 && offsetof(Params, window_left) == 320);
-static_assert(offsetof(Params, window_right) == 324 && offsetof(Params, mask_vector_width) == 328);
-static_assert(offsetof(Params, softmax_scale) == 332 && offsetof(Params, scale_log2) == 336);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
-__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
-
-// The row of the workspace that a head begins with.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
-    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
-}
-
-static_assert(kBlockM % 16 == 0 && kRowUnit % kBlockM == 0, "LSE and delta have the rows of whole blocks");
+__device__ int unit_rows(const Params& params);
+__device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
@@ -177,10 +139,8 @@ static_assert(kBlockM % 16 == 0 && kRowUnit % kBlockM == 0, "LSE and delta have 
 // flashgen/ptx.cuh), elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
 
-// The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
-    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
-}
+// The tiles of the 16 rows that begin at `row`
+__device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row);
 
 // What a thread block computes: dK and dV of kBlockN keys, summed over the query heads of their kv head, or over a part of these, and
 // their share of dQ.
@@ -191,25 +151,9 @@ struct KeyBlock {
     int first_key;
 };
 
-// Heads of a batch entry in the grid: each kv head, or each part of its query heads.
-__device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
-
-// Blocks of a head add to dQ in the order of their launch, the last keys first (turn_of). Heads are launched in sections of about as
-// many blocks as run at a time, and in a section the last block of each head comes first, then the one before it. So when a block
-// starts, those of its head that are ahead of it have a lead, and it seldom waits.
-__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
-    const int section_heads = min(params.heads_per_section, params.batch_size * heads_of_grid(params) - first_head);
-    const int index_in_section = index - first_head * params.num_row_blocks;
-    KeyBlock block;
-    const int blocks_ahead = index_in_section / section_heads;  // of its head
-    const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
-    block.index = params.num_row_blocks - 1 - blocks_ahead;
-    block.first_key = block.index * kBlockN;
-    block.batch = head_of_batch / heads_of_grid(params);
-    block.group_part = head_of_batch - block.batch * heads_of_grid(params);
-    return block;
-}
+__device__ int heads_of_grid(const Params& params);  // Heads of a batch entry in the grid
+// Blocks of a head add to dQ in the order of their launch, the last keys first (turn_of)
+__device__ KeyBlock find_key_block(const Params& params, int index);
 
 // Blocks of kBlockM queries.
 struct QueryBlocks {
@@ -217,16 +161,8 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that may attend to some key of [first_key, first_key + kBlockN), whatever the mask says.
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
-    const int last_key = min(first_key + kBlockN, params.seqlen_kv) - 1;
-    const int begin = max(0, first_key - params.diagonal_offset - params.window_right);
-    // A side without a bound lies 2^30 keys away.
-    const int64_t last_query = int64_t(last_key) - params.diagonal_offset + params.window_left;
-    const int end = last_query < params.seqlen_q ? int(last_query) + 1 : params.seqlen_q;
-    if (begin >= end) return {0, -1};
-    return {begin / kBlockM, (end - 1) / kBlockM};
-}
+// The blocks with a query that may attend to some key of [first_key, first_key + kBlockN), whatever the mask says
+__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
@@ -234,28 +170,13 @@ struct Step {
     int block;
 };
 
-__device__ __forceinline__ int kv_head_of(const Params& params, const KeyBlock& block) { return block.group_part / params.group_parts; }
-
-// How many query heads a thread block goes through, beginning with first_head_of().
-__device__ __forceinline__ int heads_of_block(const Params& params) { return params.heads_per_part; }
-
-__device__ __forceinline__ int first_head_of(const Params& params, const KeyBlock& block) {
-    return block.group_part * params.heads_per_part;
-}
-
-// The query head of a step.
-__device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
-    return first_head_of(params, block) + step.head;
-}
-
-// Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
-// with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
-// The query heads follow each other, so that the gradients of their keys are summed here.
-__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {0, queries.first}; }
-
-__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
-    return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
-}
+__device__ int kv_head_of(const Params& params, const KeyBlock& block);
+__device__ int heads_of_block(const Params& params);  // How many query heads a thread block goes through, beginning with first_head_of()
+__device__ int first_head_of(const Params& params, const KeyBlock& block);
+__device__ int head_of(const Params& params, const KeyBlock& block, const Step& step);  // The query head of a step
+// Steps go from the first block of queries to the last
+__device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);
+__device__ Step next_step(const Step& step, const QueryBlocks& queries);
 
 // Keys [begin, end).
 struct KeyRange {
@@ -263,12 +184,7 @@ struct KeyRange {
     int end;
 };
 
-// The keys that a query may attend to, whatever the mask says of them: a range around its diagonal. A side that is unbounded
-// lies beyond every key.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    const int diagonal = query + params.diagonal_offset;
-    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
-}
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query may attend to, whatever the mask says of them
 
 // Which rows of a block of keys some query of the sequence sees: [begin, end).
 struct SeenRows {
@@ -284,28 +200,11 @@ struct SeenRows {
     __device__ __forceinline__ SeenRows among(int count) const { return {begin, min(end, count)}; }
 };
 
-// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
-__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
-    const int end = keys_of_query(params, params.seqlen_q - 1).end;
-    return {keys_of_query(params, 0).begin - first_key, end - first_key};
-}
-
-// The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
-// addresses that follow from it.
-__device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address smem) {
-    store_shared_64(smem + kStashOffset, block.batch, block.group_part);
-    store_shared_64(smem + kStashOffset + 8, block.index, block.first_key);
-}
-
-__device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
-    const uint4 words = load_shared_128(smem + kStashOffset);
-    KeyBlock block;
-    block.batch = words.x;
-    block.group_part = words.y;
-    block.index = words.z;
-    block.first_key = words.w;
-    return block;
-}
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+// The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the addresses
+// that follow from it
+__device__ void stash_block(const KeyBlock& block, shared_address smem);
+__device__ KeyBlock stashed_block(shared_address smem);
 
 constexpr int kChunkElements = 16 / sizeof(element);
 
@@ -334,6 +233,322 @@ struct SwizzledRows {
     }
 };
 
+// Where a lane finds its part of what ldmatrix reads
+template <typename Rows> __device__ Rows down_first(shared_address block, int row, int chunk, int lane);
+template <typename Rows> __device__ Rows right_first(shared_address block, int row, int chunk, int lane);  // Likewise
+
+using RowsOfK = SwizzledRows<kRowBytes>;  // of Q, too
+using RowsOfV = SwizzledRows<kRowBytesV>;  // of dO, too
+using RowsOfScores = SwizzledRows<kBlockM * sizeof(element)>;  // of P^T and dS^T, a row for each key
+
+// Starts the copy of kBytes of a row of the mask, of which the array has `left`
+template <int kBytes> __device__ void copy_mask_bytes(shared_address destination, const uint8_t* source, int left, bool valid);
+// Starts the copy of a block of the mask, kBytes at a time
+template <int kBytes> __device__ void copy_mask_by(const Params& params, const KeyBlock& block, int head, int first_query,
+    shared_address tile);
+// The widest copy that the alignment of the mask's rows allows
+__device__ void copy_mask(const Params& params, const KeyBlock& block, int head, int first_query, shared_address tile);
+// Starts the copy of kCount rows into shared memory
+template <typename Rows, int kCount> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride,
+    int first_row, int end_row, int columns);
+__device__ void copy_keys(const Params& params, const KeyBlock& block, shared_address smem);  // Starts the copy of K and V of the block
+// Starts the copy of a step's Q, dO, lse_log2 and delta into a stage
+__device__ void copy_queries(const Params& params, const KeyBlock& block, const Step& step, shared_address stage);
+
+// Of a warp's keys and queries. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is key 16 i + 8 (e / 2) + g, query
+// 8 j + 2 t + e % 2.
+using Scores = float[kKeyTiles][kQueryTiles][4];
+
+// Of a warp's keys and columns, in fp32.
+struct Gradients {
+    float dk[kKeyTiles][kDkTiles][4];
+    float dv[kKeyTiles][kDvTiles][4];
+};
+
+// scores = keys . queries^T over kDim columns, for the warp's keys and queries
+template <int kDim, typename Rows> __device__ void mma_scores(Scores& scores, const Rows& keys, const Rows& queries);
+
+// P^T or dS^T of the warp's keys and some queries, rounded and packed: an A operand. The accumulator layout of two neighbouring
+// tiles is the A layout of one 16x16 tile.
+struct Operand {
+    uint32_t fragment[kKeyTiles][kQueryTiles / 2][4];
+
+    __device__ __forceinline__ explicit Operand(const Scores& scores) {
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < kQueryTiles; ++j) {
+                fragment[i][j / 2][j % 2 * 2] = pack<element>(scores[i][j][0], scores[i][j][1]);
+                fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(scores[i][j][2], scores[i][j][3]);
+            }
+        }
+    }
+
+    // Those of other queries, from a block of P^T or dS^T in shared memory.
+    __device__ __forceinline__ Operand(shared_address block, int first_key, int first_query, int lane) {
+        const auto rows = down_first<RowsOfScores>(block, first_key, first_query / 8, lane);
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < kQueryTiles / 2; ++j) ldmatrix_x4(fragment[i][j], rows.step(16 * i, 2 * j));
+        }
+    }
+
+    // Puts them into a block of P^T or dS^T in shared memory, a row for each key.
+    __device__ __forceinline__ void store(shared_address block, int first_key, int first_query, int lane) const {
+        const RowsOfScores rows(block, first_key + lane / 4, first_query / 8);
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < kQueryTiles; ++j) {
+#pragma unroll
+                for (int key8 = 0; key8 < 2; ++key8) {
+                    store_shared_32(rows.step(16 * i + 8 * key8, j) + lane % 4 * 4, fragment[i][j / 2][j % 2 * 2 + key8]);
+                }
+            }
+        }
+    }
+};
+
+// Where a lane finds its part of a B operand whose rows are summed over
+template <typename Rows> __device__ Rows summed_rows(shared_address block, int row, int column_pair, int lane);
+// The first column of accumulator tile n of a warp whose first pair of chunks is `column_pair`, and whose pairs are `stride` apart
+__device__ int column_of(int n, int stride, int column_pair);
+// sums += operand . rows
+template <typename Rows, int kTiles> __device__ void mma_gradients(float (&sums)[kKeyTiles][kTiles][4], const Operand& operand,
+    const Rows& rows);
+// dQ = dS . K of the warp's queries and columns; `ds` has dS^T, a row for each key
+__device__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][4], shared_address ds, int first_query, const RowsOfK& keys, int lane);
+// Visits the scores of S^T with their queries and keys
+template <typename AtQuery> __device__ void for_each_score(Scores& scores, int first_query, int first_key, int lane, AtQuery at_query);
+// Masks the keys that the mask hides from their query, and those outside the range of their query
+__device__ void apply_mask(const Params& params, Scores& scores, shared_address tile, int warp_key, int warp_query, int first_key,
+    int first_query, int lane);
+// P^T = 2^(scale_log2 * S^T - lse_log2), in place
+__device__ void exponentiate(Scores& scores, float scale_log2, shared_address lse, int lane);
+__device__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane);  // dS^T = P^T * (dP^T - delta), in place of dP^T
+
+// Thread blocks add to a block of queries one after the other, those of later keys first, so that the sums repeat to the bit. Each
+// counts itself there when it has added. It waits only for blocks of its head with a lower index in the grid, and these likewise. So the
+// unfinished block with the lowest index waits for none, and there is no deadlock if it runs. That it does rests on the hardware starting
+// thread blocks by increasing index, as it does, though CUDA does not promise it.
+
+// The last block of keys with one that some query of a block may attend to
+__device__ int last_key_block(const Params& params, int query_block);
+// How many thread blocks add to a step's block of queries before this one
+__device__ uint32_t turn_of(const Params& params, const KeyBlock& block, const Step& step);
+// The counter of those that have added to a step's block of queries
+__device__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step);
+// Whether all that were ahead of this thread block have added; if so, their additions come before those that follow
+__device__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step);
+// Called by one thread behind a barrier that follows the additions of all
+__device__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step);
+// dQ of a warp's queries and columns in a step, added to what other thread blocks have
+__device__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const RowsOfK& k_columns, shared_address smem,
+    int first_row, int column_warp, int lane);
+// dV and dK of a warp's keys over the queries of the warps beside it, whose P and dS come from shared memory
+__device__ void mma_other_queries(Gradients& gradients, shared_address smem, shared_address q, shared_address dout, int warp_key, int part,
+    int lane);
+
+// With group_parts above 1, what a thread block has summed over its part of the query heads goes to the workspace in fp32, and the sum
+// kernel adds up the parts. Tiles of 16 keys by 8 columns lie as those of dq_accum do where one red adds four elements: the elements of a
+// lane are contiguous.
+
+// The tiles of the 16 keys that begin at `key`
+template <int kColumns> __device__ float* part_tiles(const Params& params, float* parts, const KeyBlock& block, int key);
+__device__ void store_tile(float* tile, const float (&values)[4], int lane);  // Writes a warp's tile, of which each lane has four elements
+// Rounds the gradients of the warp's keys and puts them into a block of shared memory
+template <typename Rows, int kTiles> __device__ void stage_gradients(shared_address block, const float (&sums)[kKeyTiles][kTiles][4],
+    float scale, int warp_key, int part, int lane);
+// Writes a block of gradients, so that global memory sees whole rows in 16-byte vectors
+template <typename Rows> __device__ void store_rows(shared_address block, element* destination, int64_t row_stride, int valid_rows,
+    int columns);
+// Writes the gradients of the warp's keys, summed over a part of the query heads, to the tiles of its first key
+template <int kColumns, int kTiles> __device__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane);
+// Writes dK and dV by way of the blocks of K and V, which every warp has finished with; where the query heads of a group are in parts, the
+// sums of a part into the workspace
+__device__ void store_gradients(const Params& params, const KeyBlock& block, const Gradients& gradients, shared_address smem, int warp_key,
+    int part, int lane);
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int warp_key = warp / kQueryWarps * kWarpKeys;
+    const int part = warp % kQueryWarps;  // of queries, and of columns of dK and dV
+    const int warp_query = part * kWarpQueries;
+    const int dq_row = warp / kDqColumnWarps * (16 * kDqRowTiles);
+    const int dq_column_warp = warp % kDqColumnWarps;
+
+    const KeyBlock found_block = find_key_block(params, block_index());
+    if (threadIdx.x == 0) stash_block(found_block, smem);
+    const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
+    Step step = first_step(params, found_block, queries);
+    const int num_steps = (queries.last - queries.first + 1) * heads_of_block(params);
+    const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
+    const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
+    const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp * kDqWarpStride, lane);
+    Gradients gradients = {};
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
+    griddepcontrol_launch_dependents();
+
+    if (num_steps > 0) {
+        copy_keys(params, found_block, smem);
+        copy_queries(params, found_block, step, smem + kStagesOffset + num_steps % kStages * kStageBytes);
+        cp_async_commit();
+    }
+    for (int left = num_steps; left > 0; --left) {
+        const shared_address stage = smem + kStagesOffset + left % kStages * kStageBytes;
+        const shared_address q = stage + kQOffset;
+        const shared_address dout = stage + kDoutOffset;
+        // Q and dO of this step are here, and every warp has finished with Q, dO and dS of the step before.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        const KeyBlock block = stashed_block(smem);
+        const Step next = next_step(step, find_query_blocks(params, block.first_key));  // found again: held, they take registers
+        if (left > 1) {
+            copy_queries(params, block, next, smem + kStagesOffset + (left - 1) % kStages * kStageBytes);
+            cp_async_commit();
+        }
+        // One thread reads the counter early: the load is a round trip to L2.
+        bool is_turn = threadIdx.x != kThreads - 32 || has_turn(params, block, step);
+
+        Scores p;
+        mma_scores<kHeadDim>(p, k_rows, right_first<RowsOfK>(q, warp_query, 0, lane));
+        const int first_query = step.block * kBlockM;
+        apply_mask(params, p, stage + kMaskOffset, warp_key, warp_query, block.first_key + warp_key, first_query + warp_query, lane);
+        exponentiate(p, params.scale_log2, stage + kLseOffset + 4 * warp_query, lane);
+        Scores ds;
+        mma_scores<kHeadDimV>(ds, v_rows, right_first<RowsOfV>(dout, warp_query, 0, lane));
+        differentiate(ds, p, stage + kDeltaOffset + 4 * warp_query, lane);
+        const Operand p_operand(p);
+        const Operand ds_operand(ds);
+        p_operand.store(smem + kPOffset, warp_key, warp_query, lane);
+        ds_operand.store(smem + kDsOffset, warp_key, warp_query, lane);
+        mma_gradients(gradients.dv, p_operand, summed_rows<RowsOfV>(dout, warp_query, part, lane));
+        mma_gradients(gradients.dk, ds_operand, summed_rows<RowsOfK>(q, warp_query, part, lane));
+
+        while (!is_turn) is_turn = has_turn(params, block, step);  // the others wait at the barrier
+        barrier_sync(kThreads);  // P and dS of all warps are here
+        add_dq(params, block, step, k_columns, smem, dq_row, dq_column_warp, lane);
+        // Only the first warp waits until all have added.
+        if (warp == 0) {
+            barrier_sync(2, kThreads);
+            if (lane == 0) pass_turn(params, block, step);
+        } else {
+            barrier_arrive(2, kThreads);
+        }
+        mma_other_queries(gradients, smem, q, dout, warp_key, part, lane);
+        step = next;
+    }
+
+    barrier_sync(kThreads);  // every warp has finished with K and V
+    store_gradients(params, stashed_block(smem), gradients, smem, warp_key, part, lane);
+}
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+// Heads of a batch entry in the grid: each kv head, or each part of its query heads.
+__device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
+
+// Blocks of a head add to dQ in the order of their launch, the last keys first (turn_of). Heads are launched in sections of about as
+// many blocks as run at a time, and in a section the last block of each head comes first, then the one before it. So when a block
+// starts, those of its head that are ahead of it have a lead, and it seldom waits.
+__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
+    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
+    const int section_heads = min(params.heads_per_section, params.batch_size * heads_of_grid(params) - first_head);
+    const int index_in_section = index - first_head * params.num_row_blocks;
+    KeyBlock block;
+    const int blocks_ahead = index_in_section / section_heads;  // of its head
+    const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
+    block.index = params.num_row_blocks - 1 - blocks_ahead;
+    block.first_key = block.index * kBlockN;
+    block.batch = head_of_batch / heads_of_grid(params);
+    block.group_part = head_of_batch - block.batch * heads_of_grid(params);
+    return block;
+}
+
+// The blocks with a query that may attend to some key of [first_key, first_key + kBlockN), whatever the mask says.
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int last_key = min(first_key + kBlockN, params.seqlen_kv) - 1;
+    const int begin = max(0, first_key - params.diagonal_offset - params.window_right);
+    // A side without a bound lies 2^30 keys away.
+    const int64_t last_query = int64_t(last_key) - params.diagonal_offset + params.window_left;
+    const int end = last_query < params.seqlen_q ? int(last_query) + 1 : params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+__device__ __forceinline__ int kv_head_of(const Params& params, const KeyBlock& block) { return block.group_part / params.group_parts; }
+
+// How many query heads a thread block goes through, beginning with first_head_of().
+__device__ __forceinline__ int heads_of_block(const Params& params) { return params.heads_per_part; }
+
+__device__ __forceinline__ int first_head_of(const Params& params, const KeyBlock& block) {
+    return block.group_part * params.heads_per_part;
+}
+
+// The query head of a step.
+__device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
+    return first_head_of(params, block) + step.head;
+}
+
+// Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
+// with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
+// The query heads follow each other, so that the gradients of their keys are summed here.
+__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {0, queries.first}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
+    return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
+}
+
+// The keys that a query may attend to, whatever the mask says of them: a range around its diagonal. A side that is unbounded
+// lies beyond every key.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    const int diagonal = query + params.diagonal_offset;
+    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
+}
+
+// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
+    const int end = keys_of_query(params, params.seqlen_q - 1).end;
+    return {keys_of_query(params, 0).begin - first_key, end - first_key};
+}
+
+// The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
+// addresses that follow from it.
+__device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address smem) {
+    store_shared_64(smem + kStashOffset, block.batch, block.group_part);
+    store_shared_64(smem + kStashOffset + 8, block.index, block.first_key);
+}
+
+__device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
+    const uint4 words = load_shared_128(smem + kStashOffset);
+    KeyBlock block;
+    block.batch = words.x;
+    block.group_part = words.y;
+    block.index = words.z;
+    block.first_key = words.w;
+    return block;
+}
+
 // Where a lane finds its part of what ldmatrix reads: the four 8x8 matrices are rows 0-7 and 8-15 of the left chunk, then of the right
 // one.
 template <typename Rows>
@@ -346,10 +561,6 @@ template <typename Rows>
 __device__ __forceinline__ Rows right_first(shared_address block, int row, int chunk, int lane) {
     return Rows(block, row + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
 }
-
-using RowsOfK = SwizzledRows<kRowBytes>;  // of Q, too
-using RowsOfV = SwizzledRows<kRowBytesV>;  // of dO, too
-using RowsOfScores = SwizzledRows<kBlockM * sizeof(element)>;  // of P^T and dS^T, a row for each key
 
 // Starts the copy of kBytes of a row of the mask, of which the array has `left`: the others become zeros, as all do unless `valid`.
 template <int kBytes>
@@ -459,16 +670,6 @@ __device__ __forceinline__ void copy_queries(const Params& params, const KeyBloc
     copy_mask(params, block, head, first_query, stage + kMaskOffset);
 }
 
-// Of a warp's keys and queries. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is key 16 i + 8 (e / 2) + g, query
-// 8 j + 2 t + e % 2.
-using Scores = float[kKeyTiles][kQueryTiles][4];
-
-// Of a warp's keys and columns, in fp32.
-struct Gradients {
-    float dk[kKeyTiles][kDkTiles][4];
-    float dv[kKeyTiles][kDvTiles][4];
-};
-
 // scores = keys . queries^T over kDim columns, for the warp's keys and queries.
 template <int kDim, typename Rows>
 __device__ __forceinline__ void mma_scores(Scores& scores, const Rows& keys, const Rows& queries) {
@@ -497,48 +698,6 @@ __device__ __forceinline__ void mma_scores(Scores& scores, const Rows& keys, con
         }
     }
 }
-
-// P^T or dS^T of the warp's keys and some queries, rounded and packed: an A operand. The accumulator layout of two neighbouring
-// tiles is the A layout of one 16x16 tile.
-struct Operand {
-    uint32_t fragment[kKeyTiles][kQueryTiles / 2][4];
-
-    __device__ __forceinline__ explicit Operand(const Scores& scores) {
-#pragma unroll
-        for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kQueryTiles; ++j) {
-                fragment[i][j / 2][j % 2 * 2] = pack<element>(scores[i][j][0], scores[i][j][1]);
-                fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(scores[i][j][2], scores[i][j][3]);
-            }
-        }
-    }
-
-    // Those of other queries, from a block of P^T or dS^T in shared memory.
-    __device__ __forceinline__ Operand(shared_address block, int first_key, int first_query, int lane) {
-        const auto rows = down_first<RowsOfScores>(block, first_key, first_query / 8, lane);
-#pragma unroll
-        for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kQueryTiles / 2; ++j) ldmatrix_x4(fragment[i][j], rows.step(16 * i, 2 * j));
-        }
-    }
-
-    // Puts them into a block of P^T or dS^T in shared memory, a row for each key.
-    __device__ __forceinline__ void store(shared_address block, int first_key, int first_query, int lane) const {
-        const RowsOfScores rows(block, first_key + lane / 4, first_query / 8);
-#pragma unroll
-        for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kQueryTiles; ++j) {
-#pragma unroll
-                for (int key8 = 0; key8 < 2; ++key8) {
-                    store_shared_32(rows.step(16 * i + 8 * key8, j) + lane % 4 * 4, fragment[i][j / 2][j % 2 * 2 + key8]);
-                }
-            }
-        }
-    }
-};
 
 // Where a lane finds its part of a B operand whose rows are summed over: 16 columns, pair `column_pair` of the row's chunks.
 template <typename Rows>
@@ -651,11 +810,6 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
     }
 }
 
-// Thread blocks add to a block of queries one after the other, those of later keys first, so that the sums repeat to the bit. Each
-// counts itself there when it has added. It waits only for blocks of its head with a lower index in the grid, and these likewise. So the
-// unfinished block with the lowest index waits for none, and there is no deadlock if it runs. That it does rests on the hardware starting
-// thread blocks by increasing index, as it does, though CUDA does not promise it.
-
 // The last block of keys with one that some query of a block may attend to.
 __device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
     const int last_query = min((query_block + 1) * kBlockM, params.seqlen_q) - 1;
@@ -717,10 +871,6 @@ __device__ __forceinline__ void mma_other_queries(Gradients& gradients, shared_a
         mma_gradients(gradients.dk, Operand(smem + kDsOffset, warp_key, query, lane), summed_rows<RowsOfK>(q, query, part, lane));
     }
 }
-
-// With group_parts above 1, what a thread block has summed over its part of the query heads goes to the workspace in fp32, and the sum
-// kernel adds up the parts. Tiles of 16 keys by 8 columns lie as those of dq_accum do where one red adds four elements: the elements of a
-// lane are contiguous.
 
 // The tiles of the 16 keys that begin at `key`.
 template <int kColumns>
@@ -814,85 +964,35 @@ __device__ __forceinline__ void store_gradients(const Params& params, const KeyB
                         params.dv_row_stride, valid_rows, params.head_dim_v);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params params) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address smem = to_shared(shared_memory);
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    const int warp_key = warp / kQueryWarps * kWarpKeys;
-    const int part = warp % kQueryWarps;  // of queries, and of columns of dK and dV
-    const int warp_query = part * kWarpQueries;
-    const int dq_row = warp / kDqColumnWarps * (16 * kDqRowTiles);
-    const int dq_column_warp = warp % kDqColumnWarps;
-
-    const KeyBlock found_block = find_key_block(params, block_index());
-    if (threadIdx.x == 0) stash_block(found_block, smem);
-    const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
-    Step step = first_step(params, found_block, queries);
-    const int num_steps = (queries.last - queries.first + 1) * heads_of_block(params);
-    const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
-    const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
-    const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp * kDqWarpStride, lane);
-    Gradients gradients = {};
-
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
-    griddepcontrol_launch_dependents();
-
-    if (num_steps > 0) {
-        copy_keys(params, found_block, smem);
-        copy_queries(params, found_block, step, smem + kStagesOffset + num_steps % kStages * kStageBytes);
-        cp_async_commit();
-    }
-    for (int left = num_steps; left > 0; --left) {
-        const shared_address stage = smem + kStagesOffset + left % kStages * kStageBytes;
-        const shared_address q = stage + kQOffset;
-        const shared_address dout = stage + kDoutOffset;
-        // Q and dO of this step are here, and every warp has finished with Q, dO and dS of the step before.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        const KeyBlock block = stashed_block(smem);
-        const Step next = next_step(step, find_query_blocks(params, block.first_key));  // found again: held, they take registers
-        if (left > 1) {
-            copy_queries(params, block, next, smem + kStagesOffset + (left - 1) % kStages * kStageBytes);
-            cp_async_commit();
-        }
-        // One thread reads the counter early: the load is a round trip to L2.
-        bool is_turn = threadIdx.x != kThreads - 32 || has_turn(params, block, step);
-
-        Scores p;
-        mma_scores<kHeadDim>(p, k_rows, right_first<RowsOfK>(q, warp_query, 0, lane));
-        const int first_query = step.block * kBlockM;
-        apply_mask(params, p, stage + kMaskOffset, warp_key, warp_query, block.first_key + warp_key, first_query + warp_query, lane);
-        exponentiate(p, params.scale_log2, stage + kLseOffset + 4 * warp_query, lane);
-        Scores ds;
-        mma_scores<kHeadDimV>(ds, v_rows, right_first<RowsOfV>(dout, warp_query, 0, lane));
-        differentiate(ds, p, stage + kDeltaOffset + 4 * warp_query, lane);
-        const Operand p_operand(p);
-        const Operand ds_operand(ds);
-        p_operand.store(smem + kPOffset, warp_key, warp_query, lane);
-        ds_operand.store(smem + kDsOffset, warp_key, warp_query, lane);
-        mma_gradients(gradients.dv, p_operand, summed_rows<RowsOfV>(dout, warp_query, part, lane));
-        mma_gradients(gradients.dk, ds_operand, summed_rows<RowsOfK>(q, warp_query, part, lane));
-
-        while (!is_turn) is_turn = has_turn(params, block, step);  // the others wait at the barrier
-        barrier_sync(kThreads);  // P and dS of all warps are here
-        add_dq(params, block, step, k_columns, smem, dq_row, dq_column_warp, lane);
-        // Only the first warp waits until all have added.
-        if (warp == 0) {
-            barrier_sync(2, kThreads);
-            if (lane == 0) pass_turn(params, block, step);
-        } else {
-            barrier_arrive(2, kThreads);
-        }
-        mma_other_queries(gradients, smem, q, dout, warp_key, part, lane);
-        step = next;
-    }
-
-    barrier_sync(kThreads);  // every warp has finished with K and V
-    store_gradients(params, stashed_block(smem), gradients, smem, warp_key, part, lane);
-}
+static_assert(kWarps == kKeyWarps * kQueryWarps && kWarps == kDqRowWarps * kDqColumnWarps, "every warp has a part");
+static_assert(kWarpKeys % 16 == 0 && kWarpQueries % 16 == 0, "a warp has whole MMA tiles of P^T, also as an A operand");
+static_assert(kHeadDim / kPairColumns % kQueryWarps == 0 && kHeadDimV / kPairColumns % kQueryWarps == 0,
+              "warps have equal parts of the columns of dK, and of dV");
+static_assert(kHeadDim / kPairColumns % kDqColumnWarps == 0, "and of dQ");
+static_assert(kDqInTurn || (kDqPairs & (kDqPairs - 1)) == 0, "pairs side by side are a power of two");
+static_assert(kStageBytes % 128 == 0 && kDsBytes % 128 == 0, "blocks begin at multiples of 128 bytes");
+static_assert(kSharedBytes == 124432, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 344 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
+static_assert(offsetof(Params, v) == 24 && offsetof(Params, dk) == 32 && offsetof(Params, dv) == 40);
+static_assert(offsetof(Params, delta) == 48 && offsetof(Params, lse_log2) == 56 && offsetof(Params, dq_accum) == 64);
+static_assert(offsetof(Params, turns) == 72 && offsetof(Params, dk_parts) == 80 && offsetof(Params, dv_parts) == 88);
+static_assert(offsetof(Params, mask) == 96 && offsetof(Params, dout_batch_stride) == 104);
+static_assert(offsetof(Params, dout_row_stride) == 112 && offsetof(Params, dout_head_stride) == 120);
+static_assert(offsetof(Params, q_batch_stride) == 128 && offsetof(Params, q_row_stride) == 136);
+static_assert(offsetof(Params, q_head_stride) == 144 && offsetof(Params, k_batch_stride) == 152);
+static_assert(offsetof(Params, k_row_stride) == 160 && offsetof(Params, k_head_stride) == 168);
+static_assert(offsetof(Params, v_batch_stride) == 176 && offsetof(Params, v_row_stride) == 184);
+static_assert(offsetof(Params, v_head_stride) == 192 && offsetof(Params, dk_batch_stride) == 200);
+static_assert(offsetof(Params, dk_row_stride) == 208 && offsetof(Params, dk_head_stride) == 216);
+static_assert(offsetof(Params, dv_batch_stride) == 224 && offsetof(Params, dv_row_stride) == 232);
+static_assert(offsetof(Params, dv_head_stride) == 240 && offsetof(Params, mask_batch_stride) == 248);
+static_assert(offsetof(Params, mask_row_stride) == 256 && offsetof(Params, mask_head_stride) == 264);
+static_assert(offsetof(Params, num_heads_q) == 272 && offsetof(Params, num_heads_kv) == 276);
+static_assert(offsetof(Params, group_parts) == 280 && offsetof(Params, heads_per_part) == 284);
+static_assert(offsetof(Params, seqlen_q) == 288 && offsetof(Params, seqlen_kv) == 292 && offsetof(Params, head_dim) == 296);
+static_assert(offsetof(Params, head_dim_v) == 300 && offsetof(Params, num_row_blocks) == 304);
+static_assert(offsetof(Params, batch_size) == 308 && offsetof(Params, heads_per_section) == 312);
+static_assert(offsetof(Params, diagonal_offset) == 316 && offsetof(Params, window_left) == 320);
+static_assert(offsetof(Params, window_right) == 324 && offsetof(Params, mask_vector_width) == 328);
+static_assert(offsetof(Params, softmax_scale) == 332 && offsetof(Params, scale_log2) == 336);
+static_assert(kBlockM % 16 == 0 && kRowUnit % kBlockM == 0, "LSE and delta have the rows of whole blocks");

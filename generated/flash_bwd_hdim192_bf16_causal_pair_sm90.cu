@@ -37,8 +37,6 @@ constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
-static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
 
 // K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
 constexpr int kPanelColumns = 64;
@@ -69,11 +67,6 @@ constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kDoutStages * kQueryValueBytes;
 constexpr int kSharedBytes = kBarrierOffset + 8 * (6 + 3 * kStages);
 
-static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
-static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");
-static_assert(kDsBytes <= kKBytes && kDoutBytes <= kKBytes && kQBytes <= kKBytes, "K is read in place of dS, dO and Q");
-static_assert(kSharedBytes + 1024 == 215136, "launcher and kernel agree on shared memory");
-
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
@@ -98,37 +91,20 @@ struct Params {
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
     float softmax_scale;                  // dK is softmax_scale dS^T Q
 };
-static_assert(sizeof(Params) == 896 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
-static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 640);
-static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
-static_assert(offsetof(Params, cleared) == 792 && offsetof(Params, added) == 800 && offsetof(Params, num_heads_q) == 808);
-static_assert(offsetof(Params, num_heads_kv) == 812 && offsetof(Params, seqlen_q) == 816 && offsetof(Params, seqlen_kv) == 820);
-static_assert(offsetof(Params, num_row_blocks) == 824 && offsetof(Params, batch_size) == 828);
-static_assert(offsetof(Params, heads_per_section) == 832 && offsetof(Params, clear_distance) == 836);
-static_assert(offsetof(Params, diagonal_offset) == 840 && offsetof(Params, scale_log2) == 844);
-static_assert(offsetof(Params, softmax_scale) == 848);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
-__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
-
-// The row of the workspace that a head begins with.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
-    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
-}
+__device__ int unit_rows(const Params& params);
+__device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
 // The elements of a lane are contiguous, as one red adds all four.
 constexpr int kTileElements = 128;
 
-// The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
-    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
-}
-
-static_assert(kRowUnit % kBlockM == 0, "LSE and delta have the rows of a step");
+// The tiles of the 16 rows that begin at `row`
+__device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row);
 
 // What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
 struct KeyBlock {
@@ -138,24 +114,8 @@ struct KeyBlock {
     int first_key;
 };
 
-// Heads are launched in sections, and in a section the first cluster of each head comes first, then the second one. A section has few
-// heads, so that several blocks of a head run at a time and share its queries in L2.
-// The most queries attend to the first keys. So long blocks fill up what the short ones of the section before leave, and the last blocks of
-// the grid are short.
-__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
-    const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
-    const int index_in_section = index - first_head * params.num_row_blocks;
-    KeyBlock block;
-    const int pair_in_section = index_in_section / 2;
-    const int pairs_ahead = pair_in_section / section_heads;  // of its head
-    const int head_of_batch = first_head + pair_in_section - pairs_ahead * section_heads;
-    block.index = 2 * pairs_ahead + index % 2;
-    block.first_key = block.index * kBlockN;
-    block.batch = head_of_batch / params.num_heads_kv;
-    block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
-    return block;
-}
+// Heads are launched in sections, and in a section the first cluster of each head comes first, then the second one
+__device__ KeyBlock find_key_block(const Params& params, int index);
 
 // Blocks of kBlockM queries.
 struct QueryBlocks {
@@ -163,38 +123,21 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
-    const int begin = max(0, first_key - params.diagonal_offset);
-    const int end = params.seqlen_q;
-    if (begin >= end) return {0, -1};
-    return {begin / kBlockM, (end - 1) / kBlockM};
-}
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN)
+__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
     int block;
 };
 
-__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
-
-// The query head of a step: each has a kv head of its own.
-__device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
-
-// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
-__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
-
-__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
-// The first query that attends to a key: that of its diagonal; to a key past the last none does.
-__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
-    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return max(diagonal, 0);
-}
-
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
-// all others, whatever these hold: 0 * NaN would be NaN.
-__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+__device__ int kv_head_of(const Params&, const KeyBlock& block);
+__device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
+// Steps go from the last block of queries to the first
+__device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);
+__device__ Step next_step(const Step& step, const QueryBlocks&);
+__device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
+__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K arrives with the first Q, V and the peer's K with the first dO.
 // A stage, of Q and dO, is empty when every consumer warp has released it.
@@ -247,155 +190,19 @@ struct RingPosition {
     }
 };
 
-// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount, int kRows>
-__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
-                                          int head, int batch) {
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
-    }
-}
-
-// The rank of a thread block in its cluster, and that of the other one. A head has an even number of blocks of keys in the grid, so the parity
-// of a block's index is its rank.
-__device__ __forceinline__ int rank_of(const KeyBlock& block) { return block.index % 2; }
-
-__device__ __forceinline__ int peer_of(const KeyBlock& block) { return rank_of(block) ^ 1; }
-
-// The first key of the pair.
-__device__ __forceinline__ int first_key_of_pair(const KeyBlock& block) { return block.first_key - rank_of(block) * kBlockN; }
-
-__device__ __forceinline__ int first_key_of_peer(const KeyBlock& block) { return first_key_of_pair(block) + peer_of(block) * kBlockN; }
-
-// The blocks of queries that both go through: those with a query that attends to some key of either.
-__device__ __forceinline__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& block) {
-    return find_query_blocks(params, first_key_of_pair(block));  // whoever attends to a later key attends to the first one, too
-}
-
-// The first of the panels of the peer's K: the thread block of rank 0 computes the first half of the columns of dQ.
-__device__ __forceinline__ int first_peer_panel(const KeyBlock& block) { return rank_of(block) * (kPanels - kPeerPanels); }
-
-// Starts loading kPeerPanels panels of the peer's K.
-__device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full) {
-    const int batch = block.batch;
-    const int row = mapped_row(params, first_key_of_peer(block));
-#pragma unroll
-    for (int panel = 0; panel < kPeerPanels; ++panel) {
-        tma_load_4d(shared + kPeerKOffset + panel * kBlockN * kPanelRowBytes, params.k, full,
-                    (first_peer_panel(block) + panel) * kPanelColumns, row, kv_head_of(params, block), batch);
-    }
-}
-
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
-
-// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
-__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
-__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, 1, 1;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// wgmma.mma_async.m64n32k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
-__device__ __forceinline__ void wgmma_m64n32k16_bf16_ss_mn(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-        "}, %16, %17, p, 1, 1, 1, 1;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// wgmma.mma_async.m64n64k16. A from registers, in the layout of the accumulator, packed; b with the K dimension contiguous.
-__device__ __forceinline__ void wgmma_m64n64k16_bf16_rs_k(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {"
-        "%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-// wgmma.mma_async.m64n192k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
-// columns 8 further: the accumulator layout, packed. b is MN-major.
-__device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-        "}, {"
-        "%96, %97, %98, %99}, %100, p, 1, 1, 1;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-          "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-          "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-          "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-          "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-#endif
-
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
-__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
-    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
-    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
-           kSwizzle << 62;
-}
-
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros
+template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
+    int first_row, int head, int batch);
+__device__ int rank_of(const KeyBlock& block);  // The rank of a thread block in its cluster, and that of the other one
+__device__ int peer_of(const KeyBlock& block);
+__device__ int first_key_of_pair(const KeyBlock& block);  // The first key of the pair
+__device__ int first_key_of_peer(const KeyBlock& block);
+__device__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& block);  // The blocks of queries that both go through
+__device__ int first_peer_panel(const KeyBlock& block);  // The first of the panels of the peer's K
+// Starts loading kPeerPanels panels of the peer's K
+__device__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full);
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
 
 // Rows of K or V of a consumer warpgroup, operand A. The first kHeld columns are in registers: a wgmma of 64 columns takes 48 clocks with A in
 // shared memory, and 32 with A in registers.
@@ -416,28 +223,8 @@ struct HeldRows {
     }
 };
 
-// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. B has kBlockM rows. Both operands are
-// K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the swizzled row.
-template <int kColumns, int kHeld>
-__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], HeldRows<kHeld>& rows, shared_address b_smem) {
-    const uint64_t a = descriptor(rows.smem, 8 * kPanelRowBytes);
-    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
-    pin_registers(scores);
-#pragma unroll
-    for (int step = 0; step < kHeld / 16; ++step) pin_registers(rows.fragment[step]);
-    wgmma_fence();
-#pragma unroll
-    for (int column = 0; column < kColumns; column += 16) {
-        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
-        const uint64_t b_step = b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4);
-        if (column < kHeld) {
-            wgmma_m64n64k16_bf16_rs_k(scores, rows.fragment[column / 16], b_step, column > 0);
-        } else {
-            wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), b_step, column > 0);
-        }
-    }
-    wgmma_commit();
-}
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
+template <int kColumns, int kHeld> __device__ void mma_scores(float (&scores)[kBlockM / 2], HeldRows<kHeld>& rows, shared_address b_smem);
 
 // P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
 template <int kColumns>
@@ -455,47 +242,12 @@ struct PackedScores {
     }
 };
 
-// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 192 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
-// eight queries, LBO to the next panel of columns.
-__device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem) {
-    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
-    pin_registers(sums);
-#pragma unroll
-    for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kBlockM / 16; ++step) {
-        wgmma_m64n192k16_bf16_rs(sums, scores.fragment[step], b + (16 * step * kPanelRowBytes >> 4), 1);
-    }
-    wgmma_commit();
-}
-
-// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each key has a row, with
-// 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
-template <int kCount>
-__device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate) {
-#pragma unroll
-    for (int key = 0; key < kBlockN; key += 16) {
-        const uint64_t ds_step = ds + (key * kPanelRowBytes >> 4), k_step = k + (key * kPanelRowBytes >> 4);
-        if constexpr (2 * kCount == 64) wgmma_m64n64k16_bf16_ss_mn(dq, ds_step, k_step, accumulate || key > 0);
-        if constexpr (2 * kCount == 32) wgmma_m64n32k16_bf16_ss_mn(dq, ds_step, k_step, accumulate || key > 0);
-    }
-}
-
-// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
-// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
-// once unrolled.
-template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
-#pragma unroll
-    for (int query = 0; query < kBlockM; query += 8) {
-#pragma unroll
-        for (int key = 0; key <= 8; key += 8) {
-            visit(key, query, scores[query / 2 + key / 4]);
-            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
-        }
-    }
-}
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 192 of a warpgroup
+__device__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem);
+// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
+template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
+// Visits the scores that a lane holds of a step
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
 
 // LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
 // latency is hidden.
@@ -510,174 +262,45 @@ struct QueryValues {
     __device__ __forceinline__ float2 two(int j) const { return values[j]; }
 };
 
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
-    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
-    for_each_score(scores, [&](int key, int query, float& score) {
-        if (query < begin[key / 8]) score = -INFINITY;
-    });
-}
-
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
-// if S is finite.
-__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = lse.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
-    }
-}
-
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
-__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = delta.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
-    }
-}
+// Masks the scores of queries that do not attend to their key
+__device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
+__device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2);
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
+__device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
 
 // P goes through shared memory in fp32, as dS takes P unrounded. The accumulators of both consumers have the same layout,
 // so that a thread reads what its counterpart has written; 16 bytes at a time, without bank conflicts.
 constexpr int kVectorBytes = 4 * sizeof(float);
 
-__device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
-#pragma unroll
-    for (int i = 0; i < kBlockM / 2; i += 4) {
-        store_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes, p[i], p[i + 1], p[i + 2], p[i + 3]);
-    }
-}
-
-__device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem) {
-#pragma unroll
-    for (int i = 0; i < kBlockM / 2; i += 4) {
-        const uint4 words = load_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes);
-        p[i] = __uint_as_float(words.x);
-        p[i + 1] = __uint_as_float(words.y);
-        p[i + 2] = __uint_as_float(words.z);
-        p[i + 3] = __uint_as_float(words.w);
-    }
-}
-
-// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
-__device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
-    const int key = warp_key + lane % 16;  // whose address this lane gives
-#pragma unroll
-    for (int query = 0; query < kBlockM; query += 16) {
-        // Keys 0 to 7 and 8 to 15 of eight queries, then of the next eight. Lanes 0 to 15 give the rows of the first eight.
-        const shared_address row = ds_smem + query / 64 * kDsPanelBytes + key * kPanelRowBytes;
-        stmatrix_x4(row + 16 * swizzled(key, query % 64 / 8 + lane / 16), ds.fragment[query / 16]);
-    }
-}
-
-// Where a lane's elements of dQ of a step go, of the columns from `first_column` on. The step's rows of the warp begin at `warp_row`.
-__device__ __forceinline__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row,
-                                        int lane) {
-    const int row = step.block * kBlockM + warp_row;
-    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
-    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
-    return own;
-}
-
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first tile go.
-template <int kCount>
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
-#pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-        red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
-    }
-}
-
+__device__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem);
+__device__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem);
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
+__device__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane);
+// Where a lane's elements of dQ of a step go, of the columns from `first_column` on
+__device__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row, int lane);
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum
+template <int kCount> __device__ void add_dq(float* own, const float (&dq)[kCount]);
 // Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
-// swizzled as these were.
-template <int kColumns>
-__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
-    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
-#pragma unroll
-    for (int column = 0; column < kColumns; column += 16) {
-        uint32_t matrices[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            matrices[e] = pack<element>(sums[column / 2 + 2 * e] * factor, sums[column / 2 + 2 * e + 1] * factor);
-        }
-        const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
-        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
-    }
-}
-
-// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
-// longer. One thread of the warpgroup, whose named barrier is `barrier`, starts the TMA stores.
-template <int kColumns>
-__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
-                                               int first_row, int head, int batch, int barrier, int lane) {
-    stage_gradient<kColumns>(sums, factor, staging, lane);
-    fence_proxy_async();  // TMA would not see the writes otherwise
-    barrier_sync(barrier, 128);  // all rows of the warpgroup are there
-    if (threadIdx.x % 128 == 0) {
-#pragma unroll
-        for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
-            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_row, head, batch);
-        }
-        tma_store_commit();
-    }
-}
-
-// dQ is added to memory that has to be 0 first. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. Each
-// later head is cleared by the thread blocks of the head that comes clear_distance before it. Each clears one part while it computes.
-// clear_distance is more than a section, so the thread blocks that clear have lower indices in the grid than those that wait, and
-// clearing itself waits for nothing. So there is no deadlock if the hardware starts clusters by increasing index, as it does, though
-// CUDA does not promise it. clear_distance is little more than a section, so that most zeros are still in L2 when dQ is added to them.
-__device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock& block) {
-    return block.batch * params.num_heads_kv + block.kv_head;
-}
-
-__device__ __forceinline__ int num_heads_of_grid(const Params& params) { return params.batch_size * params.num_heads_kv; }
-
-__device__ __forceinline__ int rows_of_head(const Params& params) { return unit_rows(params); }
-
-// Called by a warp of the producer warpgroup: clears this thread block's part of a later head, in rows of tiles as dq_tiles has them.
-__device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock& block, int lane) {
-    const int head = head_of_grid(params, block) + params.clear_distance;
-    if (head >= num_heads_of_grid(params)) return;
-    const int tile_rows = rows_of_head(params) / 16;
-    const int own_tile_rows = (tile_rows + params.num_row_blocks - 1) / params.num_row_blocks;
-    const int begin = block.first_key / kBlockN * own_tile_rows;
-    const int end = min(begin + own_tile_rows, tile_rows);
-    constexpr int kTilesPerRow = kHeadDim / 8;
-    float* zeros = params.dq_accum + (int64_t(head) * tile_rows + begin) * (kTilesPerRow * kTileElements) + 4 * lane;
-#pragma unroll 4
-    for (int left = (end - begin) * kTilesPerRow; left > 0; --left) {
-        store_global_128(zeros, {});
-        zeros += kTileElements;
-    }
-    __syncwarp();  // the release covers what all lanes have written
-    if (lane == 0) add_release_32(params.cleared + head, 1);
-}
-
-// Called by the producer thread before it loads Q of the second step, in which consumers add dQ of the first. Their waits for that Q pass the
-// acquire on to them; where there is a single step, those for its dO.
-__device__ __forceinline__ void await_cleared(const Params& params, const KeyBlock& block) {
-    const int head = head_of_grid(params, block);
-    if (head < params.clear_distance) return;
-    while (int(load_acquire_32(params.cleared + head)) != params.num_row_blocks) {}
-}
+// swizzled as these were
+template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane);
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any longer
+template <int kColumns> __device__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
+    shared_address staging, int first_row, int head, int batch, int barrier, int lane);
+__device__ int head_of_grid(const Params& params, const KeyBlock& block);  // dQ is added to memory that has to be 0 first
+__device__ int num_heads_of_grid(const Params& params);
+__device__ int rows_of_head(const Params& params);
+__device__ void clear_ahead(const Params& params, const KeyBlock& block, int lane);  // Called by a warp of the producer warpgroup
+// Called by the producer thread before it loads Q of the second step, in which consumers add dQ of the first
+__device__ void await_cleared(const Params& params, const KeyBlock& block);
 
 // The convert kernel rounds dQ of a head as soon as the thread blocks of the head have added to it, while those of later heads still run. At
 // this named barrier consumers arrive when they have added, and a warp waits that counts the thread block.
 constexpr int kAddedBarrier = 5;
 constexpr int kAddedThreads = 128 * kConsumers + 32;
 
-// Called by a warp of the producer warpgroup. A thread block without steps counts as well. A full count says that the zeros of the head are
-// there, too: some thread block has steps, as the first query attends to a key or the last one does, and adds behind the zeros.
-__device__ __forceinline__ void count_added(const Params& params, const KeyBlock& block, int lane) {
-    barrier_sync(kAddedBarrier, kAddedThreads);
-    if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);
-}
-
-__device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
+__device__ void count_added(const Params& params, const KeyBlock& block, int lane);  // Called by a warp of the producer warpgroup
+__device__ int num_steps(const Params&, const QueryBlocks& queries);
 
 // Where TMA finds the rows of Q and dO of a step, and where their LSE and delta begin.
 struct StepRows {
@@ -687,54 +310,38 @@ struct StepRows {
     int64_t unit_row;
 };
 
-__device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
-    StepRows rows;
-    rows.head = head_of(params, block, step);
-    rows.batch = block.batch;
-    rows.row = step.block * kBlockM;
-    rows.unit_row = first_unit_row(params, block.batch, rows.head) + rows.row;
-    return rows;
-}
-
-// Starts loading Q and LSE of a step. `more`: bytes of other loads that the same barrier awaits.
-__device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
-                                       int stage, int more = 0) {
-    const shared_address full = barriers.q_full(stage);
-    mbarrier_arrive_expect_tx(full, kQBytes + kQueryValueBytes + more);
-    load_rows<kPanels, kBlockM>(shared + kQOffset + stage * kQBytes, params.q, full, rows.row, rows.head, rows.batch);
-    bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
-}
-
-// Likewise dO and delta.
-__device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
-                                          int stage, int more = 0) {
-    const shared_address full = barriers.dout_full(stage);
-    mbarrier_arrive_expect_tx(full, kDoutBytes + kQueryValueBytes + more);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + stage * kDoutBytes, params.dout, full, rows.row, rows.head, rows.batch);
-    bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
-}
+__device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);
+// Starts loading Q and LSE of a step
+__device__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
+    int more = 0);
+// Likewise dO and delta
+__device__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
+    int more = 0);
 
 // What arrives with the first dO: V, and the peer's K for dQ.
 constexpr int kBytesWithDout = kVBytes + kPeerKBytes;
 
-// Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
-// then V, the peer's K and dO. K's bytes count at q_full(0), those of V and the peer's K at dout_full(0). They may come before load_q() and
-// load_dout() announce them: without the arrival of these the phase cannot end. Without steps nothing is loaded.
-// With a single step consumers wait for no later load before they add dQ, so produce() loads its dO, when dq_accum is clear.
-__device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
-    const int count = num_steps(params, queries);
-    if (count == 0) return;
-    const int batch = block.batch;
-    const int row = mapped_row(params, block.first_key);
-    const int kv_head = kv_head_of(params, block);
-    const StepRows rows = rows_of(params, block, first_step(params, block, queries));
-    load_rows<kPanels, kBlockN>(shared, params.k, barriers.q_full(0), row, kv_head, batch);
-    load_q(params, rows, shared, barriers, 0, kKBytes);
-    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.dout_full(0), row, kv_head, batch);
-    load_peer_k(params, block, shared, barriers.dout_full(0));
-    if (count > 1) load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
-}
+// Starts the first loads of a thread block, ahead of the barrier at which its warps meet
+__device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
+
+// Of the columns of dQ a thread block computes half, over the keys of both. Its dK consumer has the outer panel of these, its dV consumer
+// the rest. Rank 0: [0, 64) and [64, 96); rank 1: [128, 192) and [96, 128).
+constexpr int kDqColumnsOfDk = kPanelColumns;
+constexpr int kDqColumnsOfDv = kHeadDim / 2 - kPanelColumns;
+
+// The columns of dQ of a consumer: the first one, and where it lies in K of both thread blocks.
+struct DqColumns {
+    int first;
+    shared_address k;
+    shared_address peer_k;
+};
+
+// The copy of the peer's K begins with panel first_peer_panel()
+__device__ DqColumns columns_from(int first, const KeyBlock& block, shared_address shared);
+// Starts dQ = dS K over the keys of both thread blocks
+template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns);
+// Sends a warp's 16 keys of dS, which lie at `rows`, to the same place behind dS of the peer's own keys
+__device__ void send_ds(shared_address rows, shared_address ds_received, int peer);
 
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
 // It awaits the zeros of dq_accum first; dO of a single step is loaded behind them.
@@ -755,44 +362,6 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
         load_q(params, rows, shared, barriers, ring.stage);
         load_dout(params, rows, shared, barriers, ring.stage);  // dO and delta are in the stage of Q and LSE
     }
-}
-
-// Of the columns of dQ a thread block computes half, over the keys of both. Its dK consumer has the outer panel of these, its dV consumer
-// the rest. Rank 0: [0, 64) and [64, 96); rank 1: [128, 192) and [96, 128).
-constexpr int kDqColumnsOfDk = kPanelColumns;
-constexpr int kDqColumnsOfDv = kHeadDim / 2 - kPanelColumns;
-static_assert(kDqColumnsOfDv > 0 && kPanelColumns % kDqColumnsOfDv == 0, "the columns of a consumer lie in one panel");
-
-// The columns of dQ of a consumer: the first one, and where it lies in K of both thread blocks.
-struct DqColumns {
-    int first;
-    shared_address k;
-    shared_address peer_k;
-};
-
-// The copy of the peer's K begins with panel first_peer_panel().
-__device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& block, shared_address shared) {
-    const int byte = first % kPanelColumns * sizeof(element);  // under the swizzle an operand may begin within a row
-    const shared_address k = shared + first / kPanelColumns * kBlockN * kPanelRowBytes + byte;
-    return {first, k, k + kPeerKOffset - first_peer_panel(block) * kBlockN * kPanelRowBytes};
-}
-
-// Starts dQ = dS K over the keys of both thread blocks.
-template <int kCount>
-__device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns) {
-    const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(columns.k, 8 * kPanelRowBytes);
-    const uint64_t peer_k = descriptor(columns.peer_k, 8 * kPanelRowBytes);
-    pin_registers(dq);
-    wgmma_fence();
-    issue_dq(dq, ds, k, false);
-    issue_dq(dq, ds + (kOwnDsBytes >> 4), peer_k, true);
-    wgmma_commit();
-}
-
-// Sends a warp's 16 keys of dS, which lie at `rows`, to the same place behind dS of the peer's own keys. One thread's work.
-__device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_received, int peer) {
-    bulk_send(map_shared(rows + kOwnDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
 }
 
 // The consumer of dV. The MMAs of a step, in groups as they are awaited:
@@ -1064,3 +633,526 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
         consume_dk(params, block, shared, barriers);
     }
 }
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+// Heads are launched in sections, and in a section the first cluster of each head comes first, then the second one. A section has few
+// heads, so that several blocks of a head run at a time and share its queries in L2.
+// The most queries attend to the first keys. So long blocks fill up what the short ones of the section before leave, and the last blocks of
+// the grid are short.
+__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
+    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
+    const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
+    const int index_in_section = index - first_head * params.num_row_blocks;
+    KeyBlock block;
+    const int pair_in_section = index_in_section / 2;
+    const int pairs_ahead = pair_in_section / section_heads;  // of its head
+    const int head_of_batch = first_head + pair_in_section - pairs_ahead * section_heads;
+    block.index = 2 * pairs_ahead + index % 2;
+    block.first_key = block.index * kBlockN;
+    block.batch = head_of_batch / params.num_heads_kv;
+    block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
+    return block;
+}
+
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
+
+// The query head of a step: each has a kv head of its own.
+__device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
+
+// The first query that attends to a key: that of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return max(diagonal, 0);
+}
+
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
+// all others, whatever these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+
+// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
+                                          int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    }
+}
+
+// The rank of a thread block in its cluster, and that of the other one. A head has an even number of blocks of keys in the grid, so the parity
+// of a block's index is its rank.
+__device__ __forceinline__ int rank_of(const KeyBlock& block) { return block.index % 2; }
+
+__device__ __forceinline__ int peer_of(const KeyBlock& block) { return rank_of(block) ^ 1; }
+
+// The first key of the pair.
+__device__ __forceinline__ int first_key_of_pair(const KeyBlock& block) { return block.first_key - rank_of(block) * kBlockN; }
+
+__device__ __forceinline__ int first_key_of_peer(const KeyBlock& block) { return first_key_of_pair(block) + peer_of(block) * kBlockN; }
+
+// The blocks of queries that both go through: those with a query that attends to some key of either.
+__device__ __forceinline__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& block) {
+    return find_query_blocks(params, first_key_of_pair(block));  // whoever attends to a later key attends to the first one, too
+}
+
+// The first of the panels of the peer's K: the thread block of rank 0 computes the first half of the columns of dQ.
+__device__ __forceinline__ int first_peer_panel(const KeyBlock& block) { return rank_of(block) * (kPanels - kPeerPanels); }
+
+// Starts loading kPeerPanels panels of the peer's K.
+__device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full) {
+    const int batch = block.batch;
+    const int row = mapped_row(params, first_key_of_peer(block));
+#pragma unroll
+    for (int panel = 0; panel < kPeerPanels; ++panel) {
+        tma_load_4d(shared + kPeerKOffset + panel * kBlockN * kPanelRowBytes, params.k, full,
+                    (first_peer_panel(block) + panel) * kPanelColumns, row, kv_head_of(params, block), batch);
+    }
+}
+
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n32k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n32k16_bf16_ss_mn(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, %16, %17, p, 1, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n64k16. A from registers, in the layout of the accumulator, packed; b with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_rs_k(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {"
+        "%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n192k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
+__device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+        "}, {"
+        "%96, %97, %98, %99}, %100, p, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+          "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+          "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+          "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+          "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+           kSwizzle << 62;
+}
+
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. B has kBlockM rows. Both operands are
+// K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the swizzled row.
+template <int kColumns, int kHeld>
+__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], HeldRows<kHeld>& rows, shared_address b_smem) {
+    const uint64_t a = descriptor(rows.smem, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
+    pin_registers(scores);
+#pragma unroll
+    for (int step = 0; step < kHeld / 16; ++step) pin_registers(rows.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        const uint64_t b_step = b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4);
+        if (column < kHeld) {
+            wgmma_m64n64k16_bf16_rs_k(scores, rows.fragment[column / 16], b_step, column > 0);
+        } else {
+            wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), b_step, column > 0);
+        }
+    }
+    wgmma_commit();
+}
+
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 192 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
+// eight queries, LBO to the next panel of columns.
+__device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem) {
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
+    pin_registers(sums);
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+        wgmma_m64n192k16_bf16_rs(sums, scores.fragment[step], b + (16 * step * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each key has a row, with
+// 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
+template <int kCount>
+__device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate) {
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        const uint64_t ds_step = ds + (key * kPanelRowBytes >> 4), k_step = k + (key * kPanelRowBytes >> 4);
+        if constexpr (2 * kCount == 64) wgmma_m64n64k16_bf16_ss_mn(dq, ds_step, k_step, accumulate || key > 0);
+        if constexpr (2 * kCount == 32) wgmma_m64n32k16_bf16_ss_mn(dq, ds_step, k_step, accumulate || key > 0);
+    }
+}
+
+// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
+// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
+// once unrolled.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        if (query < begin[key / 8]) score = -INFINITY;
+    });
+}
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = lse.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
+    }
+}
+
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = delta.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
+    }
+}
+
+__device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        store_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes, p[i], p[i + 1], p[i + 2], p[i + 3]);
+    }
+}
+
+__device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        const uint4 words = load_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes);
+        p[i] = __uint_as_float(words.x);
+        p[i + 1] = __uint_as_float(words.y);
+        p[i + 2] = __uint_as_float(words.z);
+        p[i + 3] = __uint_as_float(words.w);
+    }
+}
+
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
+__device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
+    const int key = warp_key + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 16) {
+        // Keys 0 to 7 and 8 to 15 of eight queries, then of the next eight. Lanes 0 to 15 give the rows of the first eight.
+        const shared_address row = ds_smem + query / 64 * kDsPanelBytes + key * kPanelRowBytes;
+        stmatrix_x4(row + 16 * swizzled(key, query % 64 / 8 + lane / 16), ds.fragment[query / 16]);
+    }
+}
+
+// Where a lane's elements of dQ of a step go, of the columns from `first_column` on. The step's rows of the warp begin at `warp_row`.
+__device__ __forceinline__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row,
+                                        int lane) {
+    const int row = step.block * kBlockM + warp_row;
+    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
+    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+    return own;
+}
+
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first tile go.
+template <int kCount>
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+        red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+    }
+}
+
+// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
+// swizzled as these were.
+template <int kColumns>
+__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            matrices[e] = pack<element>(sums[column / 2 + 2 * e] * factor, sums[column / 2 + 2 * e + 1] * factor);
+        }
+        const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
+    }
+}
+
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
+// longer. One thread of the warpgroup, whose named barrier is `barrier`, starts the TMA stores.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
+                                               int first_row, int head, int batch, int barrier, int lane) {
+    stage_gradient<kColumns>(sums, factor, staging, lane);
+    fence_proxy_async();  // TMA would not see the writes otherwise
+    barrier_sync(barrier, 128);  // all rows of the warpgroup are there
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_row, head, batch);
+        }
+        tma_store_commit();
+    }
+}
+
+// dQ is added to memory that has to be 0 first. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. Each
+// later head is cleared by the thread blocks of the head that comes clear_distance before it. Each clears one part while it computes.
+// clear_distance is more than a section, so the thread blocks that clear have lower indices in the grid than those that wait, and
+// clearing itself waits for nothing. So there is no deadlock if the hardware starts clusters by increasing index, as it does, though
+// CUDA does not promise it. clear_distance is little more than a section, so that most zeros are still in L2 when dQ is added to them.
+__device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock& block) {
+    return block.batch * params.num_heads_kv + block.kv_head;
+}
+
+__device__ __forceinline__ int num_heads_of_grid(const Params& params) { return params.batch_size * params.num_heads_kv; }
+
+__device__ __forceinline__ int rows_of_head(const Params& params) { return unit_rows(params); }
+
+// Called by a warp of the producer warpgroup: clears this thread block's part of a later head, in rows of tiles as dq_tiles has them.
+__device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock& block, int lane) {
+    const int head = head_of_grid(params, block) + params.clear_distance;
+    if (head >= num_heads_of_grid(params)) return;
+    const int tile_rows = rows_of_head(params) / 16;
+    const int own_tile_rows = (tile_rows + params.num_row_blocks - 1) / params.num_row_blocks;
+    const int begin = block.first_key / kBlockN * own_tile_rows;
+    const int end = min(begin + own_tile_rows, tile_rows);
+    constexpr int kTilesPerRow = kHeadDim / 8;
+    float* zeros = params.dq_accum + (int64_t(head) * tile_rows + begin) * (kTilesPerRow * kTileElements) + 4 * lane;
+#pragma unroll 4
+    for (int left = (end - begin) * kTilesPerRow; left > 0; --left) {
+        store_global_128(zeros, {});
+        zeros += kTileElements;
+    }
+    __syncwarp();  // the release covers what all lanes have written
+    if (lane == 0) add_release_32(params.cleared + head, 1);
+}
+
+// Called by the producer thread before it loads Q of the second step, in which consumers add dQ of the first. Their waits for that Q pass the
+// acquire on to them; where there is a single step, those for its dO.
+__device__ __forceinline__ void await_cleared(const Params& params, const KeyBlock& block) {
+    const int head = head_of_grid(params, block);
+    if (head < params.clear_distance) return;
+    while (int(load_acquire_32(params.cleared + head)) != params.num_row_blocks) {}
+}
+
+// Called by a warp of the producer warpgroup. A thread block without steps counts as well. A full count says that the zeros of the head are
+// there, too: some thread block has steps, as the first query attends to a key or the last one does, and adds behind the zeros.
+__device__ __forceinline__ void count_added(const Params& params, const KeyBlock& block, int lane) {
+    barrier_sync(kAddedBarrier, kAddedThreads);
+    if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);
+}
+
+__device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
+
+__device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
+    StepRows rows;
+    rows.head = head_of(params, block, step);
+    rows.batch = block.batch;
+    rows.row = step.block * kBlockM;
+    rows.unit_row = first_unit_row(params, block.batch, rows.head) + rows.row;
+    return rows;
+}
+
+// Starts loading Q and LSE of a step. `more`: bytes of other loads that the same barrier awaits.
+__device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
+                                       int stage, int more) {
+    const shared_address full = barriers.q_full(stage);
+    mbarrier_arrive_expect_tx(full, kQBytes + kQueryValueBytes + more);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + stage * kQBytes, params.q, full, rows.row, rows.head, rows.batch);
+    bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
+}
+
+// Likewise dO and delta.
+__device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
+                                          int stage, int more) {
+    const shared_address full = barriers.dout_full(stage);
+    mbarrier_arrive_expect_tx(full, kDoutBytes + kQueryValueBytes + more);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + stage * kDoutBytes, params.dout, full, rows.row, rows.head, rows.batch);
+    bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
+}
+
+// Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
+// then V, the peer's K and dO. K's bytes count at q_full(0), those of V and the peer's K at dout_full(0). They may come before load_q() and
+// load_dout() announce them: without the arrival of these the phase cannot end. Without steps nothing is loaded.
+// With a single step consumers wait for no later load before they add dQ, so produce() loads its dO, when dq_accum is clear.
+__device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
+    const int count = num_steps(params, queries);
+    if (count == 0) return;
+    const int batch = block.batch;
+    const int row = mapped_row(params, block.first_key);
+    const int kv_head = kv_head_of(params, block);
+    const StepRows rows = rows_of(params, block, first_step(params, block, queries));
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.q_full(0), row, kv_head, batch);
+    load_q(params, rows, shared, barriers, 0, kKBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.dout_full(0), row, kv_head, batch);
+    load_peer_k(params, block, shared, barriers.dout_full(0));
+    if (count > 1) load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
+}
+
+// The copy of the peer's K begins with panel first_peer_panel().
+__device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& block, shared_address shared) {
+    const int byte = first % kPanelColumns * sizeof(element);  // under the swizzle an operand may begin within a row
+    const shared_address k = shared + first / kPanelColumns * kBlockN * kPanelRowBytes + byte;
+    return {first, k, k + kPeerKOffset - first_peer_panel(block) * kBlockN * kPanelRowBytes};
+}
+
+// Starts dQ = dS K over the keys of both thread blocks.
+template <int kCount>
+__device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns) {
+    const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(columns.k, 8 * kPanelRowBytes);
+    const uint64_t peer_k = descriptor(columns.peer_k, 8 * kPanelRowBytes);
+    pin_registers(dq);
+    wgmma_fence();
+    issue_dq(dq, ds, k, false);
+    issue_dq(dq, ds + (kOwnDsBytes >> 4), peer_k, true);
+    wgmma_commit();
+}
+
+// Sends a warp's 16 keys of dS, which lie at `rows`, to the same place behind dS of the peer's own keys. One thread's work.
+__device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_received, int peer) {
+    bulk_send(map_shared(rows + kOwnDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
+}
+
+static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
+static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");
+static_assert(kDsBytes <= kKBytes && kDoutBytes <= kKBytes && kQBytes <= kKBytes, "K is read in place of dS, dO and Q");
+static_assert(kSharedBytes + 1024 == 215136, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 896 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 640);
+static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
+static_assert(offsetof(Params, cleared) == 792 && offsetof(Params, added) == 800 && offsetof(Params, num_heads_q) == 808);
+static_assert(offsetof(Params, num_heads_kv) == 812 && offsetof(Params, seqlen_q) == 816 && offsetof(Params, seqlen_kv) == 820);
+static_assert(offsetof(Params, num_row_blocks) == 824 && offsetof(Params, batch_size) == 828);
+static_assert(offsetof(Params, heads_per_section) == 832 && offsetof(Params, clear_distance) == 836);
+static_assert(offsetof(Params, diagonal_offset) == 840 && offsetof(Params, scale_log2) == 844);
+static_assert(offsetof(Params, softmax_scale) == 848);
+static_assert(kRowUnit % kBlockM == 0, "LSE and delta have the rows of a step");
+static_assert(kDqColumnsOfDv > 0 && kPanelColumns % kDqColumnsOfDv == 0, "the columns of a consumer lie in one panel");

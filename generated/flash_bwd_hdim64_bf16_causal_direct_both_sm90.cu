@@ -71,14 +71,6 @@ constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
 constexpr int kTileSharedBytes = (kBarrierOffset + 8 * (2 + 5 * kStages) + 1023) / 1024 * 1024;
 constexpr int kSharedBytes = 2 * kTileSharedBytes;
 
-static_assert(kBlockM % (32 * kValueWarps) == 0 && kBlockN % kBlockM == 0, "threads have equally many rows to compute delta of");
-static_assert(kStages >= 2, "rows of the next step are awaited before those of this one are released");
-static_assert(kStages * kBlockM >= kBlockN, "O, LSE and delta of a tile of queries fit where those of the stages are");
-static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
-static_assert(kConsumerRegisters >= kProducerRegisters && kConsumerRegisters <= 256, "what setmaxnreg takes");
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
-static_assert(kSharedBytes + 1024 == 185344, "launcher and kernel agree on shared memory");
-
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
@@ -105,22 +97,8 @@ struct Params {
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
     float softmax_scale;                  // dQ is softmax_scale dS K, dK is softmax_scale dS^T Q
 };
-static_assert(sizeof(Params) == 1152 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
-static_assert(offsetof(Params, dout) == 384 && offsetof(Params, out) == 512 && offsetof(Params, dq) == 640);
-static_assert(offsetof(Params, dk) == 768 && offsetof(Params, dv) == 896 && offsetof(Params, lse) == 1024);
-static_assert(offsetof(Params, dlse) == 1032 && offsetof(Params, batch_size) == 1040 && offsetof(Params, num_heads_q) == 1044);
-static_assert(offsetof(Params, num_heads_kv) == 1048 && offsetof(Params, seqlen_q) == 1052);
-static_assert(offsetof(Params, seqlen_kv) == 1056 && offsetof(Params, num_row_blocks) == 1060);
-static_assert(offsetof(Params, num_row_blocks_beside) == 1064 && offsetof(Params, num_row_blocks_divisor) == 1072);
-static_assert(offsetof(Params, num_row_blocks_beside_divisor) == 1080 && offsetof(Params, num_heads_q_divisor) == 1088);
-static_assert(offsetof(Params, num_heads_kv_divisor) == 1096 && offsetof(Params, diagonal_offset) == 1104);
-static_assert(offsetof(Params, scale_log2) == 1108 && offsetof(Params, softmax_scale) == 1112);
 
-// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
-// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
-__device__ __forceinline__ int divide(int n, uint64_t divisor) {
-    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
-}
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 
 // A tile: dK and dV of kBlockN keys of a head, or dQ of kBlockN queries.
 struct Tile {
@@ -130,36 +108,12 @@ struct Tile {
     int first_row;
 };
 
-// The tiles of one kind in the grid: fewer than 2^31.
-__device__ __forceinline__ int tiles_of_kind(const Params& params, bool of_keys) {
-    const int tiles_of_batch = of_keys ? params.num_heads_kv * params.num_row_blocks : params.num_heads_q * params.num_row_blocks_beside;
-    return params.batch_size * tiles_of_batch;
-}
-
-// The tile of one kind that thread block `index` has, if it has one. The tiles of a head follow each other.
-// Where a head has as many of both kinds, its first keys, which have the most steps, are beside its first queries, which have the fewest.
-__device__ __forceinline__ Tile find_tile(const Params& params, int index, bool of_keys) {
-    const int heads = of_keys ? params.num_heads_kv : params.num_heads_q;
-    const int tiles_of_head = of_keys ? params.num_row_blocks : params.num_row_blocks_beside;
-    const int head_of_batch = divide(index, of_keys ? params.num_row_blocks_divisor : params.num_row_blocks_beside_divisor);
-    const int index_in_head = index - head_of_batch * tiles_of_head;
-    Tile tile;
-    tile.of_keys = of_keys;
-    tile.batch = divide(head_of_batch, of_keys ? params.num_heads_kv_divisor : params.num_heads_q_divisor);
-    tile.head = head_of_batch - tile.batch * heads;
-    tile.first_row = index_in_head * kBlockN;
-    return tile;
-}
-
-// The first query that attends to a key: that of its diagonal; to a key past the last none does.
-__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
-    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return max(diagonal, 0);
-}
-
-__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
-
-__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+__device__ int tiles_of_kind(const Params& params, bool of_keys);  // The tiles of one kind in the grid
+// The tile of one kind that thread block `index` has, if it has one
+__device__ Tile find_tile(const Params& params, int index, bool of_keys);
+__device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params&, int row);
 
 // Keys [begin, end).
 struct KeyRange {
@@ -167,24 +121,11 @@ struct KeyRange {
     int end;
 };
 
-// The keys that a query attends to: those up to its diagonal.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
-}
-
-// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
-__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, first_row)).begin,
-            keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// The keys that every row of [first_row, first_row + count) attends to.
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
-}
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+// The keys that some row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
 // Blocks of kBlockM queries.
 struct QueryBlocks {
@@ -192,13 +133,8 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
-    const int begin = max(0, first_key - params.diagonal_offset);
-    const int end = params.seqlen_q;
-    if (begin >= end) return {0, -1};
-    return {begin / kBlockM, (end - 1) / kBlockM};
-}
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN)
+__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 
 // The steps of a tile of keys: blocks of kBlockM queries, from the last to the first.
 struct QuerySteps {
@@ -273,88 +209,13 @@ struct RingPosition {
     }
 };
 
-// Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time; what lies outside of the array becomes zeros.
-template <int kPanelCount, int kRows>
-__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row, int head,
-                                          int batch) {
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-#pragma unroll
-        for (int row = 0; row < kRows; row += kBlockM) {
-            tma_load_4d(destination + (panel * kRows + row) * kPanelRowBytes, map, full, panel * kPanelColumns, first_row + row, head, batch);
-        }
-    }
-}
-
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
-
-// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
-__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// wgmma.mma_async.m64n64k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
-// columns 8 further: the accumulator layout, packed. b is MN-major.
-__device__ __forceinline__ void wgmma_m64n64k16_bf16_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {"
-        "%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-#endif
-
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
-__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
-    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
-    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
-           kSwizzle << 62;
-}
-
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
-
-// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
-// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
-// swizzled row.
-template <int kColumns>
-__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
-    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
-    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
-    pin_registers(scores);
-    wgmma_fence();
-#pragma unroll
-    for (int column = 0; column < kColumns; column += 16) {
-        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
-        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
-                                 b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
-    }
-    wgmma_commit();
-}
+// Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time; what lies outside of the array becomes zeros
+template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
+    int first_row, int head, int batch);
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
+template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
 // P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
 template <int kColumns>
@@ -372,58 +233,74 @@ struct PackedScores {
     }
 };
 
-// Starts dV += P^T dO, dK += dS^T Q or dQ += dS K, 64 rows x 64 of a warpgroup. dO, Q or K is MN-major, its columns contiguous: SBO leads
-// to the next eight queries or keys, LBO to the next panel of columns.
-__device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem) {
-    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
-    pin_registers(sums);
-#pragma unroll
-    for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kBlockM / 16; ++step) {
-        wgmma_m64n64k16_bf16_rs(sums, scores.fragment[step], b + (16 * step * kPanelRowBytes >> 4), 1);
-    }
-    wgmma_commit();
-}
-
+// Starts dV += P^T dO, dK += dS^T Q or dQ += dS K, 64 rows x 64 of a warpgroup
+__device__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
-// swizzled as these were.
-template <int kColumns>
-__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
-    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
-#pragma unroll
-    for (int column = 0; column < kColumns; column += 16) {
-        uint32_t matrices[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            matrices[e] = pack<element>(sums[column / 2 + 2 * e] * factor, sums[column / 2 + 2 * e + 1] * factor);
-        }
-        const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
-        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
-    }
-}
+// swizzled as these were
+template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane);
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any longer
+template <int kColumns> __device__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
+    shared_address staging, int first_row, int head, int batch, int barrier, int lane);
+__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
-// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
-// longer. One thread of the warpgroup, whose named barrier is `barrier`, starts the TMA stores.
-template <int kColumns>
-__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
-                                               int first_row, int head, int batch, int barrier, int lane) {
-    stage_gradient<kColumns>(sums, factor, staging, lane);
-    fence_proxy_async();  // TMA would not see the writes otherwise
-    barrier_sync(barrier, 128);  // all rows of the warpgroup are there
-    if (threadIdx.x % 128 == 0) {
-#pragma unroll
-        for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
-            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_row, head, batch);
-        }
-        tma_store_commit();
-    }
-}
+// lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here, so that no kernel has to end ahead of this one. A thread has
+// every kValueThreads-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so that P is 0 there.
 
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
-// all others, whatever these hold: 0 * NaN would be NaN.
-__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+constexpr int kValueThreads = 32 * kValueWarps;
+
+// What a thread loads from global memory, ahead of its use, for its rows of kRows that begin with `first_row`.
+template <int kRows>
+struct RowValues {
+    float lse[kRows / kValueThreads];
+    float dlse[kRows / kValueThreads];
+
+    __device__ __forceinline__ RowValues(const Params& params, int batch, int head, int first_row, int value_thread) {
+#pragma unroll
+        for (int i = 0; i < kRows / kValueThreads; ++i) {
+            const int row = first_row + value_thread + i * kValueThreads;
+            const bool valid = row < params.seqlen_q;
+            const int64_t index = (int64_t(batch) * params.num_heads_q + head) * params.seqlen_q + row;
+            lse[i] = valid ? __uint_as_float(load_global_32(params.lse + index)) : -INFINITY;
+            dlse[i] = valid && params.dlse != nullptr ? __uint_as_float(load_global_32(params.dlse + index)) : 0.0f;
+        }
+    }
+};
+
+__device__ float dot(uint4 a, uint4 b);  // The sum of the products of elements, as they lie in memory
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1
+__device__ float rounded_lse_log2(float lse);
+// Writes lse_log2 of a thread's rows
+template <int kRows> __device__ void put_lse(const RowValues<kRows>& values, int value_thread, shared_address lse_smem);
+// Writes delta of a thread's rows of dO and O, which lie in panels of kRows rows
+template <int kRows> __device__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem,
+    int value_thread, shared_address delta_smem);
+// Visits the scores that a lane holds of a step
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
+
+// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
+// latency is hidden.
+struct QueryValues {
+    float2 values[kBlockM / 8];
+
+    __device__ __forceinline__ void load(shared_address smem, int lane) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+    }
+
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
+};
+
+// Masks the scores of queries that do not attend to their key
+__device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
+__device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2);
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
+__device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
+// Masks the scores of keys that their query does not attend to
+__device__ void apply_mask_of_rows(const Params& params, float (&scores)[kBlockM / 2], int lane_query, int lane_key);
 
 // The producer thread of a tile of keys: K and V of the tile, and Q, dO and O of each step as fast as buffers become empty. What the first
 // MMAs need comes first.
@@ -478,84 +355,6 @@ __device__ __forceinline__ void produce_of_queries(const Params& params, const T
     }
 }
 
-// lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here, so that no kernel has to end ahead of this one. A thread has
-// every kValueThreads-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so that P is 0 there.
-
-constexpr int kValueThreads = 32 * kValueWarps;
-
-// What a thread loads from global memory, ahead of its use, for its rows of kRows that begin with `first_row`.
-template <int kRows>
-struct RowValues {
-    float lse[kRows / kValueThreads];
-    float dlse[kRows / kValueThreads];
-
-    __device__ __forceinline__ RowValues(const Params& params, int batch, int head, int first_row, int value_thread) {
-#pragma unroll
-        for (int i = 0; i < kRows / kValueThreads; ++i) {
-            const int row = first_row + value_thread + i * kValueThreads;
-            const bool valid = row < params.seqlen_q;
-            const int64_t index = (int64_t(batch) * params.num_heads_q + head) * params.seqlen_q + row;
-            lse[i] = valid ? __uint_as_float(load_global_32(params.lse + index)) : -INFINITY;
-            dlse[i] = valid && params.dlse != nullptr ? __uint_as_float(load_global_32(params.dlse + index)) : 0.0f;
-        }
-    }
-};
-
-// The sum of the products of elements, as they lie in memory.
-__device__ __forceinline__ float dot(uint4 a, uint4 b) {
-    const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
-    const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 a_pair = unpack<element>(a_words[i]);
-        const float2 b_pair = unpack<element>(b_words[i]);
-        sum = fmaf(a_pair.x, b_pair.x, fmaf(a_pair.y, b_pair.y, sum));
-    }
-    return sum;
-}
-
-constexpr float kLog2e = 1.4426950408889634f;
-
-// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. Between S and here the LSE is rounded
-// a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
-// LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
-__device__ __forceinline__ float rounded_lse_log2(float lse) {
-    const float lse_log2 = lse * kLog2e;
-    if (lse_log2 == -INFINITY) return INFINITY;
-    return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
-}
-
-// Writes lse_log2 of a thread's rows.
-template <int kRows>
-__device__ __forceinline__ void put_lse(const RowValues<kRows>& values, int value_thread, shared_address lse_smem) {
-#pragma unroll
-    for (int i = 0; i < kRows / kValueThreads; ++i) {
-        store_shared_32(lse_smem + (value_thread + i * kValueThreads) * sizeof(float), __float_as_uint(rounded_lse_log2(values.lse[i])));
-    }
-}
-
-// Writes delta of a thread's rows of dO and O, which lie in panels of kRows rows.
-template <int kRows>
-__device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem, int value_thread,
-                                          shared_address delta_smem) {
-    constexpr int kVectorElements = 8;
-#pragma unroll
-    for (int i = 0; i < kRows / kValueThreads; ++i) {
-        const int row = value_thread + i * kValueThreads;
-        float sum = 0.0f;
-#pragma unroll 4  // so that up to eight loads are under way
-        for (int column = 0; column < kHeadDimV; column += kVectorElements) {
-            // Eight lanes read eight different chunks: no bank conflicts.
-            const int chunk = swizzled(row, column % kPanelColumns / kVectorElements);
-            const int offset = (column / kPanelColumns * kRows + row) * kPanelRowBytes + 16 * chunk;
-            sum += dot(load_shared_128(dout_smem + offset), load_shared_128(out_smem + offset));
-        }
-        const float delta = values.lse[i] == -INFINITY ? 0.0f : sum - values.dlse[i];
-        store_shared_32(delta_smem + row * sizeof(float), __float_as_uint(delta));
-    }
-}
-
 // The value warps of a tile of keys: the queries of each step.
 __device__ __forceinline__ void put_values_of_steps(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                                     int value_thread) {
@@ -589,65 +388,6 @@ __device__ __forceinline__ void put_values_of_tile(const Params& params, const T
     mbarrier_wait(barriers.tile_full_v(), 0);
     put_delta(values, shared + kTileOffsetV, shared + kOutOffset, value_thread, shared + kDeltaOffset);
     mbarrier_arrive(barriers.delta_full(0));
-}
-
-// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
-// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
-// once unrolled.
-// In a tile of queries rows of the accumulator are queries and columns are keys: there it is visit(query, key, score).
-template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
-#pragma unroll
-    for (int query = 0; query < kBlockM; query += 8) {
-#pragma unroll
-        for (int key = 0; key <= 8; key += 8) {
-            visit(key, query, scores[query / 2 + key / 4]);
-            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
-        }
-    }
-}
-
-// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
-// latency is hidden.
-struct QueryValues {
-    float2 values[kBlockM / 8];
-
-    __device__ __forceinline__ void load(shared_address smem, int lane) {
-#pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
-    }
-
-    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
-};
-
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
-    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
-    for_each_score(scores, [&](int key, int query, float& score) {
-        if (query < begin[key / 8]) score = -INFINITY;
-    });
-}
-
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
-// if S is finite.
-__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = lse.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
-    }
-}
-
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
-__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = delta.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
-    }
 }
 
 // A consumer warpgroup of a tile of keys: dK and dV of 64 of them. The MMAs of a step, in groups as they are awaited:
@@ -731,15 +471,6 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
     store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_row, tile.head, tile.batch, barrier, lane);
     store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_row, tile.head, tile.batch, barrier, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
-}
-
-// Masks the scores of keys that their query does not attend to. `lane_query` and `lane_key` are the lane's first ones.
-__device__ __forceinline__ void apply_mask_of_rows(const Params& params, float (&scores)[kBlockM / 2], int lane_query, int lane_key) {
-    const KeyRange ranges[2] = {keys_of_query(params, lane_query), keys_of_query(params, lane_query + 8)};
-    for_each_score(scores, [&](int query, int key, float& score) {
-        const KeyRange& range = ranges[query / 8];
-        if (key >= range.end - lane_key) score = -INFINITY;
-    });
 }
 
 // A consumer warpgroup of a tile of queries: dQ of 64 of them. The MMAs of a step, in groups as they are awaited:
@@ -875,3 +606,329 @@ flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params par
         }
     }
 }
+
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
+}
+
+// The tiles of one kind in the grid: fewer than 2^31.
+__device__ __forceinline__ int tiles_of_kind(const Params& params, bool of_keys) {
+    const int tiles_of_batch = of_keys ? params.num_heads_kv * params.num_row_blocks : params.num_heads_q * params.num_row_blocks_beside;
+    return params.batch_size * tiles_of_batch;
+}
+
+// The tile of one kind that thread block `index` has, if it has one. The tiles of a head follow each other.
+// Where a head has as many of both kinds, its first keys, which have the most steps, are beside its first queries, which have the fewest.
+__device__ __forceinline__ Tile find_tile(const Params& params, int index, bool of_keys) {
+    const int heads = of_keys ? params.num_heads_kv : params.num_heads_q;
+    const int tiles_of_head = of_keys ? params.num_row_blocks : params.num_row_blocks_beside;
+    const int head_of_batch = divide(index, of_keys ? params.num_row_blocks_divisor : params.num_row_blocks_beside_divisor);
+    const int index_in_head = index - head_of_batch * tiles_of_head;
+    Tile tile;
+    tile.of_keys = of_keys;
+    tile.batch = divide(head_of_batch, of_keys ? params.num_heads_kv_divisor : params.num_heads_q_divisor);
+    tile.head = head_of_batch - tile.batch * heads;
+    tile.first_row = index_in_head * kBlockN;
+    return tile;
+}
+
+// The first query that attends to a key: that of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return max(diagonal, 0);
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time; what lies outside of the array becomes zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row, int head,
+                                          int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+#pragma unroll
+        for (int row = 0; row < kRows; row += kBlockM) {
+            tma_load_4d(destination + (panel * kRows + row) * kPanelRowBytes, map, full, panel * kPanelColumns, first_row + row, head, batch);
+        }
+    }
+}
+
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n64k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {"
+        "%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+           kSwizzle << 62;
+}
+
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
+// swizzled row.
+template <int kColumns>
+__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
+    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
+                                 b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
+    }
+    wgmma_commit();
+}
+
+// Starts dV += P^T dO, dK += dS^T Q or dQ += dS K, 64 rows x 64 of a warpgroup. dO, Q or K is MN-major, its columns contiguous: SBO leads
+// to the next eight queries or keys, LBO to the next panel of columns.
+__device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem) {
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
+    pin_registers(sums);
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+        wgmma_m64n64k16_bf16_rs(sums, scores.fragment[step], b + (16 * step * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
+// swizzled as these were.
+template <int kColumns>
+__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            matrices[e] = pack<element>(sums[column / 2 + 2 * e] * factor, sums[column / 2 + 2 * e + 1] * factor);
+        }
+        const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
+    }
+}
+
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
+// longer. One thread of the warpgroup, whose named barrier is `barrier`, starts the TMA stores.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
+                                               int first_row, int head, int batch, int barrier, int lane) {
+    stage_gradient<kColumns>(sums, factor, staging, lane);
+    fence_proxy_async();  // TMA would not see the writes otherwise
+    barrier_sync(barrier, 128);  // all rows of the warpgroup are there
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_row, head, batch);
+        }
+        tma_store_commit();
+    }
+}
+
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
+// all others, whatever these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+
+// The sum of the products of elements, as they lie in memory.
+__device__ __forceinline__ float dot(uint4 a, uint4 b) {
+    const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
+    const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 a_pair = unpack<element>(a_words[i]);
+        const float2 b_pair = unpack<element>(b_words[i]);
+        sum = fmaf(a_pair.x, b_pair.x, fmaf(a_pair.y, b_pair.y, sum));
+    }
+    return sum;
+}
+
+// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. Between S and here the LSE is rounded
+// a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
+// LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
+__device__ __forceinline__ float rounded_lse_log2(float lse) {
+    const float lse_log2 = lse * kLog2e;
+    if (lse_log2 == -INFINITY) return INFINITY;
+    return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
+}
+
+// Writes lse_log2 of a thread's rows.
+template <int kRows>
+__device__ __forceinline__ void put_lse(const RowValues<kRows>& values, int value_thread, shared_address lse_smem) {
+#pragma unroll
+    for (int i = 0; i < kRows / kValueThreads; ++i) {
+        store_shared_32(lse_smem + (value_thread + i * kValueThreads) * sizeof(float), __float_as_uint(rounded_lse_log2(values.lse[i])));
+    }
+}
+
+// Writes delta of a thread's rows of dO and O, which lie in panels of kRows rows.
+template <int kRows>
+__device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem, int value_thread,
+                                          shared_address delta_smem) {
+    constexpr int kVectorElements = 8;
+#pragma unroll
+    for (int i = 0; i < kRows / kValueThreads; ++i) {
+        const int row = value_thread + i * kValueThreads;
+        float sum = 0.0f;
+#pragma unroll 4  // so that up to eight loads are under way
+        for (int column = 0; column < kHeadDimV; column += kVectorElements) {
+            // Eight lanes read eight different chunks: no bank conflicts.
+            const int chunk = swizzled(row, column % kPanelColumns / kVectorElements);
+            const int offset = (column / kPanelColumns * kRows + row) * kPanelRowBytes + 16 * chunk;
+            sum += dot(load_shared_128(dout_smem + offset), load_shared_128(out_smem + offset));
+        }
+        const float delta = values.lse[i] == -INFINITY ? 0.0f : sum - values.dlse[i];
+        store_shared_32(delta_smem + row * sizeof(float), __float_as_uint(delta));
+    }
+}
+
+// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
+// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
+// once unrolled.
+// In a tile of queries rows of the accumulator are queries and columns are keys: there it is visit(query, key, score).
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        if (query < begin[key / 8]) score = -INFINITY;
+    });
+}
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = lse.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
+    }
+}
+
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = delta.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
+    }
+}
+
+// Masks the scores of keys that their query does not attend to. `lane_query` and `lane_key` are the lane's first ones.
+__device__ __forceinline__ void apply_mask_of_rows(const Params& params, float (&scores)[kBlockM / 2], int lane_query, int lane_key) {
+    const KeyRange ranges[2] = {keys_of_query(params, lane_query), keys_of_query(params, lane_query + 8)};
+    for_each_score(scores, [&](int query, int key, float& score) {
+        const KeyRange& range = ranges[query / 8];
+        if (key >= range.end - lane_key) score = -INFINITY;
+    });
+}
+
+static_assert(kBlockM % (32 * kValueWarps) == 0 && kBlockN % kBlockM == 0, "threads have equally many rows to compute delta of");
+static_assert(kStages >= 2, "rows of the next step are awaited before those of this one are released");
+static_assert(kStages * kBlockM >= kBlockN, "O, LSE and delta of a tile of queries fit where those of the stages are");
+static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
+static_assert(kConsumerRegisters >= kProducerRegisters && kConsumerRegisters <= 256, "what setmaxnreg takes");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(kSharedBytes + 1024 == 185344, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 1152 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, dout) == 384 && offsetof(Params, out) == 512 && offsetof(Params, dq) == 640);
+static_assert(offsetof(Params, dk) == 768 && offsetof(Params, dv) == 896 && offsetof(Params, lse) == 1024);
+static_assert(offsetof(Params, dlse) == 1032 && offsetof(Params, batch_size) == 1040 && offsetof(Params, num_heads_q) == 1044);
+static_assert(offsetof(Params, num_heads_kv) == 1048 && offsetof(Params, seqlen_q) == 1052);
+static_assert(offsetof(Params, seqlen_kv) == 1056 && offsetof(Params, num_row_blocks) == 1060);
+static_assert(offsetof(Params, num_row_blocks_beside) == 1064 && offsetof(Params, num_row_blocks_divisor) == 1072);
+static_assert(offsetof(Params, num_row_blocks_beside_divisor) == 1080 && offsetof(Params, num_heads_q_divisor) == 1088);
+static_assert(offsetof(Params, num_heads_kv_divisor) == 1096 && offsetof(Params, diagonal_offset) == 1104);
+static_assert(offsetof(Params, scale_log2) == 1108 && offsetof(Params, softmax_scale) == 1112);

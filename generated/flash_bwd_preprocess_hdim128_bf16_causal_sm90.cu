@@ -50,56 +50,24 @@ struct Params {
     int32_t head_dim_v;                   // of the call: a multiple of 8
     int32_t num_row_blocks;               // units of rows of one head
 };
-static_assert(sizeof(Params) == 144 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
-static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, delta) == 32 && offsetof(Params, lse_log2) == 40);
-static_assert(offsetof(Params, dq_accum) == 48 && offsetof(Params, cleared) == 56 && offsetof(Params, added) == 64);
-static_assert(offsetof(Params, dout_batch_stride) == 72 && offsetof(Params, dout_row_stride) == 80);
-static_assert(offsetof(Params, dout_head_stride) == 88 && offsetof(Params, out_batch_stride) == 96);
-static_assert(offsetof(Params, out_row_stride) == 104 && offsetof(Params, out_head_stride) == 112);
-static_assert(offsetof(Params, cleared_heads) == 120 && offsetof(Params, num_heads_q) == 124);
-static_assert(offsetof(Params, seqlen_q) == 128 && offsetof(Params, head_dim_v) == 132);
-static_assert(offsetof(Params, num_row_blocks) == 136);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
-__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
-
-// The row of the workspace that a head begins with.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
-    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
-}
+__device__ int unit_rows(const Params& params);
+__device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
 constexpr int kRowsPerPass = kThreads / kLanes;
 constexpr int kPasses = kRowUnit / kRowsPerPass;
 // Up to four vectors of dO and as many of O are on their way to a thread, or those of a row.
 constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
-static_assert(kRowUnit % kRowsPerPass == 0 && kPasses % kPassesAtOnce == 0, "each pass has its rows");
 
-// The sum of the products of elements, as they lie in memory.
-__device__ __forceinline__ float dot(uint4 a, uint4 b) {
-    const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
-    const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 a_pair = unpack<element>(a_words[i]);
-        const float2 b_pair = unpack<element>(b_words[i]);
-        sum = fmaf(a_pair.x, b_pair.x, fmaf(a_pair.y, b_pair.y, sum));
-    }
-    return sum;
-}
+__device__ float dot(uint4 a, uint4 b);  // The sum of the products of elements, as they lie in memory
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. Between S and here the LSE is rounded
-// a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
-// LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
-__device__ __forceinline__ float rounded_lse_log2(float lse) {
-    const float lse_log2 = lse * kLog2e;
-    if (lse_log2 == -INFINITY) return INFINITY;
-    return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
-}
+// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1
+__device__ float rounded_lse_log2(float lse);
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 flash_bwd_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
@@ -166,3 +134,44 @@ flash_bwd_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Params par
         }
     }
 }
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+// The sum of the products of elements, as they lie in memory.
+__device__ __forceinline__ float dot(uint4 a, uint4 b) {
+    const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
+    const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 a_pair = unpack<element>(a_words[i]);
+        const float2 b_pair = unpack<element>(b_words[i]);
+        sum = fmaf(a_pair.x, b_pair.x, fmaf(a_pair.y, b_pair.y, sum));
+    }
+    return sum;
+}
+
+// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. Between S and here the LSE is rounded
+// a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
+// LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
+__device__ __forceinline__ float rounded_lse_log2(float lse) {
+    const float lse_log2 = lse * kLog2e;
+    if (lse_log2 == -INFINITY) return INFINITY;
+    return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
+}
+
+static_assert(sizeof(Params) == 144 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
+static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, delta) == 32 && offsetof(Params, lse_log2) == 40);
+static_assert(offsetof(Params, dq_accum) == 48 && offsetof(Params, cleared) == 56 && offsetof(Params, added) == 64);
+static_assert(offsetof(Params, dout_batch_stride) == 72 && offsetof(Params, dout_row_stride) == 80);
+static_assert(offsetof(Params, dout_head_stride) == 88 && offsetof(Params, out_batch_stride) == 96);
+static_assert(offsetof(Params, out_row_stride) == 104 && offsetof(Params, out_head_stride) == 112);
+static_assert(offsetof(Params, cleared_heads) == 120 && offsetof(Params, num_heads_q) == 124);
+static_assert(offsetof(Params, seqlen_q) == 128 && offsetof(Params, head_dim_v) == 132);
+static_assert(offsetof(Params, num_row_blocks) == 136);
+static_assert(kRowUnit % kRowsPerPass == 0 && kPasses % kPassesAtOnce == 0, "each pass has its rows");

@@ -43,17 +43,45 @@ struct Params {
     int32_t num_row_blocks;               // 16 rows each, of one head
     float softmax_scale;                  // dK is softmax_scale dS^T Q
 };
-static_assert(sizeof(Params) == 112 && offsetof(Params, dk_parts) == 0 && offsetof(Params, dv_parts) == 8);
-static_assert(offsetof(Params, dk) == 16 && offsetof(Params, dv) == 24 && offsetof(Params, dk_batch_stride) == 32);
-static_assert(offsetof(Params, dk_row_stride) == 40 && offsetof(Params, dk_head_stride) == 48);
-static_assert(offsetof(Params, dv_batch_stride) == 56 && offsetof(Params, dv_row_stride) == 64);
-static_assert(offsetof(Params, dv_head_stride) == 72 && offsetof(Params, num_heads_kv) == 80);
-static_assert(offsetof(Params, group_parts) == 84 && offsetof(Params, seqlen_kv) == 88 && offsetof(Params, head_dim) == 92);
-static_assert(offsetof(Params, head_dim_v) == 96 && offsetof(Params, num_row_blocks) == 100);
-static_assert(offsetof(Params, softmax_scale) == 104);
 
-static_assert(kHeadDim % kWarpColumns == 0 && kHeadDimV % kWarpColumns == 0, "columns come by 32");
-static_assert(kKeyUnit % kRows == 0, "the rows of a thread block lie in one unit");
+__device__ int part_rows(const Params& params);  // Keys of a part in the workspace
+// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns
+__device__ void store(element* destination, const float (&values)[8], float scale, int columns_left);
+// Sums a lane's elements over the parts of a kv head, whose first one begins at `parts`, and writes them
+template <int kColumns> __device__ void sum_parts(const Params& params, const float* parts, element* gradient, int64_t row_stride,
+    float scale, int first_row, int column, int columns, int lane);
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+flash_bwd_sum_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params params) {
+    const int head_of_batch = block_index() / params.num_row_blocks;
+    const int batch = head_of_batch / params.num_heads_kv;
+    const int head = head_of_batch - batch * params.num_heads_kv;
+    const int first_row = (block_index() - head_of_batch * params.num_row_blocks) * kRows;
+    const int lane = threadIdx.x % 32;
+
+    const int64_t first_key = int64_t(head_of_batch) * params.group_parts * part_rows(params);
+    element* dk = params.dk + batch * params.dk_batch_stride + head * params.dk_head_stride;
+    element* dv = params.dv + batch * params.dv_batch_stride + head * params.dv_head_stride;
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
+    griddepcontrol_launch_dependents();
+
+    // The columns of dK, then those of dV.
+    for (int first = threadIdx.x / 32 * kWarpColumns; first < kHeadDim + kHeadDimV; first += kThreads / 32 * kWarpColumns) {
+        const int column = first + lane % 4 * 8;
+        if (first < kHeadDim) {
+            sum_parts<kHeadDim>(params, params.dk_parts + first_key * kHeadDim, dk, params.dk_row_stride, params.softmax_scale, first_row,
+                                column, params.head_dim, lane);
+        } else {
+            sum_parts<kHeadDimV>(params, params.dv_parts + first_key * kHeadDimV, dv, params.dv_row_stride, 1.0f, first_row,
+                                 column - kHeadDim, params.head_dim_v, lane);
+        }
+    }
+}
 
 // Keys of a part in the workspace.
 __device__ __forceinline__ int part_rows(const Params& params) { return (params.seqlen_kv + kKeyUnit - 1) / kKeyUnit * kKeyUnit; }
@@ -94,34 +122,13 @@ __device__ __forceinline__ void sum_parts(const Params& params, const float* par
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-flash_bwd_sum_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params params) {
-    const int head_of_batch = block_index() / params.num_row_blocks;
-    const int batch = head_of_batch / params.num_heads_kv;
-    const int head = head_of_batch - batch * params.num_heads_kv;
-    const int first_row = (block_index() - head_of_batch * params.num_row_blocks) * kRows;
-    const int lane = threadIdx.x % 32;
-
-    const int64_t first_key = int64_t(head_of_batch) * params.group_parts * part_rows(params);
-    element* dk = params.dk + batch * params.dk_batch_stride + head * params.dk_head_stride;
-    element* dv = params.dv + batch * params.dv_batch_stride + head * params.dv_head_stride;
-
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
-    griddepcontrol_launch_dependents();
-
-    // The columns of dK, then those of dV.
-    for (int first = threadIdx.x / 32 * kWarpColumns; first < kHeadDim + kHeadDimV; first += kThreads / 32 * kWarpColumns) {
-        const int column = first + lane % 4 * 8;
-        if (first < kHeadDim) {
-            sum_parts<kHeadDim>(params, params.dk_parts + first_key * kHeadDim, dk, params.dk_row_stride, params.softmax_scale, first_row,
-                                column, params.head_dim, lane);
-        } else {
-            sum_parts<kHeadDimV>(params, params.dv_parts + first_key * kHeadDimV, dv, params.dv_row_stride, 1.0f, first_row,
-                                 column - kHeadDim, params.head_dim_v, lane);
-        }
-    }
-}
+static_assert(sizeof(Params) == 112 && offsetof(Params, dk_parts) == 0 && offsetof(Params, dv_parts) == 8);
+static_assert(offsetof(Params, dk) == 16 && offsetof(Params, dv) == 24 && offsetof(Params, dk_batch_stride) == 32);
+static_assert(offsetof(Params, dk_row_stride) == 40 && offsetof(Params, dk_head_stride) == 48);
+static_assert(offsetof(Params, dv_batch_stride) == 56 && offsetof(Params, dv_row_stride) == 64);
+static_assert(offsetof(Params, dv_head_stride) == 72 && offsetof(Params, num_heads_kv) == 80);
+static_assert(offsetof(Params, group_parts) == 84 && offsetof(Params, seqlen_kv) == 88 && offsetof(Params, head_dim) == 92);
+static_assert(offsetof(Params, head_dim_v) == 96 && offsetof(Params, num_row_blocks) == 100);
+static_assert(offsetof(Params, softmax_scale) == 104);
+static_assert(kHeadDim % kWarpColumns == 0 && kHeadDimV % kWarpColumns == 0, "columns come by 32");
+static_assert(kKeyUnit % kRows == 0, "the rows of a thread block lie in one unit");

@@ -35,11 +35,6 @@ struct Params {
     int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim
     float softmax_scale;                  // dQ is softmax_scale dS K
 };
-static_assert(sizeof(Params) == 72 && offsetof(Params, dq_accum) == 0 && offsetof(Params, dq) == 8);
-static_assert(offsetof(Params, cu_seqlens_q) == 16 && offsetof(Params, dq_batch_stride) == 24);
-static_assert(offsetof(Params, dq_row_stride) == 32 && offsetof(Params, dq_head_stride) == 40);
-static_assert(offsetof(Params, batch_size) == 48 && offsetof(Params, num_heads_q) == 52 && offsetof(Params, rows_q) == 56);
-static_assert(offsetof(Params, seqlen_q) == 60 && offsetof(Params, head_dim) == 64 && offsetof(Params, softmax_scale) == 68);
 
 // The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
 // their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
@@ -47,37 +42,19 @@ static_assert(offsetof(Params, seqlen_q) == 60 && offsetof(Params, head_dim) == 
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 
-template <int kUnit>
-__device__ __forceinline__ int64_t unit_rows(const Params& params) {
-    const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
-    return (rows / kUnit + params.batch_size) * kUnit;
-}
-
-// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
-// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
-template <int kUnit>
-__device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
-    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
-    return (rows_ahead / kUnit + sequence) * kUnit;
-}
-
-// The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
-__device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
+template <int kUnit> __device__ int64_t unit_rows(const Params& params);
+// The row of a head that a sequence begins with, from row `begin` of its entry of q
+template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
+__device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
 // The elements of a lane are contiguous, as one red adds all four.
 constexpr int kTileElements = 128;
 
-// The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int, int head, int row) {
-    return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
-}
-
-// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
-__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
-    return max(0, min(most, int(load_global_32(values + index))));
-}
+// The tiles of the 16 rows that begin at `row`
+__device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int, int head, int row);
+__device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
 // Rows of an entry of an array: where they begin, and how many there are.
 struct Rows {
@@ -85,21 +62,8 @@ struct Rows {
     int count;
 };
 
-// Those of a sequence among packed ones.
-__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
-    const int begin = load_clamped(cu_seqlens, sequence, rows);
-    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
-}
-
-// The sum over the lanes up to this one.
-__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int before = __shfl_up_sync(0xffffffff, value, distance);
-        if (lane >= distance) value += before;
-    }
-    return value;
-}
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
 
 // One of the blocks of a sequence. The blocks of all sequences are numbered, one sequence after another.
 struct BlockOfSequence {
@@ -108,31 +72,10 @@ struct BlockOfSequence {
     int count;     // how many it has
 };
 
-// The block of a number. Each lane counts the blocks of one of 32 sequences at a time, which is what count_of(sequence) returns.
-template <typename CountOf>
-__device__ __forceinline__ BlockOfSequence find_block_of_sequence(int sequences, int number, int lane, CountOf count_of) {
-    int left = number;  // blocks between the first of these 32 sequences and the one that is looked for
-    for (int first = 0; first < sequences; first += 32) {
-        const int count = first + lane < sequences ? count_of(first + lane) : 0;
-        const int end = sum_up_to_lane(count, lane);
-        const uint32_t beyond = __ballot_sync(0xffffffff, left < end);
-        if (beyond != 0) {
-            const int found = __ffs(beyond) - 1;
-            const int blocks = __shfl_sync(0xffffffff, count, found);
-            return {first + found, left - (__shfl_sync(0xffffffff, end, found) - blocks), blocks};
-        }
-        left -= __shfl_sync(0xffffffff, end, 31);
-    }
-    return {-1, 0, 0};
-}
-
-// The rows of a sequence, whatever their bound. Rows behind the last packed sequence count as one more, number batch_size.
-__device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows) {
-    if (cu_seqlens == nullptr) return {0, sequence < batch_size ? rows : 0};
-    if (sequence < batch_size) return packed_rows(cu_seqlens, sequence, rows, rows);
-    const int begin = load_clamped(cu_seqlens, batch_size, rows);
-    return {begin, rows - begin};
-}
+// The block of a number
+template <typename CountOf> __device__ BlockOfSequence find_block_of_sequence(int sequences, int number, int lane, CountOf count_of);
+// The rows of a sequence, whatever their bound
+__device__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows);
 
 // kRowUnit rows of q of one sequence, of a head.
 struct QueryUnit {
@@ -143,53 +86,12 @@ struct QueryUnit {
     int seqlen_q;  // its queries
 };
 
-// The units of a head of a sequence follow each other, then come those of its next head.
-__device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
-    const auto rows_of = [&](int sequence) {
-        return rows_to_write(params.cu_seqlens_q, sequence, params.batch_size, params.rows_q);
-    };
-    const auto units_of = [&](int sequence) { return (rows_of(sequence).count + kRowUnit - 1) / kRowUnit; };
-    const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, index, lane, [&](int sequence) {
-        return units_of(sequence) * params.num_heads_q;
-    });
-    if (found.sequence < 0) return {-1};
-    const int units = found.count / params.num_heads_q;
-    const Rows rows = rows_of(found.sequence);
-    const int head = found.index / units;
-    const int queries = found.sequence < params.batch_size ? min(rows.count, params.seqlen_q) : 0;
-    return {found.sequence, head, (found.index - head * units) * kRowUnit, rows, queries};
-}
-
-// The parameters of a call of the unit's sequence alone: its length, and pointers to its first rows.
-__device__ __forceinline__ Params of_sequence(const Params& params, const QueryUnit& unit) {
-    Params own = params;
-    own.seqlen_q = unit.seqlen_q;
-    own.dq += unit.rows.begin * params.dq_row_stride;
-    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, unit.sequence, unit.rows.begin) * kHeadDim;
-    return own;
-}
-
-static_assert(kThreads / 32 * 16 == kRowUnit, "each warp has 16 rows of a unit");
-static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");
-
-// Rows g and g + 8 of a tile: the elements of four lanes, side by side.
-__device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-        const uint4 words = load_global_128(tile + (16 * g + 4 * t));
-        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) rows[e / 2][2 * t + e % 2] = __uint_as_float(values[e]);
-    }
-}
-
-// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
-__device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
-    if (columns_left <= 0) return;
-    store_global_128(destination,
-                     {pack<element>(scale * values[0], scale * values[1]), pack<element>(scale * values[2], scale * values[3]),
-                      pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
-}
+// The units of a head of a sequence follow each other, then come those of its next head
+__device__ QueryUnit find_query_unit(const Params& params, int index, int lane);
+__device__ Params of_sequence(const Params& params, const QueryUnit& unit);  // The parameters of a call of the unit's sequence alone
+__device__ void load_rows(const float* tile, int g, float (&rows)[2][8]);  // Rows g and g + 8 of a tile
+// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns
+__device__ void store(element* destination, const float (&values)[8], float scale, int columns_left);
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 flash_bwd_varlen_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params all) {
@@ -233,3 +135,125 @@ flash_bwd_varlen_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params
         }
     }
 }
+
+template <int kUnit>
+__device__ __forceinline__ int64_t unit_rows(const Params& params) {
+    const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
+    return (rows / kUnit + params.batch_size) * kUnit;
+}
+
+// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
+// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
+template <int kUnit>
+__device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
+    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
+    return (rows_ahead / kUnit + sequence) * kUnit;
+}
+
+// The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
+__device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int, int head, int row) {
+    return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
+}
+
+// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
+__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_global_32(values + index))));
+}
+
+// Those of a sequence among packed ones.
+__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
+    const int begin = load_clamped(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
+}
+
+// The block of a number. Each lane counts the blocks of one of 32 sequences at a time, which is what count_of(sequence) returns.
+template <typename CountOf>
+__device__ __forceinline__ BlockOfSequence find_block_of_sequence(int sequences, int number, int lane, CountOf count_of) {
+    int left = number;  // blocks between the first of these 32 sequences and the one that is looked for
+    for (int first = 0; first < sequences; first += 32) {
+        const int count = first + lane < sequences ? count_of(first + lane) : 0;
+        const int end = sum_up_to_lane(count, lane);
+        const uint32_t beyond = __ballot_sync(0xffffffff, left < end);
+        if (beyond != 0) {
+            const int found = __ffs(beyond) - 1;
+            const int blocks = __shfl_sync(0xffffffff, count, found);
+            return {first + found, left - (__shfl_sync(0xffffffff, end, found) - blocks), blocks};
+        }
+        left -= __shfl_sync(0xffffffff, end, 31);
+    }
+    return {-1, 0, 0};
+}
+
+// The rows of a sequence, whatever their bound. Rows behind the last packed sequence count as one more, number batch_size.
+__device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows) {
+    if (cu_seqlens == nullptr) return {0, sequence < batch_size ? rows : 0};
+    if (sequence < batch_size) return packed_rows(cu_seqlens, sequence, rows, rows);
+    const int begin = load_clamped(cu_seqlens, batch_size, rows);
+    return {begin, rows - begin};
+}
+
+// The units of a head of a sequence follow each other, then come those of its next head.
+__device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
+    const auto rows_of = [&](int sequence) {
+        return rows_to_write(params.cu_seqlens_q, sequence, params.batch_size, params.rows_q);
+    };
+    const auto units_of = [&](int sequence) { return (rows_of(sequence).count + kRowUnit - 1) / kRowUnit; };
+    const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, index, lane, [&](int sequence) {
+        return units_of(sequence) * params.num_heads_q;
+    });
+    if (found.sequence < 0) return {-1};
+    const int units = found.count / params.num_heads_q;
+    const Rows rows = rows_of(found.sequence);
+    const int head = found.index / units;
+    const int queries = found.sequence < params.batch_size ? min(rows.count, params.seqlen_q) : 0;
+    return {found.sequence, head, (found.index - head * units) * kRowUnit, rows, queries};
+}
+
+// The parameters of a call of the unit's sequence alone: its length, and pointers to its first rows.
+__device__ __forceinline__ Params of_sequence(const Params& params, const QueryUnit& unit) {
+    Params own = params;
+    own.seqlen_q = unit.seqlen_q;
+    own.dq += unit.rows.begin * params.dq_row_stride;
+    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, unit.sequence, unit.rows.begin) * kHeadDim;
+    return own;
+}
+
+// Rows g and g + 8 of a tile: the elements of four lanes, side by side.
+__device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        const uint4 words = load_global_128(tile + (16 * g + 4 * t));
+        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rows[e / 2][2 * t + e % 2] = __uint_as_float(values[e]);
+    }
+}
+
+// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
+__device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
+    if (columns_left <= 0) return;
+    store_global_128(destination,
+                     {pack<element>(scale * values[0], scale * values[1]), pack<element>(scale * values[2], scale * values[3]),
+                      pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
+}
+
+static_assert(sizeof(Params) == 72 && offsetof(Params, dq_accum) == 0 && offsetof(Params, dq) == 8);
+static_assert(offsetof(Params, cu_seqlens_q) == 16 && offsetof(Params, dq_batch_stride) == 24);
+static_assert(offsetof(Params, dq_row_stride) == 32 && offsetof(Params, dq_head_stride) == 40);
+static_assert(offsetof(Params, batch_size) == 48 && offsetof(Params, num_heads_q) == 52 && offsetof(Params, rows_q) == 56);
+static_assert(offsetof(Params, seqlen_q) == 60 && offsetof(Params, head_dim) == 64 && offsetof(Params, softmax_scale) == 68);
+static_assert(kThreads / 32 * 16 == kRowUnit, "each warp has 16 rows of a unit");
+static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");

@@ -33,8 +33,6 @@ constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
-static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
 
 // K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
 constexpr int kPanelColumns = 64;
@@ -58,12 +56,6 @@ constexpr int kLseOffset = kDsOffset + 2 * kDsBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
 constexpr int kSharedBytes = kBarrierOffset + 8 * (1 + 3 * kStages);
-
-static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
-static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
-static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
-static_assert(kDsBytes <= kKBytes + kVBytes, "the first step reads what is loaded, K and perhaps V, as dS");
-static_assert(kSharedBytes + 1024 == 165944, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch); packed sequences are rows of a batch of 1
@@ -94,17 +86,6 @@ struct Params {
     float softmax_scale;                  // dK is softmax_scale dS^T Q
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
 };
-static_assert(sizeof(Params) == 704 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
-static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 520);
-static_assert(offsetof(Params, cu_seqlens_q) == 528 && offsetof(Params, cu_seqlens_kv) == 536 && offsetof(Params, delta) == 544);
-static_assert(offsetof(Params, lse_log2) == 552 && offsetof(Params, dq_accum) == 560 && offsetof(Params, key_blocks) == 568);
-static_assert(offsetof(Params, dk_batch_stride) == 576 && offsetof(Params, dk_row_stride) == 584);
-static_assert(offsetof(Params, dk_head_stride) == 592 && offsetof(Params, dv_batch_stride) == 600);
-static_assert(offsetof(Params, dv_row_stride) == 608 && offsetof(Params, dv_head_stride) == 616);
-static_assert(offsetof(Params, batch_size) == 624 && offsetof(Params, rows_q) == 628 && offsetof(Params, seqlen_q) == 632);
-static_assert(offsetof(Params, seqlen_kv) == 636 && offsetof(Params, head_dim) == 640 && offsetof(Params, head_dim_v) == 644);
-static_assert(offsetof(Params, diagonal_offset) == 648 && offsetof(Params, softmax_scale) == 652);
-static_assert(offsetof(Params, scale_log2) == 656);
 
 // The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
 // their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
@@ -112,47 +93,20 @@ static_assert(offsetof(Params, scale_log2) == 656);
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 
-template <int kUnit>
-__device__ __forceinline__ int64_t unit_rows(const Params& params) {
-    const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
-    return (rows / kUnit + params.batch_size) * kUnit;
-}
-
-// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
-// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
-template <int kUnit>
-__device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
-    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
-    return (rows_ahead / kUnit + sequence) * kUnit;
-}
-
-// The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
-__device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
-
-// Likewise the row of LSE and delta.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
+template <int kUnit> __device__ int64_t unit_rows(const Params& params);
+// The row of a head that a sequence begins with, from row `begin` of its entry of q
+template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
+__device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
+__device__ int64_t first_unit_row(const Params& params, int, int head);  // Likewise the row of LSE and delta
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
 // The elements of a lane are contiguous, as one red adds all four.
 constexpr int kTileElements = 128;
 
-// The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int, int head, int row) {
-    return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
-}
-
-static_assert(kRowUnit % kBlockM == 0, "LSE and delta have the rows of a step");
-
-// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
-// `params` has the bounds of all sequences.
-__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
-    Params own = params;
-    own.seqlen_q = seqlen_q;
-    own.seqlen_kv = seqlen_kv;
-    own.diagonal_offset += seqlen_kv - seqlen_q;
-    return own;
-}
+// The tiles of the 16 rows that begin at `row`
+__device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int, int head, int row);
+__device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
 
 // What a thread block of the main kernel computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
 struct KeyBlock {
@@ -168,21 +122,8 @@ struct KeyBlock {
 
 constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: batch to stored_rows
 
-// The block of a thread block, as the preprocess kernel has found it.
-__device__ __forceinline__ KeyBlock load_key_block(const Params& params, int index) {
-    const int32_t* words = params.key_blocks + int64_t(index) * kKeyBlockWords;
-    const uint4 first = load_global_128(words);
-    const uint4 second = load_global_128(words + 4);
-    return {int(first.x), int(first.y), int(first.z), int(first.w), int(second.x), int(second.y), int(second.z), int(second.w)};
-}
-
-// The parameters of a call of the block's sequence alone: its lengths, and a pointer to its dQ in the workspace. LSE and delta are read by
-// the producer alone, which finds their rows itself.
-__device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlock& block) {
-    Params own = with_lengths(params, block.seqlen_q, block.seqlen_kv);
-    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, block.batch, block.first_row_q) * kHeadDim;
-    return own;
-}
+__device__ KeyBlock load_key_block(const Params& params, int index);  // The block of a thread block, as the preprocess kernel has found it
+__device__ Params of_sequence(const Params& params, const KeyBlock& block);  // The parameters of a call of the block's sequence alone
 
 // Blocks of kBlockM queries.
 struct QueryBlocks {
@@ -190,35 +131,20 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
-    if (first_key >= params.seqlen_kv) return {0, -1};  // rows past the sequence's keys
-    const int begin = max(0, first_key - params.diagonal_offset);
-    const int end = params.seqlen_q;
-    if (begin >= end) return {0, -1};
-    return {begin / kBlockM, (end - 1) / kBlockM};
-}
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN)
+__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
     int block;
 };
 
-__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
-
-// The query head of a step: each has a kv head of its own.
-__device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
-
-// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
-__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
-
-__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
-// The first query that attends to a key: that of its diagonal; to a key past the last none does.
-__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
-    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return max(diagonal, 0);
-}
+__device__ int kv_head_of(const Params&, const KeyBlock& block);
+__device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
+// Steps go from the last block of queries to the first
+__device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);
+__device__ Step next_step(const Step& step, const QueryBlocks&);
+__device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K and V arrive with the first Q and dO. A stage, of Q and
 // dO, is empty when every consumer warp has released it.
@@ -257,107 +183,13 @@ struct RingPosition {
     }
 };
 
-// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount, int kRows>
-__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
-                                          int head, int batch) {
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
-    }
-}
-
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
-
-// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
-__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
-__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, 1, 1;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// wgmma.mma_async.m64n128k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
-// columns 8 further: the accumulator layout, packed. b is MN-major.
-__device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, {"
-        "%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-#endif
-
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
-__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
-    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
-    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
-           kSwizzle << 62;
-}
-
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
-
-// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
-// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
-// swizzled row.
-template <int kColumns>
-__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
-    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
-    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
-    pin_registers(scores);
-    wgmma_fence();
-#pragma unroll
-    for (int column = 0; column < kColumns; column += 16) {
-        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
-        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
-                                 b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
-    }
-    wgmma_commit();
-}
+// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros
+template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
+    int first_row, int head, int batch);
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
+template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
 // P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
 template <int kColumns>
@@ -375,57 +207,14 @@ struct PackedScores {
     }
 };
 
-// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 128 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
-// eight queries, LBO to the next panel of columns.
-__device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem) {
-    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
-    pin_registers(sums);
-#pragma unroll
-    for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kBlockM / 16; ++step) {
-        wgmma_m64n128k16_bf16_rs(sums, scores.fragment[step], b + (16 * step * kPanelRowBytes >> 4), 1);
-    }
-    wgmma_commit();
-}
-
-// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each key has a row, with
-// 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
-template <int kCount>
-__device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate) {
-#pragma unroll
-    for (int key = 0; key < kBlockN; key += 16) {
-        const uint64_t ds_step = ds + (key * kPanelRowBytes >> 4), k_step = k + (key * kPanelRowBytes >> 4);
-        if constexpr (2 * kCount == 64) wgmma_m64n64k16_bf16_ss_mn(dq, ds_step, k_step, accumulate || key > 0);
-    }
-}
-
-// Starts dQ = dS K over the keys of the thread block.
-template <int kCount>
-__device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem) {
-    const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
-    pin_registers(dq);
-    wgmma_fence();
-    issue_dq(dq, ds, k, false);
-    wgmma_commit();
-}
-
-// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
-// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
-// once unrolled.
-template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
-#pragma unroll
-    for (int query = 0; query < kBlockM; query += 8) {
-#pragma unroll
-        for (int key = 0; key <= 8; key += 8) {
-            visit(key, query, scores[query / 2 + key / 4]);
-            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
-        }
-    }
-}
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 128 of a warpgroup
+__device__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem);
+// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
+template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
+// Starts dQ = dS K over the keys of the thread block
+template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem);
+// Visits the scores that a lane holds of a step
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
 
 // LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
 // latency is hidden.
@@ -440,174 +229,42 @@ struct QueryValues {
     __device__ __forceinline__ float2 two(int j) const { return values[j]; }
 };
 
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
-    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
-    for_each_score(scores, [&](int key, int query, float& score) {
-        if (query < begin[key / 8]) score = -INFINITY;
-    });
-}
-
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
-// if S is finite.
-__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = lse.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
-    }
-}
-
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
-__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = delta.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
-    }
-}
-
-// Writes zeros over the rows [begin, end) of a block of kRows: what lies there may be NaN, and 0 * NaN is NaN. All consumers share the work.
-template <int kPanelCount, int kRows>
-__device__ __forceinline__ void clear_rows(shared_address block, int begin, int end = kRows) {
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        const shared_address rows = block + panel * kRows * kPanelRowBytes;
-#pragma unroll 1
-        for (int byte = begin * kPanelRowBytes + 16 * (threadIdx.x - 128); byte < end * kPanelRowBytes; byte += 16 * 128 * kConsumers) {
-            store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);
-        }
-    }
-    fence_proxy_async();  // wgmma would not see the zeros otherwise
-}
+// Masks the scores of queries that do not attend to their key
+__device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
+__device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2);
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
+__device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
+// Writes zeros over the rows [begin, end) of a block of kRows
+template <int kPanelCount, int kRows> __device__ void clear_rows(shared_address block, int begin, int end = kRows);
 
 constexpr int kClearBarrier = 1;  // the named barrier of all consumers
 
-// Whether no query of the sequence sees some rows of K and V: they lie past its keys.
-__device__ __forceinline__ bool has_unseen_keys(const Params& params, const KeyBlock& block) {
-    return params.seqlen_kv - block.first_key < kBlockN;
-}
-
-// Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. It waits for K and V itself. All consumers of
-// a thread block that has steps call it, ahead of their first read of either.
-__device__ __forceinline__ void clear_unseen_keys(const Params& params, const KeyBlock& block, shared_address shared,
-                                                  const Barriers& barriers) {
-    const int keys_left = params.seqlen_kv - block.first_key;
-    mbarrier_wait(barriers.q_full(0), 0);
-    clear_rows<kPanels, kBlockN>(shared, keys_left);
-    mbarrier_wait(barriers.dout_full(0), 0);
-    clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
-    barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
-}
-
-// Likewise rows of Q and dO of a step past the sequence's queries.
-__device__ __forceinline__ void clear_tail_of_step(const Params& params, const Step& step, shared_address shared, const Barriers& barriers,
-                                                   const RingPosition<kStages>& ring) {
-    const int queries_left = params.seqlen_q - step.block * kBlockM;
-    if (queries_left >= kBlockM) return;
-    const RingPosition<kStages>& dout_ring = ring;  // dO is in the stage of Q
-    mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
-    clear_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, queries_left);
-    mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
-    clear_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout_ring.stage * kDoutBytes, queries_left);
-    barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
-}
-
-// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
-__device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
-    const int key = warp_key + lane % 16;  // whose address this lane gives
-#pragma unroll
-    for (int query = 0; query < kBlockM; query += 16) {
-        // Keys 0 to 7 and 8 to 15 of eight queries, then of the next eight. Lanes 0 to 15 give the rows of the first eight.
-        const shared_address row = ds_smem + query / 64 * kDsPanelBytes + key * kPanelRowBytes;
-        stmatrix_x4(row + 16 * swizzled(key, query % 64 / 8 + lane / 16), ds.fragment[query / 16]);
-    }
-}
-
-// Where a lane's elements of dQ of a step go, of the columns from `first_column` on. The step's rows of the warp begin at `warp_row`.
-__device__ __forceinline__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row,
-                                        int lane) {
-    const int row = step.block * kBlockM + warp_row;
-    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
-    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
-    if (row >= params.seqlen_q) own = nullptr;  // rows of others, or the end of dq_accum
-    return own;
-}
-
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first tile go.
-template <int kCount>
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
-    if (own == nullptr) return;  // all rows lie past the sequence
-#pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-        red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
-    }
-}
-
+__device__ bool has_unseen_keys(const Params& params, const KeyBlock& block);  // Whether no query of the sequence sees some rows of K and V
+// Clears them
+__device__ void clear_unseen_keys(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
+// Likewise rows of Q and dO of a step past the sequence's queries
+__device__ void clear_tail_of_step(const Params& params, const Step& step, shared_address shared, const Barriers& barriers,
+    const RingPosition<kStages>& ring);
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
+__device__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane);
+// Where a lane's elements of dQ of a step go, of the columns from `first_column` on
+__device__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row, int lane);
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum
+template <int kCount> __device__ void add_dq(float* own, const float (&dq)[kCount]);
 // Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
-// swizzled as these were.
-template <int kColumns>
-__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
-    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
-#pragma unroll
-    for (int column = 0; column < kColumns; column += 16) {
-        uint32_t matrices[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            matrices[e] = pack<element>(sums[column / 2 + 2 * e] * factor, sums[column / 2 + 2 * e + 1] * factor);
-        }
-        const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
-        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
-    }
-}
-
-// Writes those of a warp's 16 rows of dK or dV, times `factor` and rounded, that are below `rows`, and the columns below `columns`: the rows
-// behind them are of the next sequence, where TMA would write too. They go through `staging`, so that global memory sees whole rows in
-// 16-byte vectors.
-template <int kColumns>
-__device__ __forceinline__ void store_gradient(element* destination, int64_t row_stride, const float (&sums)[kColumns / 2], float factor,
-                                               shared_address staging, int rows, int columns, int lane) {
-    const int warp_row = threadIdx.x % 128 / 32 * 16;
-    stage_gradient<kColumns>(sums, factor, staging, lane);
-    __syncwarp();  // the warp reads only rows it wrote itself
-    const int vector = lane % 8;  // of 16 bytes, in a panel
-    destination += 8 * vector;
-#pragma unroll
-    for (int first = 0; first < 16; first += 4) {
-        const int stored = warp_row + first + lane / 8;
-        if (stored >= rows) break;
-#pragma unroll
-        for (int column = 0; column < kColumns; column += kPanelColumns) {
-            if (column + 8 * vector >= columns) break;
-            const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
-            store_global_128(destination + stored * row_stride + column,
-                             load_shared_128(panel + stored * kPanelRowBytes + 16 * swizzled(stored, vector)));
-        }
-    }
-}
-
-// Writes a warpgroup's 64 rows of dV, which begin at row `first` of a block of keys: also rows past the sequence's keys, whose sums are 0.
-__device__ __forceinline__ void store_dv(const Params& params, const KeyBlock& block, const float (&dv)[kHeadDimV / 2], shared_address staging,
-                                         int first, int lane) {
-    const int row = block.first_key + first;
-    element* own = params.dv + block.batch * params.dv_batch_stride + block.kv_head * params.dv_head_stride +
-                   (block.first_row_kv + row) * params.dv_row_stride;
-    store_gradient<kHeadDimV>(own, params.dv_row_stride, dv, 1.0f, staging, block.stored_rows - row, params.head_dim_v, lane);
-}
-
-// Likewise of dK.
-__device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& block, const float (&dk)[kHeadDim / 2], shared_address staging,
-                                         int first, int lane) {
-    const int row = block.first_key + first;
-    element* own = params.dk + block.batch * params.dk_batch_stride + block.kv_head * params.dk_head_stride +
-                   (block.first_row_kv + row) * params.dk_row_stride;
-    store_gradient<kHeadDim>(own, params.dk_row_stride, dk, params.softmax_scale, staging, block.stored_rows - row, params.head_dim, lane);
-}
-
-__device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
+// swizzled as these were
+template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane);
+// Writes those of a warp's 16 rows of dK or dV, times `factor` and rounded, that are below `rows`, and the columns below `columns`
+template <int kColumns> __device__ void store_gradient(element* destination, int64_t row_stride, const float (&sums)[kColumns / 2],
+    float factor, shared_address staging, int rows, int columns, int lane);
+// Writes a warpgroup's 64 rows of dV, which begin at row `first` of a block of keys
+__device__ void store_dv(const Params& params, const KeyBlock& block, const float (&dv)[kHeadDimV / 2], shared_address staging, int first,
+    int lane);
+// Likewise of dK
+__device__ void store_dk(const Params& params, const KeyBlock& block, const float (&dk)[kHeadDim / 2], shared_address staging, int first,
+    int lane);
+__device__ int num_steps(const Params&, const QueryBlocks& queries);
 
 // Where TMA finds the rows of Q and dO of a step, and where their LSE and delta begin.
 struct StepRows {
@@ -617,54 +274,22 @@ struct StepRows {
     int64_t unit_row;
 };
 
-__device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
-    StepRows rows;
-    rows.head = head_of(params, block, step);
-    // To TMA packed sequences are rows of a single entry.
-    rows.batch = params.cu_seqlens_q == nullptr ? block.batch : 0;
-    rows.row = block.first_row_q + step.block * kBlockM;
-    rows.unit_row = first_unit_row(params, rows.batch, rows.head) +
-                    unit_row_of_sequence<kRowUnit>(params, block.batch, block.first_row_q) + step.block * kBlockM;
-    return rows;
-}
-
-// Starts loading Q and LSE of a step. `more`: bytes of other loads that the same barrier awaits.
-__device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
-                                       int stage, int more = 0) {
-    const shared_address full = barriers.q_full(stage);
-    mbarrier_arrive_expect_tx(full, kQBytes + kQueryValueBytes + more);
-    load_rows<kPanels, kBlockM>(shared + kQOffset + stage * kQBytes, params.q, full, rows.row, rows.head, rows.batch);
-    bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
-}
-
-// Likewise dO and delta.
-__device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
-                                          int stage, int more = 0) {
-    const shared_address full = barriers.dout_full(stage);
-    mbarrier_arrive_expect_tx(full, kDoutBytes + kQueryValueBytes + more);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + stage * kDoutBytes, params.dout, full, rows.row, rows.head, rows.batch);
-    bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
-}
+__device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);
+// Starts loading Q and LSE of a step
+__device__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
+    int more = 0);
+// Likewise dO and delta
+__device__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
+    int more = 0);
 
 // What arrives with the first dO: V.
 constexpr int kBytesWithDout = kVBytes;
 
-// Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
-// then V and dO. K's bytes count at q_full(0), V's at dout_full(0). They may come before load_q() and load_dout() announce them: without the
-// arrival of these the phase cannot end. Without steps nothing is loaded.
-__device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
-    const int count = num_steps(params, queries);
-    if (count == 0) return;
-    const int batch = params.cu_seqlens_kv == nullptr ? block.batch : 0;
-    const int row = block.first_row_kv + block.first_key;
-    const int kv_head = kv_head_of(params, block);
-    const StepRows rows = rows_of(params, block, first_step(params, block, queries));
-    load_rows<kPanels, kBlockN>(shared, params.k, barriers.q_full(0), row, kv_head, batch);
-    load_q(params, rows, shared, barriers, 0, kKBytes);
-    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.dout_full(0), row, kv_head, batch);
-    load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
-}
+// Starts the first loads of a thread block, ahead of the barrier at which its warps meet
+__device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
+
+// Named barriers of the two consumers, at which each waits to start a step: 3 and 4. kClearBarrier is 1.
+constexpr int kStartBarrier = 3;
 
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
@@ -682,9 +307,6 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
         load_dout(params, rows, shared, barriers, ring.stage);  // dO and delta are in the stage of Q and LSE
     }
 }
-
-// Named barriers of the two consumers, at which each waits to start a step: 3 and 4. kClearBarrier is 1.
-constexpr int kStartBarrier = 3;
 
 // A consumer warpgroup: dK and dV of 64 keys, and its part of dQ of each step. The MMAs of a step, in groups as they are awaited:
 //     S^T = K Q^T, dP^T = V dO^T     P is computed while dP^T is under way
@@ -846,3 +468,466 @@ flash_bwd_varlen_hdim128_bf16_causal_sm90(const __grid_constant__ Params params)
         consume<64>(params, block, shared, barriers, warpgroup - 1);
     }
 }
+
+template <int kUnit>
+__device__ __forceinline__ int64_t unit_rows(const Params& params) {
+    const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
+    return (rows / kUnit + params.batch_size) * kUnit;
+}
+
+// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
+// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
+template <int kUnit>
+__device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
+    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
+    return (rows_ahead / kUnit + sequence) * kUnit;
+}
+
+// The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
+__device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
+
+// Likewise the row of LSE and delta.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int, int head, int row) {
+    return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
+}
+
+// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
+// `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
+    Params own = params;
+    own.seqlen_q = seqlen_q;
+    own.seqlen_kv = seqlen_kv;
+    own.diagonal_offset += seqlen_kv - seqlen_q;
+    return own;
+}
+
+// The block of a thread block, as the preprocess kernel has found it.
+__device__ __forceinline__ KeyBlock load_key_block(const Params& params, int index) {
+    const int32_t* words = params.key_blocks + int64_t(index) * kKeyBlockWords;
+    const uint4 first = load_global_128(words);
+    const uint4 second = load_global_128(words + 4);
+    return {int(first.x), int(first.y), int(first.z), int(first.w), int(second.x), int(second.y), int(second.z), int(second.w)};
+}
+
+// The parameters of a call of the block's sequence alone: its lengths, and a pointer to its dQ in the workspace. LSE and delta are read by
+// the producer alone, which finds their rows itself.
+__device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlock& block) {
+    Params own = with_lengths(params, block.seqlen_q, block.seqlen_kv);
+    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, block.batch, block.first_row_q) * kHeadDim;
+    return own;
+}
+
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    if (first_key >= params.seqlen_kv) return {0, -1};  // rows past the sequence's keys
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
+
+// The query head of a step: each has a kv head of its own.
+__device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
+
+// The first query that attends to a key: that of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return max(diagonal, 0);
+}
+
+// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
+                                          int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    }
+}
+
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n128k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
+__device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {"
+        "%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+           kSwizzle << 62;
+}
+
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
+// swizzled row.
+template <int kColumns>
+__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
+    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
+                                 b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
+    }
+    wgmma_commit();
+}
+
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 128 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
+// eight queries, LBO to the next panel of columns.
+__device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem) {
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
+    pin_registers(sums);
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+        wgmma_m64n128k16_bf16_rs(sums, scores.fragment[step], b + (16 * step * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each key has a row, with
+// 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
+template <int kCount>
+__device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate) {
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        const uint64_t ds_step = ds + (key * kPanelRowBytes >> 4), k_step = k + (key * kPanelRowBytes >> 4);
+        if constexpr (2 * kCount == 64) wgmma_m64n64k16_bf16_ss_mn(dq, ds_step, k_step, accumulate || key > 0);
+    }
+}
+
+// Starts dQ = dS K over the keys of the thread block.
+template <int kCount>
+__device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem) {
+    const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
+    pin_registers(dq);
+    wgmma_fence();
+    issue_dq(dq, ds, k, false);
+    wgmma_commit();
+}
+
+// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
+// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
+// once unrolled.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        if (query < begin[key / 8]) score = -INFINITY;
+    });
+}
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = lse.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
+    }
+}
+
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = delta.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
+    }
+}
+
+// Writes zeros over the rows [begin, end) of a block of kRows: what lies there may be NaN, and 0 * NaN is NaN. All consumers share the work.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void clear_rows(shared_address block, int begin, int end) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        const shared_address rows = block + panel * kRows * kPanelRowBytes;
+#pragma unroll 1
+        for (int byte = begin * kPanelRowBytes + 16 * (threadIdx.x - 128); byte < end * kPanelRowBytes; byte += 16 * 128 * kConsumers) {
+            store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+    fence_proxy_async();  // wgmma would not see the zeros otherwise
+}
+
+// Whether no query of the sequence sees some rows of K and V: they lie past its keys.
+__device__ __forceinline__ bool has_unseen_keys(const Params& params, const KeyBlock& block) {
+    return params.seqlen_kv - block.first_key < kBlockN;
+}
+
+// Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. It waits for K and V itself. All consumers of
+// a thread block that has steps call it, ahead of their first read of either.
+__device__ __forceinline__ void clear_unseen_keys(const Params& params, const KeyBlock& block, shared_address shared,
+                                                  const Barriers& barriers) {
+    const int keys_left = params.seqlen_kv - block.first_key;
+    mbarrier_wait(barriers.q_full(0), 0);
+    clear_rows<kPanels, kBlockN>(shared, keys_left);
+    mbarrier_wait(barriers.dout_full(0), 0);
+    clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
+    barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
+}
+
+// Likewise rows of Q and dO of a step past the sequence's queries.
+__device__ __forceinline__ void clear_tail_of_step(const Params& params, const Step& step, shared_address shared, const Barriers& barriers,
+                                                   const RingPosition<kStages>& ring) {
+    const int queries_left = params.seqlen_q - step.block * kBlockM;
+    if (queries_left >= kBlockM) return;
+    const RingPosition<kStages>& dout_ring = ring;  // dO is in the stage of Q
+    mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
+    clear_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, queries_left);
+    mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
+    clear_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout_ring.stage * kDoutBytes, queries_left);
+    barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
+}
+
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
+__device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
+    const int key = warp_key + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 16) {
+        // Keys 0 to 7 and 8 to 15 of eight queries, then of the next eight. Lanes 0 to 15 give the rows of the first eight.
+        const shared_address row = ds_smem + query / 64 * kDsPanelBytes + key * kPanelRowBytes;
+        stmatrix_x4(row + 16 * swizzled(key, query % 64 / 8 + lane / 16), ds.fragment[query / 16]);
+    }
+}
+
+// Where a lane's elements of dQ of a step go, of the columns from `first_column` on. The step's rows of the warp begin at `warp_row`.
+__device__ __forceinline__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row,
+                                        int lane) {
+    const int row = step.block * kBlockM + warp_row;
+    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
+    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+    if (row >= params.seqlen_q) own = nullptr;  // rows of others, or the end of dq_accum
+    return own;
+}
+
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first tile go.
+template <int kCount>
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
+    if (own == nullptr) return;  // all rows lie past the sequence
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+        red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+    }
+}
+
+// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
+// swizzled as these were.
+template <int kColumns>
+__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            matrices[e] = pack<element>(sums[column / 2 + 2 * e] * factor, sums[column / 2 + 2 * e + 1] * factor);
+        }
+        const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
+    }
+}
+
+// Writes those of a warp's 16 rows of dK or dV, times `factor` and rounded, that are below `rows`, and the columns below `columns`: the rows
+// behind them are of the next sequence, where TMA would write too. They go through `staging`, so that global memory sees whole rows in
+// 16-byte vectors.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(element* destination, int64_t row_stride, const float (&sums)[kColumns / 2], float factor,
+                                               shared_address staging, int rows, int columns, int lane) {
+    const int warp_row = threadIdx.x % 128 / 32 * 16;
+    stage_gradient<kColumns>(sums, factor, staging, lane);
+    __syncwarp();  // the warp reads only rows it wrote itself
+    const int vector = lane % 8;  // of 16 bytes, in a panel
+    destination += 8 * vector;
+#pragma unroll
+    for (int first = 0; first < 16; first += 4) {
+        const int stored = warp_row + first + lane / 8;
+        if (stored >= rows) break;
+#pragma unroll
+        for (int column = 0; column < kColumns; column += kPanelColumns) {
+            if (column + 8 * vector >= columns) break;
+            const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
+            store_global_128(destination + stored * row_stride + column,
+                             load_shared_128(panel + stored * kPanelRowBytes + 16 * swizzled(stored, vector)));
+        }
+    }
+}
+
+// Writes a warpgroup's 64 rows of dV, which begin at row `first` of a block of keys: also rows past the sequence's keys, whose sums are 0.
+__device__ __forceinline__ void store_dv(const Params& params, const KeyBlock& block, const float (&dv)[kHeadDimV / 2], shared_address staging,
+                                         int first, int lane) {
+    const int row = block.first_key + first;
+    element* own = params.dv + block.batch * params.dv_batch_stride + block.kv_head * params.dv_head_stride +
+                   (block.first_row_kv + row) * params.dv_row_stride;
+    store_gradient<kHeadDimV>(own, params.dv_row_stride, dv, 1.0f, staging, block.stored_rows - row, params.head_dim_v, lane);
+}
+
+// Likewise of dK.
+__device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& block, const float (&dk)[kHeadDim / 2], shared_address staging,
+                                         int first, int lane) {
+    const int row = block.first_key + first;
+    element* own = params.dk + block.batch * params.dk_batch_stride + block.kv_head * params.dk_head_stride +
+                   (block.first_row_kv + row) * params.dk_row_stride;
+    store_gradient<kHeadDim>(own, params.dk_row_stride, dk, params.softmax_scale, staging, block.stored_rows - row, params.head_dim, lane);
+}
+
+__device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
+
+__device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
+    StepRows rows;
+    rows.head = head_of(params, block, step);
+    // To TMA packed sequences are rows of a single entry.
+    rows.batch = params.cu_seqlens_q == nullptr ? block.batch : 0;
+    rows.row = block.first_row_q + step.block * kBlockM;
+    rows.unit_row = first_unit_row(params, rows.batch, rows.head) +
+                    unit_row_of_sequence<kRowUnit>(params, block.batch, block.first_row_q) + step.block * kBlockM;
+    return rows;
+}
+
+// Starts loading Q and LSE of a step. `more`: bytes of other loads that the same barrier awaits.
+__device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
+                                       int stage, int more) {
+    const shared_address full = barriers.q_full(stage);
+    mbarrier_arrive_expect_tx(full, kQBytes + kQueryValueBytes + more);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + stage * kQBytes, params.q, full, rows.row, rows.head, rows.batch);
+    bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
+}
+
+// Likewise dO and delta.
+__device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
+                                          int stage, int more) {
+    const shared_address full = barriers.dout_full(stage);
+    mbarrier_arrive_expect_tx(full, kDoutBytes + kQueryValueBytes + more);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + stage * kDoutBytes, params.dout, full, rows.row, rows.head, rows.batch);
+    bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
+}
+
+// Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
+// then V and dO. K's bytes count at q_full(0), V's at dout_full(0). They may come before load_q() and load_dout() announce them: without the
+// arrival of these the phase cannot end. Without steps nothing is loaded.
+__device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
+    const int count = num_steps(params, queries);
+    if (count == 0) return;
+    const int batch = params.cu_seqlens_kv == nullptr ? block.batch : 0;
+    const int row = block.first_row_kv + block.first_key;
+    const int kv_head = kv_head_of(params, block);
+    const StepRows rows = rows_of(params, block, first_step(params, block, queries));
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.q_full(0), row, kv_head, batch);
+    load_q(params, rows, shared, barriers, 0, kKBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.dout_full(0), row, kv_head, batch);
+    load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
+}
+
+static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
+static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
+static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
+static_assert(kDsBytes <= kKBytes + kVBytes, "the first step reads what is loaded, K and perhaps V, as dS");
+static_assert(kSharedBytes + 1024 == 165944, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 704 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 520);
+static_assert(offsetof(Params, cu_seqlens_q) == 528 && offsetof(Params, cu_seqlens_kv) == 536 && offsetof(Params, delta) == 544);
+static_assert(offsetof(Params, lse_log2) == 552 && offsetof(Params, dq_accum) == 560 && offsetof(Params, key_blocks) == 568);
+static_assert(offsetof(Params, dk_batch_stride) == 576 && offsetof(Params, dk_row_stride) == 584);
+static_assert(offsetof(Params, dk_head_stride) == 592 && offsetof(Params, dv_batch_stride) == 600);
+static_assert(offsetof(Params, dv_row_stride) == 608 && offsetof(Params, dv_head_stride) == 616);
+static_assert(offsetof(Params, batch_size) == 624 && offsetof(Params, rows_q) == 628 && offsetof(Params, seqlen_q) == 632);
+static_assert(offsetof(Params, seqlen_kv) == 636 && offsetof(Params, head_dim) == 640 && offsetof(Params, head_dim_v) == 644);
+static_assert(offsetof(Params, diagonal_offset) == 648 && offsetof(Params, softmax_scale) == 652);
+static_assert(offsetof(Params, scale_log2) == 656);
+static_assert(kRowUnit % kBlockM == 0, "LSE and delta have the rows of a step");

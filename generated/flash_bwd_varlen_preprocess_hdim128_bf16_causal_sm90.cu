@@ -61,24 +61,170 @@ struct Params {
     int32_t blocks_together;              // about how many blocks of keys of a sequence are launched together: of one head, or of several
     int32_t head_dim_v;                   // of the call: a multiple of 8
 };
-static_assert(sizeof(Params) == 192 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
-static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, cu_seqlens_q) == 32 && offsetof(Params, cu_seqlens_kv) == 40);
-static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, delta) == 56 && offsetof(Params, lse_log2) == 64);
-static_assert(offsetof(Params, dq_accum) == 72 && offsetof(Params, key_blocks) == 80);
-static_assert(offsetof(Params, dout_batch_stride) == 88 && offsetof(Params, dout_row_stride) == 96);
-static_assert(offsetof(Params, dout_head_stride) == 104 && offsetof(Params, out_batch_stride) == 112);
-static_assert(offsetof(Params, out_row_stride) == 120 && offsetof(Params, out_head_stride) == 128);
-static_assert(offsetof(Params, lse_batch_stride) == 136 && offsetof(Params, lse_head_stride) == 144);
-static_assert(offsetof(Params, batch_size) == 152 && offsetof(Params, num_heads_q) == 156);
-static_assert(offsetof(Params, num_heads_kv) == 160 && offsetof(Params, rows_q) == 164 && offsetof(Params, rows_kv) == 168);
-static_assert(offsetof(Params, seqlen_q) == 172 && offsetof(Params, seqlen_kv) == 176 && offsetof(Params, num_key_blocks) == 180);
-static_assert(offsetof(Params, blocks_together) == 184 && offsetof(Params, head_dim_v) == 188);
 
 // The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
 // their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
 // units of 16 rows, as tiles have: those past the sequence are neither cleared nor added to.
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
+
+template <int kUnit> __device__ int64_t unit_rows(const Params& params);
+// The row of a head that a sequence begins with, from row `begin` of its entry of q
+template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
+__device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
+__device__ int64_t first_unit_row(const Params& params, int, int head);  // Likewise the row of LSE and delta
+__device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
+
+// One of the blocks of a sequence. The blocks of all sequences are numbered, one sequence after another.
+struct BlockOfSequence {
+    int sequence;  // below 0: none
+    int index;     // among the blocks of the sequence
+    int count;     // how many it has
+};
+
+// The block of a number
+template <typename CountOf> __device__ BlockOfSequence find_block_of_sequence(int sequences, int number, int lane, CountOf count_of);
+// The rows of a sequence, whatever their bound
+__device__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows);
+
+// kRowUnit rows of q of one sequence, of a head.
+struct QueryUnit {
+    int sequence;  // below 0: none; batch_size: of the rows behind the last sequence
+    int head;
+    int first_row;
+    Rows rows;     // of q that the sequence has, whatever the bound
+    int seqlen_q;  // its queries
+};
+
+// The units of a head of a sequence follow each other, then come those of its next head
+__device__ QueryUnit find_query_unit(const Params& params, int index, int lane);
+__device__ Params of_sequence(const Params& params, const QueryUnit& unit);  // The parameters of a call of the unit's sequence alone
+__device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
+__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+
+// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
+struct KeyBlock {
+    int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
+    int kv_head;
+    int first_key;
+    int first_row_q;   // the rows of q and k that the sequence begins with
+    int first_row_kv;
+    int seqlen_q;
+    int seqlen_kv;
+    int stored_rows;  // of dK and dV: past the sequence's keys they are 0
+};
+
+constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: batch to stored_rows
+
+__device__ Rows key_rows_of(const Params& params, int sequence);  // The rows of k of a sequence, whatever their bound
+__device__ void set_rows(const Params& params, KeyBlock& block);  // Gives a block the rows and the lengths of its sequence
+__device__ int key_blocks_of(int rows);  // The blocks of keys of a head
+__device__ int query_blocks_of(const Params& params, int sequence);  // How long a sequence is
+
+// A block of the main kernel's grid, in which the longest sequences come first, so that it ends with short ones.
+struct LaunchedBlock {
+    int query_blocks;  // of its sequence
+    int index;         // among those of sequences with so many
+};
+
+// Each lane keeps the blocks of this many sequences in registers, as the search goes through them many times.
+constexpr int kKeptSequences = 4;
+
+// Finds the smallest number of query blocks such that at most `index` blocks belong to longer sequences
+__device__ LaunchedBlock find_launched_block(const Params& params, int index, int lane);
+// The blocks of a sequence follow each other, by groups of heads that have about blocks_together blocks in all
+__device__ KeyBlock find_key_block(const Params& params, int index, int lane);
+// Finds the block of each thread block of the main kernel, which reads it from key_blocks
+__device__ void place_key_blocks(const Params& params);
+
+constexpr int kRowsPerPass = kThreads / kLanes;
+constexpr int kPasses = kRowUnit / kRowsPerPass;
+// Up to four vectors of dO and as many of O are on their way to a thread, or those of a row.
+constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
+
+__device__ float dot(uint4 a, uint4 b);  // The sum of the products of elements, as they lie in memory
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1
+__device__ float rounded_lse_log2(float lse);
+
+// The same at all head dims: left to choose, ptxas makes room for more thread blocks at 32, and at 64 with turns, and spills there.
+extern "C" __global__ void __launch_bounds__(kThreads, 3)
+flash_bwd_varlen_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Params all) {
+    // The wait comes first: lengths may be results of the grid before.
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
+    griddepcontrol_launch_dependents();
+
+    place_key_blocks(all);
+    const QueryUnit unit = find_query_unit(all, block_index(), threadIdx.x % 32);
+    // The grid is for the most units that such arrays can have; rows of no sequence, and past the bound, are left to the last kernel.
+    if (unit.sequence < 0 || unit.first_row >= unit.seqlen_q) return;
+    const Params params = of_sequence(all, unit);
+    const int first_row = unit.first_row;
+    const int batch = unit.sequence;
+    const int head = unit.head;
+    const int lane = threadIdx.x % kLanes;
+
+    const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
+    float* dq = params.dq_accum + (first_dq_row(params, head) + first_row) * kHeadDim;
+
+    const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;
+    const element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride;
+    for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
+        uint4 dout_vectors[kPassesAtOnce][kSteps], out_vectors[kPassesAtOnce][kSteps];
+        float lse[kPassesAtOnce], dlse[kPassesAtOnce];
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int row = first_row + (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;
+            const bool valid = row < params.seqlen_q;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                const int column = (step * kLanes + lane) * kVector;
+                dout_vectors[pass][step] = out_vectors[pass][step] = {};
+                if (valid && column < params.head_dim_v) {
+                    dout_vectors[pass][step] = load_global_128(dout + row * params.dout_row_stride + column);
+                    out_vectors[pass][step] = load_global_128(out + row * params.out_row_stride + column);
+                }
+            }
+            const int64_t lse_row = head * params.lse_head_stride + row;
+            lse[pass] = valid ? __uint_as_float(load_global_32(params.lse + lse_row)) : -INFINITY;
+            dlse[pass] = valid && params.dlse != nullptr ? __uint_as_float(load_global_32(params.dlse + lse_row)) : 0.0f;
+        }
+        // Stores for which nothing waits, while the loads are on their way.
+        // Past the sequence's last tile lie rows of others, or the end of dq_accum.
+        const int tile_rows = (params.seqlen_q - first_row + kDqRowUnit - 1) / kDqRowUnit * kDqRowUnit;
+        const int elements = min(kPassesAtOnce * kRowsPerPass, tile_rows - first_pass * kRowsPerPass) * kHeadDim;
+        float* cleared = dq + first_pass * kRowsPerPass * kHeadDim;
+#pragma unroll 4
+        for (int i = 4 * threadIdx.x; i < elements; i += 4 * kThreads) store_global_128(cleared + i, {});
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int row_of_unit = (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;
+            float sum = 0.0f;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) sum += dot(dout_vectors[pass][step], out_vectors[pass][step]);
+#pragma unroll
+            for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+            if (lane != 0) continue;
+            store_global_32(params.delta + unit_row + row_of_unit, lse[pass] == -INFINITY ? 0.0f : sum - dlse[pass]);
+            store_global_32(params.lse_log2 + unit_row + row_of_unit, rounded_lse_log2(lse[pass]));
+        }
+    }
+}
 
 template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
@@ -105,12 +251,6 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// Rows of an entry of an array: where they begin, and how many there are.
-struct Rows {
-    int begin;
-    int count;
-};
-
 // Those of a sequence among packed ones.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
@@ -126,13 +266,6 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
     }
     return value;
 }
-
-// One of the blocks of a sequence. The blocks of all sequences are numbered, one sequence after another.
-struct BlockOfSequence {
-    int sequence;  // below 0: none
-    int index;     // among the blocks of the sequence
-    int count;     // how many it has
-};
 
 // The block of a number. Each lane counts the blocks of one of 32 sequences at a time, which is what count_of(sequence) returns.
 template <typename CountOf>
@@ -159,15 +292,6 @@ __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int seq
     const int begin = load_clamped(cu_seqlens, batch_size, rows);
     return {begin, rows - begin};
 }
-
-// kRowUnit rows of q of one sequence, of a head.
-struct QueryUnit {
-    int sequence;  // below 0: none; batch_size: of the rows behind the last sequence
-    int head;
-    int first_row;
-    Rows rows;     // of q that the sequence has, whatever the bound
-    int seqlen_q;  // its queries
-};
 
 // The units of a head of a sequence follow each other, then come those of its next head.
 __device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
@@ -214,20 +338,6 @@ __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
-struct KeyBlock {
-    int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
-    int kv_head;
-    int first_key;
-    int first_row_q;   // the rows of q and k that the sequence begins with
-    int first_row_kv;
-    int seqlen_q;
-    int seqlen_kv;
-    int stored_rows;  // of dK and dV: past the sequence's keys they are 0
-};
-
-constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: batch to stored_rows
-
 // The rows of k of a sequence, whatever their bound.
 __device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) {
     return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
@@ -253,15 +363,6 @@ __device__ __forceinline__ int key_blocks_of(int rows) { return (rows + kBlockN 
 __device__ __forceinline__ int query_blocks_of(const Params& params, int sequence) {
     return sequence < params.batch_size ? (queries_of(params, sequence).count + kBlockN - 1) / kBlockN : 0;
 }
-
-// A block of the main kernel's grid, in which the longest sequences come first, so that it ends with short ones.
-struct LaunchedBlock {
-    int query_blocks;  // of its sequence
-    int index;         // among those of sequences with so many
-};
-
-// Each lane keeps the blocks of this many sequences in registers, as the search goes through them many times.
-constexpr int kKeptSequences = 4;
 
 // Finds the smallest number of query blocks such that at most `index` blocks belong to longer sequences. The search doubles from 1, then
 // bisects: short sequences are many. Sums are unsigned, as lengths that contradict the arrays may add up to more than an int holds.
@@ -333,12 +434,6 @@ __device__ __forceinline__ void place_key_blocks(const Params& params) {
     }
 }
 
-constexpr int kRowsPerPass = kThreads / kLanes;
-constexpr int kPasses = kRowUnit / kRowsPerPass;
-// Up to four vectors of dO and as many of O are on their way to a thread, or those of a row.
-constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
-static_assert(kRowUnit % kRowsPerPass == 0 && kPasses % kPassesAtOnce == 0, "each pass has its rows");
-
 // The sum of the products of elements, as they lie in memory.
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
@@ -353,8 +448,6 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     return sum;
 }
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 // The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. Between S and here the LSE is rounded
 // a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
 // LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
@@ -364,70 +457,16 @@ __device__ __forceinline__ float rounded_lse_log2(float lse) {
     return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
 }
 
-// The same at all head dims: left to choose, ptxas makes room for more thread blocks at 32, and at 64 with turns, and spills there.
-extern "C" __global__ void __launch_bounds__(kThreads, 3)
-flash_bwd_varlen_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Params all) {
-    // The wait comes first: lengths may be results of the grid before.
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
-    griddepcontrol_launch_dependents();
-
-    place_key_blocks(all);
-    const QueryUnit unit = find_query_unit(all, block_index(), threadIdx.x % 32);
-    // The grid is for the most units that such arrays can have; rows of no sequence, and past the bound, are left to the last kernel.
-    if (unit.sequence < 0 || unit.first_row >= unit.seqlen_q) return;
-    const Params params = of_sequence(all, unit);
-    const int first_row = unit.first_row;
-    const int batch = unit.sequence;
-    const int head = unit.head;
-    const int lane = threadIdx.x % kLanes;
-
-    const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
-    float* dq = params.dq_accum + (first_dq_row(params, head) + first_row) * kHeadDim;
-
-    const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;
-    const element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride;
-    for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
-        uint4 dout_vectors[kPassesAtOnce][kSteps], out_vectors[kPassesAtOnce][kSteps];
-        float lse[kPassesAtOnce], dlse[kPassesAtOnce];
-#pragma unroll
-        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
-            const int row = first_row + (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;
-            const bool valid = row < params.seqlen_q;
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
-                const int column = (step * kLanes + lane) * kVector;
-                dout_vectors[pass][step] = out_vectors[pass][step] = {};
-                if (valid && column < params.head_dim_v) {
-                    dout_vectors[pass][step] = load_global_128(dout + row * params.dout_row_stride + column);
-                    out_vectors[pass][step] = load_global_128(out + row * params.out_row_stride + column);
-                }
-            }
-            const int64_t lse_row = head * params.lse_head_stride + row;
-            lse[pass] = valid ? __uint_as_float(load_global_32(params.lse + lse_row)) : -INFINITY;
-            dlse[pass] = valid && params.dlse != nullptr ? __uint_as_float(load_global_32(params.dlse + lse_row)) : 0.0f;
-        }
-        // Stores for which nothing waits, while the loads are on their way.
-        // Past the sequence's last tile lie rows of others, or the end of dq_accum.
-        const int tile_rows = (params.seqlen_q - first_row + kDqRowUnit - 1) / kDqRowUnit * kDqRowUnit;
-        const int elements = min(kPassesAtOnce * kRowsPerPass, tile_rows - first_pass * kRowsPerPass) * kHeadDim;
-        float* cleared = dq + first_pass * kRowsPerPass * kHeadDim;
-#pragma unroll 4
-        for (int i = 4 * threadIdx.x; i < elements; i += 4 * kThreads) store_global_128(cleared + i, {});
-#pragma unroll
-        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
-            const int row_of_unit = (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;
-            float sum = 0.0f;
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) sum += dot(dout_vectors[pass][step], out_vectors[pass][step]);
-#pragma unroll
-            for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
-            if (lane != 0) continue;
-            store_global_32(params.delta + unit_row + row_of_unit, lse[pass] == -INFINITY ? 0.0f : sum - dlse[pass]);
-            store_global_32(params.lse_log2 + unit_row + row_of_unit, rounded_lse_log2(lse[pass]));
-        }
-    }
-}
+static_assert(sizeof(Params) == 192 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
+static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, cu_seqlens_q) == 32 && offsetof(Params, cu_seqlens_kv) == 40);
+static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, delta) == 56 && offsetof(Params, lse_log2) == 64);
+static_assert(offsetof(Params, dq_accum) == 72 && offsetof(Params, key_blocks) == 80);
+static_assert(offsetof(Params, dout_batch_stride) == 88 && offsetof(Params, dout_row_stride) == 96);
+static_assert(offsetof(Params, dout_head_stride) == 104 && offsetof(Params, out_batch_stride) == 112);
+static_assert(offsetof(Params, out_row_stride) == 120 && offsetof(Params, out_head_stride) == 128);
+static_assert(offsetof(Params, lse_batch_stride) == 136 && offsetof(Params, lse_head_stride) == 144);
+static_assert(offsetof(Params, batch_size) == 152 && offsetof(Params, num_heads_q) == 156);
+static_assert(offsetof(Params, num_heads_kv) == 160 && offsetof(Params, rows_q) == 164 && offsetof(Params, rows_kv) == 168);
+static_assert(offsetof(Params, seqlen_q) == 172 && offsetof(Params, seqlen_kv) == 176 && offsetof(Params, num_key_blocks) == 180);
+static_assert(offsetof(Params, blocks_together) == 184 && offsetof(Params, head_dim_v) == 188);
+static_assert(kRowUnit % kRowsPerPass == 0 && kPasses % kPassesAtOnce == 0, "each pass has its rows");

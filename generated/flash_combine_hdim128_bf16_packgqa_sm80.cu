@@ -26,9 +26,6 @@ constexpr int kPartsAtOnce = 5;                      // parts that a warp has on
 constexpr int kSumsOffset = kWarps * kHeadDimV * 4;  // shared memory: O of each warp, then row_max and row_sum of each
 constexpr int kSharedBytes = kSumsOffset + kWarps * 8;
 
-static_assert(kHeadDimV % 8 == 0 && kRowThreads <= kThreads, "a thread stores 16 bytes of a row");
-static_assert(kSharedBytes == 4160, "launcher and kernel agree on shared memory");
-
 struct Params {
     const float* part_outputs;            // (parts, kBlockM, kHeadDimV)
     const float* part_sums;               // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
@@ -53,27 +50,12 @@ struct Params {
     uint64_t group_size_divisor;
     uint64_t kv_blocks_per_share_divisor;
 };
-static_assert(sizeof(Params) == 136 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
-static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, out_batch_stride) == 32);
-static_assert(offsetof(Params, out_row_stride) == 40 && offsetof(Params, out_head_stride) == 48);
-static_assert(offsetof(Params, num_heads_q) == 56 && offsetof(Params, num_heads_kv) == 60 && offsetof(Params, group_size) == 64);
-static_assert(offsetof(Params, seqlen_q) == 68 && offsetof(Params, head_dim_v) == 72 && offsetof(Params, num_row_blocks) == 76);
-static_assert(offsetof(Params, num_tiles) == 80 && offsetof(Params, kv_blocks_per_tile) == 84);
-static_assert(offsetof(Params, kv_blocks_per_share) == 88 && offsetof(Params, head_sets_log2) == 92);
-static_assert(offsetof(Params, heads_per_set) == 96 && offsetof(Params, num_heads_divisor) == 104);
-static_assert(offsetof(Params, num_row_blocks_divisor) == 112 && offsetof(Params, group_size_divisor) == 120);
-static_assert(offsetof(Params, kv_blocks_per_share_divisor) == 128);
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
-// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
-__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
-
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
 
 // A tile of the kernel before this one: kBlockM rows of queries.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -82,6 +64,73 @@ struct Tile {
     int head;  // first query head of the group that shares a head of K and V
     int first_row;
 };
+
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+__device__ int query_of_row(const Params& params, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+__device__ int rows_of_head(const Params& params);  // The rows of a head in this grid
+
+// A row of a tile, and the shares [first, last] that had KV blocks of the tile, in the kernel before this one.
+struct Parts {
+    Tile tile;
+    int row;
+    int set;  // of heads, which has shares of its own
+    int first;
+    int last;
+    bool begins_share;  // whether share `first` begins with the tile
+};
+
+__device__ Parts find_parts(const Params& params, int index);  // Row `index` of all heads
+// Where a row of a share's part lies in the workspace
+__device__ int64_t part_row(const Params& params, const Parts& parts, int share, int row);
+
+// O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
+struct Sums {
+    float row_max;
+    float row_sum;
+    float output[kLaneVectors][4];
+};
+
+__device__ void add(Sums& sums, float row_max, float row_sum, const uint4 (&output)[kLaneVectors]);
+// Adds every kStep-th part of a row of the tile, from part `first_part` on, in order
+template <int kStep> __device__ Sums add_parts(const Params& params, const Parts& parts, int row, int first_part, int lane);
+__device__ void share_sums(const Sums& sums, shared_address smem, int warp, int lane);  // Leaves what a warp has of a row in shared memory
+// Adds up the sums of a row that kTeam warps from `first` on have left, in the order of the warps
+template <int kTeam> __device__ void store_row(const Params& params, const Tile& tile, int row, shared_address smem, int first, int thread);
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of another call. Before its
+    // own wait it only prefetches, or reads values that it reads again after the wait. That wait is for the end of this grid, which has
+    // waited for the grids before it.
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+
+    for (int index = block_index(); index < params.num_tiles; index += gridDim.x) {
+        const Parts parts = find_parts(params, index);
+        if (parts.first == parts.last) continue;  // the thread block that had all of the tile has written the row
+        share_sums(add_parts<kWarps>(params, parts, parts.row, parts.first + warp, lane), smem, warp, lane);
+        barrier_sync(kThreads);
+        if (threadIdx.x < kRowThreads) {
+            store_row<kWarps>(params, parts.tile, parts.tile.first_row + parts.row, smem, 0, threadIdx.x);
+        }
+        barrier_sync(kThreads);  // the sums have been read
+    }
+}
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -103,16 +152,6 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
 
 // The rows of a head in this grid. The launcher counts single rows as tiles here, so num_row_blocks is a number of rows.
 __device__ __forceinline__ int rows_of_head(const Params& params) { return params.num_row_blocks; }
-
-// A row of a tile, and the shares [first, last] that had KV blocks of the tile, in the kernel before this one.
-struct Parts {
-    Tile tile;
-    int row;
-    int set;  // of heads, which has shares of its own
-    int first;
-    int last;
-    bool begins_share;  // whether share `first` begins with the tile
-};
 
 // Row `index` of all heads. Shares are consecutive KV blocks of the tiles of a set of heads, one tile after the other: every
 // 2^head_sets_log2-th head.
@@ -143,13 +182,6 @@ __device__ __forceinline__ int64_t part_row(const Params& params, const Parts& p
     const int slot = 2 * block + (share == parts.first && !parts.begins_share ? 1 : 0);
     return int64_t(slot) * kBlockM + row;
 }
-
-// O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
-struct Sums {
-    float row_max;
-    float row_sum;
-    float output[kLaneVectors][4];
-};
 
 __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, const uint4 (&output)[kLaneVectors]) {
     const float larger = fmaxf(sums.row_max, row_max);
@@ -247,27 +279,15 @@ __device__ __forceinline__ void store_row(const Params& params, const Tile& tile
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address smem = to_shared(shared_memory);
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-
-    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of another call. Before its
-    // own wait it only prefetches, or reads values that it reads again after the wait. That wait is for the end of this grid, which has
-    // waited for the grids before it.
-    griddepcontrol_launch_dependents();
-    griddepcontrol_wait();
-
-    for (int index = block_index(); index < params.num_tiles; index += gridDim.x) {
-        const Parts parts = find_parts(params, index);
-        if (parts.first == parts.last) continue;  // the thread block that had all of the tile has written the row
-        share_sums(add_parts<kWarps>(params, parts, parts.row, parts.first + warp, lane), smem, warp, lane);
-        barrier_sync(kThreads);
-        if (threadIdx.x < kRowThreads) {
-            store_row<kWarps>(params, parts.tile, parts.tile.first_row + parts.row, smem, 0, threadIdx.x);
-        }
-        barrier_sync(kThreads);  // the sums have been read
-    }
-}
+static_assert(kHeadDimV % 8 == 0 && kRowThreads <= kThreads, "a thread stores 16 bytes of a row");
+static_assert(kSharedBytes == 4160, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 136 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
+static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, out_batch_stride) == 32);
+static_assert(offsetof(Params, out_row_stride) == 40 && offsetof(Params, out_head_stride) == 48);
+static_assert(offsetof(Params, num_heads_q) == 56 && offsetof(Params, num_heads_kv) == 60 && offsetof(Params, group_size) == 64);
+static_assert(offsetof(Params, seqlen_q) == 68 && offsetof(Params, head_dim_v) == 72 && offsetof(Params, num_row_blocks) == 76);
+static_assert(offsetof(Params, num_tiles) == 80 && offsetof(Params, kv_blocks_per_tile) == 84);
+static_assert(offsetof(Params, kv_blocks_per_share) == 88 && offsetof(Params, head_sets_log2) == 92);
+static_assert(offsetof(Params, heads_per_set) == 96 && offsetof(Params, num_heads_divisor) == 104);
+static_assert(offsetof(Params, num_row_blocks_divisor) == 112 && offsetof(Params, group_size_divisor) == 120);
+static_assert(offsetof(Params, kv_blocks_per_share_divisor) == 128);

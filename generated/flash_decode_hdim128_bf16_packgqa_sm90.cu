@@ -56,16 +56,6 @@ constexpr int kSharedBytes = kBarrierOffset + 8;
 constexpr int kGroupRowFloats = kHeadDimV + 8;
 constexpr int kGroupSumsOffset = kStageOffset + kGroups * kBlockM * kGroupRowFloats * 4;
 
-static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
-static_assert(kBlockN % kGroups == 0, "groups are alike");
-static_assert(kBlockM % 16 == 0, "rows are whole 16-row MMA tiles");
-static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
-static_assert(kStages >= 2, "a KV block is on its way while another is computed");
-static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
-static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(kGroupSumsOffset + kGroups * kBlockM * 8 <= kReceivedOffset, "O of all groups fits into the stages");
-static_assert(kSharedBytes == 110728, "launcher and kernel agree on shared memory");
-
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
@@ -97,19 +87,6 @@ struct Params {
     uint64_t group_size_divisor;
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 200 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
-static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
-static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
-static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
-static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
-static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
-static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, group_size) == 136);
-static_assert(offsetof(Params, seqlen_q) == 140 && offsetof(Params, seqlen_kv) == 144 && offsetof(Params, head_dim) == 148);
-static_assert(offsetof(Params, head_dim_v) == 152 && offsetof(Params, num_heads_q) == 156);
-static_assert(offsetof(Params, num_heads_kv) == 160 && offsetof(Params, num_row_blocks) == 164);
-static_assert(offsetof(Params, num_heads_divisor) == 168 && offsetof(Params, num_row_blocks_divisor) == 176);
-static_assert(offsetof(Params, group_size_divisor) == 184 && offsetof(Params, scale_log2) == 192);
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -119,6 +96,230 @@ struct Tile {
     int kv_head;
     int first_row;
 };
+
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params& params, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// step's XOR flips.
+using LaneAddress = shared_address;
+
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
+__device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed on the way, of V
+__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
+__device__ const element* head_v(const Params& params, const Tile& tile);
+// Starts the copy of a group's keys of a KV block of K or V, kColumns wide
+template <int kColumns> __device__ void copy_keys(shared_address keys, const element* source, int64_t row_stride, const SeenRows& rows,
+    int head_dim);
+// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, a line a thread
+template <int kColumns> __device__ void prefetch_keys(const element* source, int64_t row_stride, const SeenRows& rows, int head_dim);
+__device__ void sync_group(int);  // Waits for the lanes of the warp, and makes their writes visible
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
+__device__ int cluster_rank();  // The rank of a thread block in its cluster
+__device__ Tile find_tile(const Params& params);  // The tile of the thread block's cluster
+
+// How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
+struct Fetch {
+    int left;           // KV blocks that are still to come
+    int first_key;      // the first of the group's keys of the next one
+    const element* k;   // that key's row
+    const element* v;
+};
+
+// The thread block's part of the KV blocks that some row of the tile attends to; parts differ by one KV block at most
+__device__ Fetch seek(const Params& params, const Tile& tile, int group);
+__device__ void prefetch_next(const Params& params, const Fetch& fetch);  // Prefetches the next KV block into L2, if there is one
+// Starts the copies of the next KV block, if there is one
+__device__ void fetch_next(const Params& params, Fetch& fetch, shared_address stage, int group);
+
+// Where a thread block begins.
+struct Start {
+    Tile tile;
+    Fetch fetch;
+};
+
+__device__ Start find_start(const Params& params, int group);
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
+constexpr float kSlack = 8.0f;
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ float quad_max(float value);
+__device__ float quad_sum(float value);
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32
+template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ VAddress v_address(shared_address block, int lane);
+template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+// Every row attends to all keys; only the last block has keys past the end, which are masked
+template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane);
+// What happens to S between Q . K^T and softmax, block by block, masked or not
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
+// Computes this lane's maximum of each row, in row_max's units
+template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+    float (&block_max)[kTiles][2]);
+// Raises row_max to the maxima of a block, and rescales O and row_sum
+template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
+// P of the scores, which is added to row_sum
+template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+// A step of online softmax
+template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+// Groups have different keys of the same rows
+__device__ void store_group_rows(const RowTile (&rows)[kRowTiles], shared_address smem, int group, int lane);
+// Where the part that thread block `rank` of the cluster sends of a row lies, of the `received`-th one that the receiver combines; and
+// row_max and row_sum of it
+__device__ shared_address received_row(shared_address smem, int received, int rank);
+__device__ shared_address received_sums(shared_address smem, int received, int rank);
+// Adds up the groups, in order, and sends each row of the tile to the thread block that combines it
+__device__ void send_rows(shared_address smem, int num_rows_of_tile);
+// Waits for all parts of the rows that this thread block combines, adds them up in the order of their ranks, divides O by row_sum and
+// stores O and the LSE
+__device__ void combine_rows(const Params& params, const Tile& tile, shared_address smem, int num_rows_of_tile);
+
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
+flash_decode_hdim128_bf16_packgqa_sm90(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int group = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    auto stage_address = [&](int stage) { return smem + kStageOffset + stage * kStageBytes; };
+
+    if (threadIdx.x == 0) {
+        mbarrier_init(smem + kBarrierOffset, 1);
+        fence_mbarrier_init();
+    }
+    cluster_arrive_relaxed();
+
+    Start start = find_start(params, group);
+    prefetch_next(params, start.fetch);  // on its way to L2 while the grid before this one ends
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
+    griddepcontrol_launch_dependents();
+    const Tile tile = start.tile;
+    Fetch fetch = start.fetch;
+
+    // Q is copied ahead of K and V, so that it does not queue behind their copies.
+    copy_q(params, tile, smem);
+    const int blocks = fetch.left;
+    int first_key = fetch.first_key;
+#pragma unroll 1
+    for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(params, fetch, stage_address(stage), group);
+    cp_async_wait<kStages - 1>();
+    barrier_sync(kThreads);
+
+    const LaneAddress q_lane = qv_lane_address(smem, lane);
+    const int group_offset = group * kGroupKeys * kRowBytes;
+    RowTile rows[kRowTiles];
+    clear(rows);
+    int stage = 0;  // that of the KV block to be computed next
+    for (int block = 0; block < blocks; ++block) {
+        // The group's keys of this KV block are here: a lane waits for its own copies, and __syncwarp for those of the others. And every lane
+        // has finished with the KV block before, whose stage takes the next one to come.
+        cp_async_wait<kStages - 2>();
+        sync_group(group);
+        fetch_next(params, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
+
+        float scores[kRowTiles][kKeyTiles][4];
+        P<kRowTiles> p;
+        mma_qk(scores, q_lane, k_lane_address(stage_address(stage) + group_offset, lane));
+        finish_scores(params, tile, scores, 0, first_key, lane);
+        softmax_step(scores, rows, params.scale_log2, p);
+        mma_pv(rows, p, v_address(stage_address(stage) + kVOffset + group_offset, lane));
+        stage = stage == kStages - 1 ? 0 : stage + 1;
+        first_key += kBlockN;
+    }
+
+    barrier_sync(kThreads);  // every group has finished with the stages
+    store_group_rows(rows, smem, group, lane);
+    barrier_sync(kThreads);
+    cluster_wait();  // the barriers of all thread blocks are initialised
+    const int num_rows_of_tile = min(kBlockM, num_rows(params) - tile.first_row);
+    send_rows(smem, num_rows_of_tile);
+    combine_rows(params, tile, smem, num_rows_of_tile);
+}
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -140,27 +341,8 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
-
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
-struct SeenRows {
-    int end;
-
-    __device__ __forceinline__ bool has(int row) const { return row < end; }
-
-    // The same counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
-
-    // Those among the first `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
-};
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
@@ -168,18 +350,8 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {end - first_key};
 }
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
-constexpr int kChunkElements = 16 / sizeof(element);
-constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
-constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
-
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
-
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
-// step's XOR flips.
-using LaneAddress = shared_address;
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
@@ -297,14 +469,6 @@ __device__ __forceinline__ Tile find_tile(const Params& params) {
     return tile;
 }
 
-// How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
-struct Fetch {
-    int left;           // KV blocks that are still to come
-    int first_key;      // the first of the group's keys of the next one
-    const element* k;   // that key's row
-    const element* v;
-};
-
 // The thread block's part of the KV blocks that some row of the tile attends to; parts differ by one KV block at most.
 __device__ __forceinline__ Fetch seek(const Params& params, const Tile& tile, int group) {
     const int last_row = min(tile.first_row + kBlockM, num_rows(params)) - 1;
@@ -344,26 +508,10 @@ __device__ __forceinline__ void fetch_next(const Params& params, Fetch& fetch, s
     cp_async_commit();
 }
 
-// Where a thread block begins.
-struct Start {
-    Tile tile;
-    Fetch fetch;
-};
-
 __device__ __forceinline__ Start find_start(const Params& params, int group) {
     const Tile tile = find_tile(params);
     return {tile, seek(params, tile, group)};
 }
-
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
-// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
-constexpr float kSlack = 8.0f;
-
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
@@ -382,13 +530,6 @@ __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
-
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
-struct RowTile {
-    float row_max[2];  // log2 domain
-    float row_sum[2];  // this lane's share
-    float output[kDimTiles][4];
-};
 
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
@@ -445,20 +586,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
         }
     }
 }
-
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
-// neighbouring key tiles is the A layout of one 16x16 tile.
-template <int kTiles>
-struct P {
-    uint32_t fragment[kTiles][kKeyTiles / 2][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
-};
-
-using VAddress = LaneAddress;
 
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
@@ -705,68 +832,25 @@ __device__ __forceinline__ void combine_rows(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
-flash_decode_hdim128_bf16_packgqa_sm90(const __grid_constant__ Params params) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address smem = to_shared(shared_memory);
-    const int group = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    auto stage_address = [&](int stage) { return smem + kStageOffset + stage * kStageBytes; };
-
-    if (threadIdx.x == 0) {
-        mbarrier_init(smem + kBarrierOffset, 1);
-        fence_mbarrier_init();
-    }
-    cluster_arrive_relaxed();
-
-    Start start = find_start(params, group);
-    prefetch_next(params, start.fetch);  // on its way to L2 while the grid before this one ends
-
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
-    griddepcontrol_launch_dependents();
-    const Tile tile = start.tile;
-    Fetch fetch = start.fetch;
-
-    // Q is copied ahead of K and V, so that it does not queue behind their copies.
-    copy_q(params, tile, smem);
-    const int blocks = fetch.left;
-    int first_key = fetch.first_key;
-#pragma unroll 1
-    for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(params, fetch, stage_address(stage), group);
-    cp_async_wait<kStages - 1>();
-    barrier_sync(kThreads);
-
-    const LaneAddress q_lane = qv_lane_address(smem, lane);
-    const int group_offset = group * kGroupKeys * kRowBytes;
-    RowTile rows[kRowTiles];
-    clear(rows);
-    int stage = 0;  // that of the KV block to be computed next
-    for (int block = 0; block < blocks; ++block) {
-        // The group's keys of this KV block are here: a lane waits for its own copies, and __syncwarp for those of the others. And every lane
-        // has finished with the KV block before, whose stage takes the next one to come.
-        cp_async_wait<kStages - 2>();
-        sync_group(group);
-        fetch_next(params, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
-
-        float scores[kRowTiles][kKeyTiles][4];
-        P<kRowTiles> p;
-        mma_qk(scores, q_lane, k_lane_address(stage_address(stage) + group_offset, lane));
-        finish_scores(params, tile, scores, 0, first_key, lane);
-        softmax_step(scores, rows, params.scale_log2, p);
-        mma_pv(rows, p, v_address(stage_address(stage) + kVOffset + group_offset, lane));
-        stage = stage == kStages - 1 ? 0 : stage + 1;
-        first_key += kBlockN;
-    }
-
-    barrier_sync(kThreads);  // every group has finished with the stages
-    store_group_rows(rows, smem, group, lane);
-    barrier_sync(kThreads);
-    cluster_wait();  // the barriers of all thread blocks are initialised
-    const int num_rows_of_tile = min(kBlockM, num_rows(params) - tile.first_row);
-    send_rows(smem, num_rows_of_tile);
-    combine_rows(params, tile, smem, num_rows_of_tile);
-}
+static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
+static_assert(kBlockN % kGroups == 0, "groups are alike");
+static_assert(kBlockM % 16 == 0, "rows are whole 16-row MMA tiles");
+static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
+static_assert(kStages >= 2, "a KV block is on its way while another is computed");
+static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert(kGroupSumsOffset + kGroups * kBlockM * 8 <= kReceivedOffset, "O of all groups fits into the stages");
+static_assert(kSharedBytes == 110728, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 200 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
+static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
+static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
+static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
+static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
+static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
+static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, group_size) == 136);
+static_assert(offsetof(Params, seqlen_q) == 140 && offsetof(Params, seqlen_kv) == 144 && offsetof(Params, head_dim) == 148);
+static_assert(offsetof(Params, head_dim_v) == 152 && offsetof(Params, num_heads_q) == 156);
+static_assert(offsetof(Params, num_heads_kv) == 160 && offsetof(Params, num_row_blocks) == 164);
+static_assert(offsetof(Params, num_heads_divisor) == 168 && offsetof(Params, num_row_blocks_divisor) == 176);
+static_assert(offsetof(Params, group_size_divisor) == 184 && offsetof(Params, scale_log2) == 192);

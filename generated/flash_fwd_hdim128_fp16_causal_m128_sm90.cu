@@ -35,8 +35,6 @@ constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
-static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
 
 // Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
 constexpr int kStoreBarrier = 1 + kConsumers;  // kStoreBarrier + consumer: a warpgroup's O is in shared memory
@@ -53,11 +51,6 @@ constexpr int kKOffset = kQStages * kQBytes;
 constexpr int kVOffset = kKOffset + kStages * kKBytes;
 constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
 constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages);
-
-static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
-static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
-static_assert(kHeadDimV <= kHeadDim, "O fits where its Q was");
-static_assert(kSharedBytes + 1024 == 197728, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -77,13 +70,6 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
-static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 512 && offsetof(Params, batch_size) == 520);
-static_assert(offsetof(Params, num_heads_q) == 524 && offsetof(Params, seqlen_q) == 528 && offsetof(Params, seqlen_kv) == 532);
-static_assert(offsetof(Params, num_tiles) == 536 && offsetof(Params, num_row_blocks) == 540);
-static_assert(offsetof(Params, rows_ahead) == 544 && offsetof(Params, heads_per_section) == 548);
-static_assert(offsetof(Params, num_sections) == 552 && offsetof(Params, diagonal_offset) == 556);
-static_assert(offsetof(Params, scale_log2) == 560);
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
 struct Tile {
@@ -93,38 +79,11 @@ struct Tile {
     int first_row;  // below 0 where a head's first tile is not whole
 };
 
-__device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
-    // the same time. Within a section the row blocks come one after another for all heads, last block first: the first
-    // rows attend to the fewest keys, and short tiles at the end leave the fewest SMs idle.
-    const int num_heads = params.num_heads_q;
-    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
-    const int first_head = section * params.heads_per_section;
-    const bool is_last = section == params.num_sections - 1;
-    const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
-    const int index_in_section = index - first_head * params.num_row_blocks;
-    const int row_block = index_in_section / section_heads;
-    const int head_of_batch = first_head + index_in_section - row_block * section_heads;
-
-    Tile tile;
-    tile.batch = head_of_batch / num_heads;
-    tile.head = head_of_batch - tile.batch * num_heads;
-    tile.kv_head = tile.head;
-    // Where rows_ahead is not 0, the last tile ends with the last unit of 64 rows that has a query. The first tile lacks units in its place: its
-    // rows attend to the fewest keys.
-    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM - params.rows_ahead;
-    return tile;
-}
-
-__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
-
-__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
-
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
-__device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
-                                              int64_t head_stride) {
-    return row * row_stride + tile.head * head_stride;
-}
+__device__ Tile find_tile(const Params& params, int index);
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params&, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 
 // Keys [begin, end).
 struct KeyRange {
@@ -132,24 +91,11 @@ struct KeyRange {
     int end;
 };
 
-// The keys that a query attends to: those up to its diagonal.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
-}
-
-// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
-__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, first_row)).begin,
-            keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// The keys that every row of [first_row, first_row + count) attends to.
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
-}
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+// The keys that some row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
 // The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers
 // have released it: K and V every warp; Q one thread of each warpgroup, once TMA has read from the buffer the O that it stores.
@@ -192,138 +138,22 @@ struct RingPosition {
     }
 };
 
-// Loads Q of a tile.
-__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
-    mbarrier_arrive_expect_tx(full, kQBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-        tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
-                    tile.head, tile.batch);
-    }
-}
-
-// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
-// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
-// once unrolled.
-template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit) {
-#pragma unroll
-    for (int row = 0; row <= 8; row += 8) {
-#pragma unroll
-        for (int key = 0; key < kBlockN; key += 8) {
-            visit(row, key, scores[key / 2 + row / 4]);
-            visit(row, key + 1, scores[key / 2 + row / 4 + 1]);
-        }
-    }
-}
+__device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
+// Visits the scores that a lane holds of a KV block
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
 
 // A lane holds two of every eight keys of a row. A word has a bit for each of them, the first key's on top: R2P makes predicates of
 // seven bits of a byte, where a comparison makes one.
 using key_word = uint32_t;  // a bit for each key of a lane
 
-__device__ constexpr key_word key_bit(int key) {
-    constexpr int kTopBit = 8 * sizeof(key_word) - 1;
-    return key_word(1) << kTopBit - key / 8 * 2 - key % 8;
-}
-
-// The bits of the lane's keys from `key` on, in the KV block at `first_key`.
-__device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
-    // How many of the lane's keys lie before `key`: of the first ones of each eight, and of the second ones. With 6 added both round up.
-    const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
-    const int before = (distance + 1) / 8 + distance / 8;
-    return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
-}
-
-// Hides the keys of the KV block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key,
-                                           int lane) {
-    key_word hidden[2];  // of the lane's two rows
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const KeyRange keys = keys_of_query(params, query_of_row(params, first_row + lane / 4 + 8 * i));
-        hidden[i] = bits_from(keys.end, first_key, lane);
-    }
-    for_each_score(scores, [&](int row, int key, float& score) {
-        if (hidden[row / 8] & key_bit(key)) score = -INFINITY;
-    });
-}
-
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
-
-// wgmma.mma_async.m64n128k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
-__device__ __forceinline__ void wgmma_m64n128k16_fp16_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// wgmma.mma_async.m64n128k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
-// columns 8 further: the accumulator layout, packed. b is MN-major.
-__device__ __forceinline__ void wgmma_m64n128k16_fp16_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, {"
-        "%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-#endif
-
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
-__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
-    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
-    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
-           kSwizzle << 62;
-}
-
-// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along
-// the K dimension is 32 bytes within the swizzled row.
-__device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem) {
-    const uint64_t q = descriptor(q_smem, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
-    pin_registers(scores);
-    wgmma_fence();
-#pragma unroll
-    for (int column = 0; column < kHeadDim; column += 16) {
-        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
-        wgmma_m64n128k16_fp16_ss(scores, q + ((panel * kBlockM * kPanelRowBytes + byte) >> 4),
-                                 k + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), column > 0);
-    }
-    wgmma_commit();
-}
+__device__ constexpr key_word key_bit(int key);
+// The bits of the lane's keys from `key` on, in the KV block at `first_key`
+__device__ key_word bits_from(int key, int first_key, int lane);
+// Hides the keys of the KV block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`
+__device__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key, int lane);
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+// Starts S (64 x kBlockN) = Q . K^T of a warpgroup
+__device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
 // P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
 template <int kColumns>
@@ -341,20 +171,8 @@ struct PackedScores {
     }
 };
 
-// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: SBO leads to the next eight keys, LBO to the
-// next panel of columns.
-__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem) {
-    const uint64_t v = descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes);
-    pin_registers(output);
-#pragma unroll
-    for (int step = 0; step < kBlockN / 16; ++step) pin_registers(p.fragment[step]);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kBlockN / 16; ++step) {
-        wgmma_m64n128k16_fp16_rs(output, p.fragment[step], v + (16 * step * kPanelRowBytes >> 4), 1);
-    }
-    wgmma_commit();
-}
+// Starts O (64 x kHeadDimV) += P . V
+__device__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem);
 
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
 // 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
@@ -366,28 +184,14 @@ constexpr float kSlack = 8.0f;
 // fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
 // factor cancels in O / row_sum and in the LSE.
 constexpr float kPBias = 7.0f;
-static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
-// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
-__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
-
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
-
-__device__ __forceinline__ float quad_max(float value) {
-    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
-    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float value) {
-    value += __shfl_xor_sync(0xffffffff, value, 1);
-    return value + __shfl_xor_sync(0xffffffff, value, 2);
-}
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ float quad_max(float value);
+__device__ float quad_sum(float value);
 
 struct RowState {
     float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain; rows g and g + 8 of the warp's 16
@@ -395,109 +199,16 @@ struct RowState {
     float correction[2];                        // of O, if row_max has moved
 };
 
-// Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
-// before anything is added to it. The block's maximum is rounded up and the limit down, so that P stays within its limit for scores of
-// any size. scale_log2 > 0: the launcher sees to it.
-__device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
-    float block_max[2];
-    bool moves = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float value = fmaxf(scores[2 * half], scores[2 * half + 1]);
-#pragma unroll
-        for (int j = 1; j < kBlockN / 8; ++j) {
-            value = fmaxf(value, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
-        }
-        block_max[half] = __fmul_ru(value, scale_log2);
-        moves |= block_max[half] > __fadd_rd(rows.row_max[half], kSlack + kPBias);
-    }
-    moves = __any_sync(0xffffffff, moves);
-    if (moves) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float previous = rows.row_max[half];
-            rows.row_max[half] = fmaxf(previous, quad_max(block_max[half]) - kPBias);
-            rows.correction[half] = rescale_factor(previous, rows.row_max[half]);
-            rows.row_sum[half] *= rows.correction[half];
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < kBlockN / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, -rows.row_max[e / 2]));
-            rows.row_sum[e / 2] += scores[4 * j + e];
-        }
-    }
-    return moves;
-}
-
-__device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
-#pragma unroll
-    for (int n = 0; n < kHeadDimV / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) output[4 * n + e] *= rows.correction[e / 2];
-    }
-}
-
-// Whether a row of a tile is that of a query.
-__device__ __forceinline__ bool is_row(const Params& params, int row) {
-    return row >= 0 && row < num_rows(params);
-}
-
-// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete. Writes the LSE.
-// A row that attends to nothing has row_sum 0: its O becomes 0, its LSE -inf.
-__device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
-                                            float (&factor)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = first_row + 8 * half + lane / 4;
-        const float row_sum = quad_sum(rows.row_sum[half]);
-        factor[half] = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
-        if (params.lse != nullptr && lane % 4 == 0 && is_row(params, row)) {
-            const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
-            store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
-                            natural_lse(rows.row_max[half], row_sum));
-        }
-    }
-}
-
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
-
-// Normalises O, rounds it and lets TMA write it: through `staging`, the warpgroup's rows of the Q buffer, which only it has read
-// and is done with; swizzled as Q was. One thread of the warpgroup starts the TMA stores.
-__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
-                                           const RowState& rows, int first_row, int lane, shared_address staging, int consumer) {
-    float factor[2];
-    finish_rows(params, tile, rows, first_row, lane, factor);
-    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
-#pragma unroll
-    for (int n = 0; n < kHeadDimV / 8; n += 2) {
-        // Rows 0 to 7 and 8 to 15 of eight columns, then of the next eight columns.
-        uint32_t matrices[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            matrices[i] = pack<element>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
-        }
-        const shared_address panel = staging + 8 * n / kPanelColumns * kBlockM * kPanelRowBytes;
-        // Lanes 0 to 15 give the rows of the first eight columns, lanes 16 to 31 those of the next.
-        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, 8 * n % kPanelColumns / 8 + lane / 16), matrices);
-    }
-    fence_proxy_async();  // TMA would not see the writes otherwise
-    barrier_sync(kStoreBarrier + consumer, 128);
-    // A TMA load may start at a negative row; a TMA store may not: it is an illegal instruction (docs/tuning.md). The first tile begins a
-    // multiple of 64 rows ahead of the first query, so a warpgroup that begins there has no rows to store.
-    const bool stores = threadIdx.x % 128 == 0 && tile.first_row + 64 * consumer >= 0;
-    if (stores) {
-#pragma unroll
-        for (int panel = 0; panel < kPanelsV; ++panel) {
-            tma_store_4d(params.out, staging + panel * kBlockM * kPanelRowBytes, panel * kPanelColumns,
-                         tile.first_row + 64 * consumer, tile.head, tile.batch);
-        }
-        tma_store_commit();
-    }
-}
+// Turns S of a KV block into P and adds it to row_sum
+__device__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2);
+__device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);
+__device__ bool is_row(const Params& params, int row);  // Whether a row of a tile is that of a query
+// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete
+__device__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane, float (&factor)[2]);
+__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
+// Normalises O, rounds it and lets TMA write it
+__device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
+    int first_row, int lane, shared_address staging, int consumer);
 
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
@@ -505,12 +216,8 @@ struct KvBlocks {
     int last;
 };
 
-// Those of which one of `count` rows from `first_row` on sees a key.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
-    const int skipped = max(-first_row, 0);
-    const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
-    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
-}
+// Those of which one of `count` rows from `first_row` on sees a key
+__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 
 // The tiles that a thread block of the persistent grid takes, one after the other.
 struct TileSequence {
@@ -529,20 +236,10 @@ struct TileSequence {
     }
 };
 
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
-// all others, whatever these hold: 0 * NaN would be NaN.
-__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
-
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount>
-__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
-    }
-}
+__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros
+template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+    int first_key, int head, int batch);
 
 // The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
@@ -723,3 +420,358 @@ flash_fwd_hdim128_fp16_causal_m128_sm90(const __grid_constant__ Params params) {
         consume(params, shared, barriers, warpgroup - 1);
     }
 }
+
+__device__ __forceinline__ Tile find_tile(const Params& params, int index) {
+    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
+    // the same time. Within a section the row blocks come one after another for all heads, last block first: the first
+    // rows attend to the fewest keys, and short tiles at the end leave the fewest SMs idle.
+    const int num_heads = params.num_heads_q;
+    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
+    const int first_head = section * params.heads_per_section;
+    const bool is_last = section == params.num_sections - 1;
+    const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
+    const int index_in_section = index - first_head * params.num_row_blocks;
+    const int row_block = index_in_section / section_heads;
+    const int head_of_batch = first_head + index_in_section - row_block * section_heads;
+
+    Tile tile;
+    tile.batch = head_of_batch / num_heads;
+    tile.head = head_of_batch - tile.batch * num_heads;
+    tile.kv_head = tile.head;
+    // Where rows_ahead is not 0, the last tile ends with the last unit of 64 rows that has a query. The first tile lacks units in its place: its
+    // rows attend to the fewest keys.
+    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM - params.rows_ahead;
+    return tile;
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    return row * row_stride + tile.head * head_stride;
+}
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+// Loads Q of a tile.
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
+    mbarrier_arrive_expect_tx(full, kQBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
+                    tile.head, tile.batch);
+    }
+}
+
+// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
+// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
+// once unrolled.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit) {
+#pragma unroll
+    for (int row = 0; row <= 8; row += 8) {
+#pragma unroll
+        for (int key = 0; key < kBlockN; key += 8) {
+            visit(row, key, scores[key / 2 + row / 4]);
+            visit(row, key + 1, scores[key / 2 + row / 4 + 1]);
+        }
+    }
+}
+
+__device__ constexpr key_word key_bit(int key) {
+    constexpr int kTopBit = 8 * sizeof(key_word) - 1;
+    return key_word(1) << kTopBit - key / 8 * 2 - key % 8;
+}
+
+// The bits of the lane's keys from `key` on, in the KV block at `first_key`.
+__device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
+    // How many of the lane's keys lie before `key`: of the first ones of each eight, and of the second ones. With 6 added both round up.
+    const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
+    const int before = (distance + 1) / 8 + distance / 8;
+    return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
+}
+
+// Hides the keys of the KV block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key,
+                                           int lane) {
+    key_word hidden[2];  // of the lane's two rows
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const KeyRange keys = keys_of_query(params, query_of_row(params, first_row + lane / 4 + 8 * i));
+        hidden[i] = bits_from(keys.end, first_key, lane);
+    }
+    for_each_score(scores, [&](int row, int key, float& score) {
+        if (hidden[row / 8] & key_bit(key)) score = -INFINITY;
+    });
+}
+
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n128k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n128k16_fp16_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n128k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
+__device__ __forceinline__ void wgmma_m64n128k16_fp16_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {"
+        "%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+           kSwizzle << 62;
+}
+
+// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along
+// the K dimension is 32 bytes within the swizzled row.
+__device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem) {
+    const uint64_t q = descriptor(q_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < kHeadDim; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        wgmma_m64n128k16_fp16_ss(scores, q + ((panel * kBlockM * kPanelRowBytes + byte) >> 4),
+                                 k + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), column > 0);
+    }
+    wgmma_commit();
+}
+
+// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: SBO leads to the next eight keys, LBO to the
+// next panel of columns.
+__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem) {
+    const uint64_t v = descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes);
+    pin_registers(output);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) pin_registers(p.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+        wgmma_m64n128k16_fp16_rs(output, p.fragment[step], v + (16 * step * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+// Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
+// before anything is added to it. The block's maximum is rounded up and the limit down, so that P stays within its limit for scores of
+// any size. scale_log2 > 0: the launcher sees to it.
+__device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
+    float block_max[2];
+    bool moves = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float value = fmaxf(scores[2 * half], scores[2 * half + 1]);
+#pragma unroll
+        for (int j = 1; j < kBlockN / 8; ++j) {
+            value = fmaxf(value, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
+        }
+        block_max[half] = __fmul_ru(value, scale_log2);
+        moves |= block_max[half] > __fadd_rd(rows.row_max[half], kSlack + kPBias);
+    }
+    moves = __any_sync(0xffffffff, moves);
+    if (moves) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float previous = rows.row_max[half];
+            rows.row_max[half] = fmaxf(previous, quad_max(block_max[half]) - kPBias);
+            rows.correction[half] = rescale_factor(previous, rows.row_max[half]);
+            rows.row_sum[half] *= rows.correction[half];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, -rows.row_max[e / 2]));
+            rows.row_sum[e / 2] += scores[4 * j + e];
+        }
+    }
+    return moves;
+}
+
+__device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
+#pragma unroll
+    for (int n = 0; n < kHeadDimV / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) output[4 * n + e] *= rows.correction[e / 2];
+    }
+}
+
+// Whether a row of a tile is that of a query.
+__device__ __forceinline__ bool is_row(const Params& params, int row) {
+    return row >= 0 && row < num_rows(params);
+}
+
+// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete. Writes the LSE.
+// A row that attends to nothing has row_sum 0: its O becomes 0, its LSE -inf.
+__device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
+                                            float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first_row + 8 * half + lane / 4;
+        const float row_sum = quad_sum(rows.row_sum[half]);
+        factor[half] = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
+        if (params.lse != nullptr && lane % 4 == 0 && is_row(params, row)) {
+            const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
+            store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
+                            natural_lse(rows.row_max[half], row_sum));
+        }
+    }
+}
+
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+
+// Normalises O, rounds it and lets TMA write it: through `staging`, the warpgroup's rows of the Q buffer, which only it has read
+// and is done with; swizzled as Q was. One thread of the warpgroup starts the TMA stores.
+__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
+                                           const RowState& rows, int first_row, int lane, shared_address staging, int consumer) {
+    float factor[2];
+    finish_rows(params, tile, rows, first_row, lane, factor);
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int n = 0; n < kHeadDimV / 8; n += 2) {
+        // Rows 0 to 7 and 8 to 15 of eight columns, then of the next eight columns.
+        uint32_t matrices[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            matrices[i] = pack<element>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
+        }
+        const shared_address panel = staging + 8 * n / kPanelColumns * kBlockM * kPanelRowBytes;
+        // Lanes 0 to 15 give the rows of the first eight columns, lanes 16 to 31 those of the next.
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, 8 * n % kPanelColumns / 8 + lane / 16), matrices);
+    }
+    fence_proxy_async();  // TMA would not see the writes otherwise
+    barrier_sync(kStoreBarrier + consumer, 128);
+    // A TMA load may start at a negative row; a TMA store may not: it is an illegal instruction (docs/tuning.md). The first tile begins a
+    // multiple of 64 rows ahead of the first query, so a warpgroup that begins there has no rows to store.
+    const bool stores = threadIdx.x % 128 == 0 && tile.first_row + 64 * consumer >= 0;
+    if (stores) {
+#pragma unroll
+        for (int panel = 0; panel < kPanelsV; ++panel) {
+            tma_store_4d(params.out, staging + panel * kBlockM * kPanelRowBytes, panel * kPanelColumns,
+                         tile.first_row + 64 * consumer, tile.head, tile.batch);
+        }
+        tma_store_commit();
+    }
+}
+
+// Those of which one of `count` rows from `first_row` on sees a key.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
+    const int skipped = max(-first_row, 0);
+    const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
+// all others, whatever these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount>
+__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+                                              int first_key, int head, int batch) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+    }
+}
+
+static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
+static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
+static_assert(kHeadDimV <= kHeadDim, "O fits where its Q was");
+static_assert(kSharedBytes + 1024 == 197728, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 512 && offsetof(Params, batch_size) == 520);
+static_assert(offsetof(Params, num_heads_q) == 524 && offsetof(Params, seqlen_q) == 528 && offsetof(Params, seqlen_kv) == 532);
+static_assert(offsetof(Params, num_tiles) == 536 && offsetof(Params, num_row_blocks) == 540);
+static_assert(offsetof(Params, rows_ahead) == 544 && offsetof(Params, heads_per_section) == 548);
+static_assert(offsetof(Params, num_sections) == 552 && offsetof(Params, diagonal_offset) == 556);
+static_assert(offsetof(Params, scale_log2) == 560);
+static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");

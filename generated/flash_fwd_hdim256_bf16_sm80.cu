@@ -52,12 +52,6 @@ constexpr int kMaxUpdateOffset = kPOffset + kBlockM * kPRowBytes;
 constexpr int kMaxUpdateBytes = 16 + kWarpRows * 4;  // of a warp
 constexpr int kSharedBytes = kMaxUpdateOffset + kWarps * kMaxUpdateBytes;
 
-static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
-static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
-static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
-static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(kSharedBytes == 107088, "launcher and kernel agree on shared memory");
-
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
@@ -91,20 +85,6 @@ struct Params {
     uint64_t last_section_heads_divisor;  // of the heads of the last section
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
-static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
-static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
-static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
-static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
-static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
-static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
-static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
-static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
-static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_section) == 164);
-static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_heads_divisor) == 176);
-static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
-static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, scale_log2) == 208);
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
 struct Tile {
@@ -113,6 +93,272 @@ struct Tile {
     int kv_head;
     int first_row;
 };
+
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+__device__ Tile find_tile(const Params& params, int index);
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params&, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// step's XOR flips.
+using LaneAddress = shared_address;
+
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
+__device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
+__device__ LaneAddress kept(LaneAddress address, int lane);  // A shuffle from the lane to itself
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed on the way, of V
+__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
+__device__ int first_row_of(int warp);  // A warp's first row in the tile, which it shares with its partner
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
+__device__ const element* head_v(const Params& params, const Tile& tile);
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory
+template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
+    int head_dim);
+// Starts the copy of KV block `block` of a head of K, and of V
+__device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
+__device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
+// The tile, stashed in shared memory and read back by the epilogue, instead of being held in registers
+__device__ void stash_tile(const Tile& tile, shared_address smem);
+__device__ Tile stashed_tile(shared_address smem);
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
+constexpr float kSlack = 8.0f;
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ float quad_max(float value);
+__device__ float quad_sum(float value);
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32
+template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ VAddress v_address(shared_address block, int lane);
+template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
+// The keys that some row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a key that some row of [first_row, first_row + count) attends to
+__device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
+// Every row attends to all keys; only the last block has keys past the end, which are masked
+template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane);
+// What happens to S between Q . K^T and softmax, block by block, masked or not
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
+// Computes this lane's maximum of each row, in row_max's units
+template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+    float (&block_max)[kTiles][2]);
+// Raises row_max to the maxima of a block, and rescales O and row_sum
+template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
+// P of the scores, which is added to row_sum
+template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+
+// At a large head dimension shared memory is the limit: a warp with rows of its own would read all of K and V for them. Here two warps,
+// a pair, share twice as many rows. Each is a part of the pair: it computes the scores of half of the keys of a KV block and half of
+// the columns of O, so it reads half of the rows of K, half of the columns of V, and P of the partner's keys.
+struct Pair {
+    int part;                   // of this warp: 0 or 1
+    shared_address p;           // P of the pair's rows, all keys of a block side by side, 16-byte chunks permuted by the row modulo 8
+    shared_address max_update;  // of this warp: a word that says whether it raised row_max in this block; if so, 16 bytes in, row_max
+    shared_address partner_max_update;
+    shared_address sums;        // of this warp, in the K stage, which is free after the loop
+    shared_address partner_sums;
+};
+
+__device__ Pair find_pair(shared_address smem, int warp);
+// Where the float of the lane's row g or g + 8 of MMA tile i lies in an array with one for each of the pair's rows
+__device__ int row_bytes(int i, int row8, int lane);
+// Calls function(i, row8) for the lane's rows g (row8 0) and g + 8 (row8 1) of each MMA tile i
+template <typename Function> __device__ void for_each_row(Function function);
+// Stores P of the warp's keys for the partner, as an accumulator lies
+__device__ void store_p(const Pair& pair, const P<kRowTiles>& p, int lane);
+__device__ void load_partner_p(const Pair& pair, P<kRowTiles>& partner_p, int lane);
+// Multiplies P of the rows g and g + 8 of MMA tile i by factors up to 1
+__device__ void scale_p(P<kRowTiles>& p, int i, const float (&factors)[2]);
+// Both parts had the same row_max before the block
+__device__ void agree_on_row_max(const Pair& pair, bool partner_raised, float previous_max, RowTile (&rows)[kRowTiles], P<kRowTiles>& p,
+    P<kRowTiles>& partner_p, int lane);
+__device__ void add_partner_sums(const Pair& pair, RowTile (&rows)[kRowTiles], int lane);  // Each part has summed up P of its keys
+__device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by row_sum
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing
+__device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
+// Rounds O and puts it into the Q tile
+__device__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane);
+// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors
+__device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], shared_address smem, int warp,
+    int lane);
+
+// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have one stage each: V of a block is fetched
+// while its scores are computed, K of the next block during P . V of this one.
+__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
+                                          shared_address smem, int warp, int lane) {
+    const shared_address k_stage = smem + kKOffset;
+    const shared_address v_stage = smem + kVOffset;
+    const element* k = head_k(params, tile);
+    const element* v = head_v(params, tile);
+    if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
+        copy_k(params, k, k_stage, blocks.last);
+        cp_async_commit();
+    }
+
+    const Pair pair = find_pair(smem, warp);
+    const int first_key = pair.part * kPartKeys;  // of the warp's keys in a block
+    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lane = k_lane_address(k_stage, lane) + first_key * kRowBytes;
+    const VAddress v_lane = kept(v_address(v_stage, lane) + pair.part * kPartDims * sizeof(element), lane);
+    float previous_max = 0.0f;  // of row t of the quad's four, in its lane t: row_max before it was last raised
+
+    for (int block = blocks.last; block >= blocks.first; --block) {
+        // K of this block is here, and every warp has finished with V, P and max_update of the block before.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        copy_v(params, v, v_stage, block);
+        cp_async_commit();
+
+        float scores[kRowTiles][kKeyTiles][4];
+        float block_max[kRowTiles][2];
+        P<kRowTiles> p;
+        mma_qk(scores, q_lane, k_lane);
+        finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN + first_key, lane);
+        const bool raised = exceeds_row_max(scores, rows, params.scale_log2, block_max);
+        if (raised) {
+            for_each_row([&](int i, int row8) {
+                if (lane % 4 == 2 * i + row8) previous_max = rows[i].row_max[row8];
+            });
+            raise_row_max(block_max, rows);
+            for_each_row([&](int i, int row8) {
+                if (lane % 4 == 2 * i + row8) {
+                    store_shared_32(pair.max_update + 16 + row_bytes(i, row8, lane), __float_as_uint(rows[i].row_max[row8]));
+                }
+            });
+        }
+        exponentiate(scores, rows, params.scale_log2, p);
+        store_p(pair, p, lane);
+        if (lane == 0) store_shared_32(pair.max_update, raised);
+
+        // V of this block is here, every warp has finished with K, and P and max_update are complete.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        P<kRowTiles> partner_p;
+        load_partner_p(pair, partner_p, lane);
+        const bool partner_raised = load_shared_32(pair.partner_max_update);
+        if (block > blocks.first) {
+            copy_k(params, k, k_stage, block - 1);
+            cp_async_commit();
+        }
+        if (raised || partner_raised) agree_on_row_max(pair, partner_raised, previous_max, rows, p, partner_p, lane);
+        mma_pv(rows, p, v_lane + first_key * kRowBytes);
+        mma_pv(rows, partner_p, v_lane + (kPartKeys - first_key) * kRowBytes);
+    }
+    add_partner_sums(pair, rows, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    const Tile tile = find_tile(params, block_index());
+    if (threadIdx.x == 0) stash_tile(tile, smem);
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
+    RowTile rows[kRowTiles];
+    clear(rows);
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
+    griddepcontrol_launch_dependents();
+
+    main_loop(params, tile, blocks, rows, smem, warp, lane);
+
+    const Tile stored_tile = stashed_tile(smem);
+    normalise(rows);
+    store_lse(params, stored_tile, rows, warp, lane);
+    store_output(params, stored_tile, rows, smem, warp, lane);
+}
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -150,27 +396,8 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
-
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
-struct SeenRows {
-    int end;
-
-    __device__ __forceinline__ bool has(int row) const { return row < end; }
-
-    // The same counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
-
-    // Those among the first `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
-};
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
@@ -178,18 +405,8 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {end - first_key};
 }
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
-constexpr int kChunkElements = 16 / sizeof(element);
-constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
-constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
-
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
-
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
-// step's XOR flips.
-using LaneAddress = shared_address;
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
@@ -311,16 +528,6 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     return tile;
 }
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
-// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
-constexpr float kSlack = 8.0f;
-
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
-
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
@@ -338,13 +545,6 @@ __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
-
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
-struct RowTile {
-    float row_max[2];  // log2 domain
-    float row_sum[2];  // this lane's share
-    float output[kDimTiles][4];
-};
 
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
@@ -402,20 +602,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
     }
 }
 
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
-// neighbouring key tiles is the A layout of one 16x16 tile.
-template <int kTiles>
-struct P {
-    uint32_t fragment[kTiles][kKeyTiles / 2][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
-};
-
-using VAddress = LaneAddress;
-
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
 // O += P . V.
@@ -469,12 +655,6 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
         }
     }
 }
-
-// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
-struct KvBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
 
 // The blocks with a key that some row of [first_row, first_row + count) attends to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
@@ -562,24 +742,6 @@ __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyT
         }
     }
 }
-
-static_assert(sizeof(element) == 2, "P is exchanged as 16-bit A fragments");
-static_assert(kWarps % 2 == 0, "warps come in pairs");
-static_assert(kPRowBytes % 128 == 0, "a row of P spans all 32 banks a whole number of times");
-static_assert(kRowTiles == 2, "each lane of a quad keeps the row_max of one of its rows");
-static_assert(kPartDims * sizeof(element) % 128 == 0, "half a row of V is whole swizzled panels");
-
-// At a large head dimension shared memory is the limit: a warp with rows of its own would read all of K and V for them. Here two warps,
-// a pair, share twice as many rows. Each is a part of the pair: it computes the scores of half of the keys of a KV block and half of
-// the columns of O, so it reads half of the rows of K, half of the columns of V, and P of the partner's keys.
-struct Pair {
-    int part;                   // of this warp: 0 or 1
-    shared_address p;           // P of the pair's rows, all keys of a block side by side, 16-byte chunks permuted by the row modulo 8
-    shared_address max_update;  // of this warp: a word that says whether it raised row_max in this block; if so, 16 bytes in, row_max
-    shared_address partner_max_update;
-    shared_address sums;        // of this warp, in the K stage, which is free after the loop
-    shared_address partner_sums;
-};
 
 __device__ __forceinline__ Pair find_pair(shared_address smem, int warp) {
     const int pair = warp % kPairs;
@@ -679,72 +841,6 @@ __device__ __forceinline__ void add_partner_sums(const Pair& pair, RowTile (&row
     for_each_row([&](int i, int row8) {
         rows[i].row_sum[row8] += __uint_as_float(load_shared_32(pair.partner_sums + row_bytes(i, row8, lane)));
     });
-}
-
-// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have one stage each: V of a block is fetched
-// while its scores are computed, K of the next block during P . V of this one.
-__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
-                                          shared_address smem, int warp, int lane) {
-    const shared_address k_stage = smem + kKOffset;
-    const shared_address v_stage = smem + kVOffset;
-    const element* k = head_k(params, tile);
-    const element* v = head_v(params, tile);
-    if (blocks.last >= blocks.first) {
-        load_q(params, tile, smem);
-        copy_k(params, k, k_stage, blocks.last);
-        cp_async_commit();
-    }
-
-    const Pair pair = find_pair(smem, warp);
-    const int first_key = pair.part * kPartKeys;  // of the warp's keys in a block
-    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
-    const LaneAddress k_lane = k_lane_address(k_stage, lane) + first_key * kRowBytes;
-    const VAddress v_lane = kept(v_address(v_stage, lane) + pair.part * kPartDims * sizeof(element), lane);
-    float previous_max = 0.0f;  // of row t of the quad's four, in its lane t: row_max before it was last raised
-
-    for (int block = blocks.last; block >= blocks.first; --block) {
-        // K of this block is here, and every warp has finished with V, P and max_update of the block before.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        copy_v(params, v, v_stage, block);
-        cp_async_commit();
-
-        float scores[kRowTiles][kKeyTiles][4];
-        float block_max[kRowTiles][2];
-        P<kRowTiles> p;
-        mma_qk(scores, q_lane, k_lane);
-        finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN + first_key, lane);
-        const bool raised = exceeds_row_max(scores, rows, params.scale_log2, block_max);
-        if (raised) {
-            for_each_row([&](int i, int row8) {
-                if (lane % 4 == 2 * i + row8) previous_max = rows[i].row_max[row8];
-            });
-            raise_row_max(block_max, rows);
-            for_each_row([&](int i, int row8) {
-                if (lane % 4 == 2 * i + row8) {
-                    store_shared_32(pair.max_update + 16 + row_bytes(i, row8, lane), __float_as_uint(rows[i].row_max[row8]));
-                }
-            });
-        }
-        exponentiate(scores, rows, params.scale_log2, p);
-        store_p(pair, p, lane);
-        if (lane == 0) store_shared_32(pair.max_update, raised);
-
-        // V of this block is here, every warp has finished with K, and P and max_update are complete.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        P<kRowTiles> partner_p;
-        load_partner_p(pair, partner_p, lane);
-        const bool partner_raised = load_shared_32(pair.partner_max_update);
-        if (block > blocks.first) {
-            copy_k(params, k, k_stage, block - 1);
-            cp_async_commit();
-        }
-        if (raised || partner_raised) agree_on_row_max(pair, partner_raised, previous_max, rows, p, partner_p, lane);
-        mma_pv(rows, p, v_lane + first_key * kRowBytes);
-        mma_pv(rows, partner_p, v_lane + (kPartKeys - first_key) * kRowBytes);
-    }
-    add_partner_sums(pair, rows, lane);
 }
 
 // Divides O by row_sum. A row that attends to nothing has the sum 0 and becomes 0.
@@ -850,30 +946,27 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address smem = to_shared(shared_memory);
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-
-    const Tile tile = find_tile(params, block_index());
-    if (threadIdx.x == 0) stash_tile(tile, smem);
-    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
-    RowTile rows[kRowTiles];
-    clear(rows);
-
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
-    griddepcontrol_launch_dependents();
-
-    main_loop(params, tile, blocks, rows, smem, warp, lane);
-
-    const Tile stored_tile = stashed_tile(smem);
-    normalise(rows);
-    store_lse(params, stored_tile, rows, warp, lane);
-    store_output(params, stored_tile, rows, smem, warp, lane);
-}
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert(kSharedBytes == 107088, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
+static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
+static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
+static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
+static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
+static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
+static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
+static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
+static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
+static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_section) == 164);
+static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, scale_log2) == 208);
+static_assert(sizeof(element) == 2, "P is exchanged as 16-bit A fragments");
+static_assert(kWarps % 2 == 0, "warps come in pairs");
+static_assert(kPRowBytes % 128 == 0, "a row of P spans all 32 banks a whole number of times");
+static_assert(kRowTiles == 2, "each lane of a quad keeps the row_max of one of its rows");
+static_assert(kPartDims * sizeof(element) % 128 == 0, "half a row of V is whole swizzled panels");

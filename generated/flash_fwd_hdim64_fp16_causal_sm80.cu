@@ -45,12 +45,6 @@ constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
 constexpr int kStashBytes = 16;
 constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
-static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
-static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
-static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
-static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(kSharedBytes == 81936, "launcher and kernel agree on shared memory");
-
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
@@ -85,21 +79,6 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
-static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
-static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
-static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
-static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
-static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
-static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
-static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
-static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
-static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_section) == 164);
-static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_heads_divisor) == 176);
-static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
-static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, diagonal_offset) == 208);
-static_assert(offsetof(Params, scale_log2) == 212);
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
 struct Tile {
@@ -108,6 +87,280 @@ struct Tile {
     int kv_head;
     int first_row;
 };
+
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+__device__ Tile find_tile(const Params& params, int index);
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params&, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
+struct LaneAddress {
+    shared_address swizzled;
+    int offset;
+
+    // Adds `bytes` after the XOR: addresses that differ only here share the XORed one, and constants fold into the instruction.
+    __device__ __forceinline__ LaneAddress with_offset(int bytes) const { return {swizzled, offset + bytes}; }
+};
+
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
+__device__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair);
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed on the way, of V
+__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
+__device__ int first_row_of(int warp);  // A warp's first row in the tile
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
+__device__ const element* head_v(const Params& params, const Tile& tile);
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory
+template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
+    int head_dim);
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
+// The tile, stashed in shared memory and read back by each block's mask and by the epilogue, instead of being held in registers
+__device__ void stash_tile(const Tile& tile, shared_address smem);
+__device__ Tile stashed_tile(shared_address smem);
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
+// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// reduction.
+constexpr float kSlack = 8.0f;
+// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
+// factor cancels in O / row_sum and in the LSE.
+constexpr float kPBias = 7.0f;
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ float quad_max(float value);
+__device__ float quad_sum(float value);
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32
+template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ VAddress v_address(shared_address block, int lane);
+
+// The B fragments of P . V for 16 keys.
+using VFragments = uint32_t[kDimTiles / 2][4];
+
+__device__ void load_v(VFragments& fragments, const VAddress& v_lane, int first_key);
+// O += P . V
+template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, VFragments (&v_fragments)[2], const VAddress& v_lane);
+// The keys that some row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a key that some row of [first_row, first_row + count) attends to
+__device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
+// Masks the keys that lie outside the range of their row
+template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane);
+// What happens to S between Q . K^T and softmax, block by block, masked or not
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
+// Computes this lane's maximum of each row, in row_max's units
+template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+    float (&block_max)[kTiles][2]);
+// Raises row_max to the maxima of a block, and rescales O and row_sum
+template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
+// P of the scores, which is added to row_sum
+template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+// A step of online softmax
+template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+__device__ void normalise(RowTile (&rows)[kRowTiles]);  // Completes row_sum and divides O by it
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing
+__device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
+// Rounds O and puts it into the Q tile
+__device__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane);
+// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors
+__device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], shared_address smem, int warp,
+    int lane);
+
+// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have two stages each; block b lies in stage
+// b % 2. The warps form two groups that take turns: while the MMAs of one run, the other, on the same four schedulers, does its softmax
+// and starts a copy, the first group of K, the second of V. A turn ends at a barrier for all.
+__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
+                                          shared_address smem, int warp, int lane) {
+    const int group = warp / (kWarps / 2);
+    const shared_address copy_stages = smem + (group == 0 ? kKOffset : kVOffset);
+    const int copy_head_dim = group == 0 ? params.head_dim : params.head_dim_v;
+    const int64_t copy_stride = group == 0 ? params.k_row_stride : params.v_row_stride;
+    const element* copy_source = group == 0 ? head_k(params, tile) : head_v(params, tile);
+    auto fetch = [&](int block) {
+        copy_rows<kHeadDim>(copy_stages + block % 2 * kStageBytes, copy_source + block * kBlockN * copy_stride, copy_stride,
+                            seen_rows(params, block * kBlockN), copy_head_dim);
+    };
+
+    if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
+        fetch(blocks.last);
+    }
+    cp_async_commit();
+    barrier_sync(kThreads);  // the stash is written
+
+    auto begin_turn = [&]() {
+        // Everybody's share of the copies that were started before the previous turn is here.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+    };
+    auto end_turn = [&](int block) {
+        // Everybody has finished with the stages that the next copies overwrite.
+        barrier_sync(kThreads);
+        if (block > blocks.first) fetch(block - 1);
+        cp_async_commit();
+    };
+    if (group == 1) begin_turn();  // one turn behind
+
+    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lanes = k_lane_address(smem + kKOffset, lane);
+    const VAddress v_lanes = v_address(smem + kVOffset, lane);
+    auto k_lane = [&](int block) { return k_lanes.with_offset(block % 2 * kStageBytes); };
+    auto v_lane = [&](int block) { return v_lanes.with_offset(block % 2 * kStageBytes); };
+
+    // The blocks that this warp's rows attend to; it sits the others out, at the same barriers as everybody.
+    KvBlocks warp_blocks = kv_blocks_of(params, min(tile.first_row + first_row_of(warp), num_rows(params) - 1), kWarpRows);
+    warp_blocks.first = max(warp_blocks.first, blocks.first);
+    warp_blocks.last = max(warp_blocks.last, blocks.first - 1);
+    auto is_last = [&](int block) { return block == warp_blocks.first; };
+    auto finish = [&](float (&scores)[kRowTiles][kKeyTiles][4], int block) {
+        finish_scores(params, stashed_tile(smem), scores, first_row_of(warp), block * kBlockN, lane);
+    };
+
+    // Takes blocks from `block` on, in a turn that has begun; returns the last one, in the turn of its P . V.
+    auto visit_run = [&](int block) {
+        float scores[kRowTiles][kKeyTiles][4];
+        P<kRowTiles> p;
+        mma_qk(scores, q_lane, k_lane(block));
+        end_turn(block);
+        while (true) {
+            finish(scores, block);
+            softmax_step(scores, rows, params.scale_log2, p);
+            if (is_last(block)) break;
+
+            // P . V of this block and Q . K^T of the next stand together: a long run of MMAs without a barrier.
+            VFragments v_fragments[2];
+            load_v(v_fragments[0], v_lane(block), 0);
+            begin_turn();
+            mma_pv(rows, p, v_fragments, v_lane(block));
+            mma_qk(scores, q_lane, k_lane(block - 1));
+            --block;
+            end_turn(block);
+        }
+        VFragments v_fragments[2];
+        load_v(v_fragments[0], v_lane(block), 0);
+        begin_turn();
+        mma_pv(rows, p, v_fragments, v_lane(block));
+        return block;
+    };
+
+    int block = blocks.last;
+    for (; block > warp_blocks.last; --block) {
+        begin_turn();
+        end_turn(block);
+    }
+    begin_turn();
+    if (block >= warp_blocks.first) visit_run(block);
+    if (group == 0) barrier_sync(kThreads);  // the second group's last turn begins here
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+flash_fwd_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    const Tile tile = find_tile(params, block_index());
+    if (threadIdx.x == 0) stash_tile(tile, smem);
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
+    RowTile rows[kRowTiles];
+    clear(rows);
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
+    griddepcontrol_launch_dependents();
+
+    main_loop(params, tile, blocks, rows, smem, warp, lane);
+
+    const Tile stored_tile = stashed_tile(smem);
+    normalise(rows);
+    store_lse(params, stored_tile, rows, warp, lane);
+    store_output(params, stored_tile, rows, smem, warp, lane);
+}
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -146,29 +399,10 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query attends to: those up to its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
-
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
-struct SeenRows {
-    int end;
-
-    __device__ __forceinline__ bool has(int row) const { return row < end; }
-
-    // The same counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
-
-    // Those among the first `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
-};
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
@@ -176,23 +410,8 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {end - first_key};
 }
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
-constexpr int kChunkElements = 16 / sizeof(element);
-constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
-constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
-
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
-
-// Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
-struct LaneAddress {
-    shared_address swizzled;
-    int offset;
-
-    // Adds `bytes` after the XOR: addresses that differ only here share the XORed one, and constants fold into the instruction.
-    __device__ __forceinline__ LaneAddress with_offset(int bytes) const { return {swizzled, offset + bytes}; }
-};
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return {block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row)), 0};
@@ -302,21 +521,6 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     return tile;
 }
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
-// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
-// reduction.
-constexpr float kSlack = 8.0f;
-// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
-// factor cancels in O / row_sum and in the LSE.
-constexpr float kPBias = 7.0f;
-static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");
-
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
-
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
@@ -334,13 +538,6 @@ __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
-
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
-struct RowTile {
-    float row_max[2];  // log2 domain
-    float row_sum[2];  // this lane's share
-    float output[kDimTiles][4];
-};
 
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
@@ -398,24 +595,7 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
     }
 }
 
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
-// neighbouring key tiles is the A layout of one 16x16 tile.
-template <int kTiles>
-struct P {
-    uint32_t fragment[kTiles][kKeyTiles / 2][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
-};
-
-using VAddress = LaneAddress;
-
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
-
-// The B fragments of P . V for 16 keys.
-using VFragments = uint32_t[kDimTiles / 2][4];
 
 __device__ __forceinline__ void load_v(VFragments& fragments, const VAddress& v_lane, int first_key) {
 #pragma unroll
@@ -473,12 +653,6 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
         }
     }
 }
-
-// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
-struct KvBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
 
 // The blocks with a key that some row of [first_row, first_row + count) attends to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
@@ -573,96 +747,6 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     float block_max[kTiles][2];
     if (exceeds_row_max(scores, rows, scale_log2, block_max)) raise_row_max(block_max, rows);
     exponentiate(scores, rows, scale_log2, p);
-}
-
-static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix before a turn begins");
-static_assert(kWarps == 8, "four warps a group, one for each scheduler");
-
-// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have two stages each; block b lies in stage
-// b % 2. The warps form two groups that take turns: while the MMAs of one run, the other, on the same four schedulers, does its softmax
-// and starts a copy, the first group of K, the second of V. A turn ends at a barrier for all.
-__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
-                                          shared_address smem, int warp, int lane) {
-    const int group = warp / (kWarps / 2);
-    const shared_address copy_stages = smem + (group == 0 ? kKOffset : kVOffset);
-    const int copy_head_dim = group == 0 ? params.head_dim : params.head_dim_v;
-    const int64_t copy_stride = group == 0 ? params.k_row_stride : params.v_row_stride;
-    const element* copy_source = group == 0 ? head_k(params, tile) : head_v(params, tile);
-    auto fetch = [&](int block) {
-        copy_rows<kHeadDim>(copy_stages + block % 2 * kStageBytes, copy_source + block * kBlockN * copy_stride, copy_stride,
-                            seen_rows(params, block * kBlockN), copy_head_dim);
-    };
-
-    if (blocks.last >= blocks.first) {
-        load_q(params, tile, smem);
-        fetch(blocks.last);
-    }
-    cp_async_commit();
-    barrier_sync(kThreads);  // the stash is written
-
-    auto begin_turn = [&]() {
-        // Everybody's share of the copies that were started before the previous turn is here.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-    };
-    auto end_turn = [&](int block) {
-        // Everybody has finished with the stages that the next copies overwrite.
-        barrier_sync(kThreads);
-        if (block > blocks.first) fetch(block - 1);
-        cp_async_commit();
-    };
-    if (group == 1) begin_turn();  // one turn behind
-
-    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
-    const LaneAddress k_lanes = k_lane_address(smem + kKOffset, lane);
-    const VAddress v_lanes = v_address(smem + kVOffset, lane);
-    auto k_lane = [&](int block) { return k_lanes.with_offset(block % 2 * kStageBytes); };
-    auto v_lane = [&](int block) { return v_lanes.with_offset(block % 2 * kStageBytes); };
-
-    // The blocks that this warp's rows attend to; it sits the others out, at the same barriers as everybody.
-    KvBlocks warp_blocks = kv_blocks_of(params, min(tile.first_row + first_row_of(warp), num_rows(params) - 1), kWarpRows);
-    warp_blocks.first = max(warp_blocks.first, blocks.first);
-    warp_blocks.last = max(warp_blocks.last, blocks.first - 1);
-    auto is_last = [&](int block) { return block == warp_blocks.first; };
-    auto finish = [&](float (&scores)[kRowTiles][kKeyTiles][4], int block) {
-        finish_scores(params, stashed_tile(smem), scores, first_row_of(warp), block * kBlockN, lane);
-    };
-
-    // Takes blocks from `block` on, in a turn that has begun; returns the last one, in the turn of its P . V.
-    auto visit_run = [&](int block) {
-        float scores[kRowTiles][kKeyTiles][4];
-        P<kRowTiles> p;
-        mma_qk(scores, q_lane, k_lane(block));
-        end_turn(block);
-        while (true) {
-            finish(scores, block);
-            softmax_step(scores, rows, params.scale_log2, p);
-            if (is_last(block)) break;
-
-            // P . V of this block and Q . K^T of the next stand together: a long run of MMAs without a barrier.
-            VFragments v_fragments[2];
-            load_v(v_fragments[0], v_lane(block), 0);
-            begin_turn();
-            mma_pv(rows, p, v_fragments, v_lane(block));
-            mma_qk(scores, q_lane, k_lane(block - 1));
-            --block;
-            end_turn(block);
-        }
-        VFragments v_fragments[2];
-        load_v(v_fragments[0], v_lane(block), 0);
-        begin_turn();
-        mma_pv(rows, p, v_fragments, v_lane(block));
-        return block;
-    };
-
-    int block = blocks.last;
-    for (; block > warp_blocks.last; --block) {
-        begin_turn();
-        end_turn(block);
-    }
-    begin_turn();
-    if (block >= warp_blocks.first) visit_run(block);
-    if (group == 0) barrier_sync(kThreads);  // the second group's last turn begins here
 }
 
 // Completes row_sum and divides O by it. A row that attends to nothing has the sum 0 and becomes 0.
@@ -764,30 +848,26 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-flash_fwd_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address smem = to_shared(shared_memory);
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-
-    const Tile tile = find_tile(params, block_index());
-    if (threadIdx.x == 0) stash_tile(tile, smem);
-    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
-    RowTile rows[kRowTiles];
-    clear(rows);
-
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
-    griddepcontrol_launch_dependents();
-
-    main_loop(params, tile, blocks, rows, smem, warp, lane);
-
-    const Tile stored_tile = stashed_tile(smem);
-    normalise(rows);
-    store_lse(params, stored_tile, rows, warp, lane);
-    store_output(params, stored_tile, rows, smem, warp, lane);
-}
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert(kSharedBytes == 81936, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
+static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
+static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
+static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
+static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
+static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
+static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
+static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
+static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
+static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_section) == 164);
+static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, diagonal_offset) == 208);
+static_assert(offsetof(Params, scale_log2) == 212);
+static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");
+static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix before a turn begins");
+static_assert(kWarps == 8, "four warps a group, one for each scheduler");

@@ -46,14 +46,6 @@ constexpr int kStashOffset = kMaskOffset + kBlockM * kBlockN;
 constexpr int kStashBytes = 16;
 constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
-static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
-static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
-static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
-static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(kSharedBytes == 40976, "launcher and kernel agree on shared memory");
-static_assert(kWarpRows <= 32 && kBlockN * kWarpRows <= 32 * 64, "a lane holds its share of a mask tile in 64 bits");
-static_assert((kBlockN & kBlockN - 1) == 0, "words of 32 keys divide a row of the mask tile evenly");
-
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
@@ -95,24 +87,6 @@ struct Params {
     int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 4 or 1
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 264 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, mask) == 40);
-static_assert(offsetof(Params, q_batch_stride) == 48 && offsetof(Params, q_row_stride) == 56);
-static_assert(offsetof(Params, q_head_stride) == 64 && offsetof(Params, k_batch_stride) == 72);
-static_assert(offsetof(Params, k_row_stride) == 80 && offsetof(Params, k_head_stride) == 88);
-static_assert(offsetof(Params, v_batch_stride) == 96 && offsetof(Params, v_row_stride) == 104);
-static_assert(offsetof(Params, v_head_stride) == 112 && offsetof(Params, out_batch_stride) == 120);
-static_assert(offsetof(Params, out_row_stride) == 128 && offsetof(Params, out_head_stride) == 136);
-static_assert(offsetof(Params, mask_batch_stride) == 144 && offsetof(Params, mask_row_stride) == 152);
-static_assert(offsetof(Params, mask_head_stride) == 160 && offsetof(Params, batch_size) == 168);
-static_assert(offsetof(Params, num_heads_q) == 172 && offsetof(Params, seqlen_q) == 176 && offsetof(Params, seqlen_kv) == 180);
-static_assert(offsetof(Params, head_dim) == 184 && offsetof(Params, head_dim_v) == 188);
-static_assert(offsetof(Params, num_row_blocks) == 192 && offsetof(Params, heads_per_section) == 196);
-static_assert(offsetof(Params, num_sections) == 200 && offsetof(Params, num_heads_divisor) == 208);
-static_assert(offsetof(Params, section_tiles_divisor) == 216 && offsetof(Params, section_heads_divisor) == 224);
-static_assert(offsetof(Params, last_section_heads_divisor) == 232 && offsetof(Params, diagonal_offset) == 240);
-static_assert(offsetof(Params, window_left) == 244 && offsetof(Params, window_right) == 248);
-static_assert(offsetof(Params, mask_vector_width) == 252 && offsetof(Params, scale_log2) == 256);
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
 struct Tile {
@@ -121,6 +95,319 @@ struct Tile {
     int kv_head;
     int first_row;
 };
+
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+__device__ Tile find_tile(const Params& params, int index);
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params&, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query may attend to, whatever the mask says of them
+
+// Which rows of a block of keys some query of the sequence sees: [begin, end).
+struct SeenRows {
+    int begin;
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {begin - row, end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {begin, min(end, count)}; }
+};
+
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// step's XOR flips.
+using LaneAddress = shared_address;
+
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
+__device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed on the way, of V
+__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
+__device__ int first_row_of(int warp);  // A warp's first row in the tile
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
+__device__ const element* head_v(const Params& params, const Tile& tile);
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory
+template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
+    int head_dim);
+// Starts the copy of KV block `block` of a head of K, and of V
+__device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
+__device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
+// The tile, stashed in shared memory and read back by the epilogue, instead of being held in registers
+__device__ void stash_tile(const Tile& tile, shared_address smem);
+__device__ Tile stashed_tile(shared_address smem);
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
+// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// reduction.
+constexpr float kSlack = 8.0f;
+// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
+// factor cancels in O / row_sum and in the LSE.
+constexpr float kPBias = 7.0f;
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ float quad_max(float value);
+__device__ float quad_sum(float value);
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32
+template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ VAddress v_address(shared_address block, int lane);
+template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
+// The keys that some row of [first_row, first_row + count) may attend to
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a key that some row of [first_row, first_row + count) may attend to
+__device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
+__device__ uint32_t nonzero_bytes(uint32_t word);  // The top bit of each byte that is not 0
+// Starts the copy of kBytes of a row of the mask, of which the array has `left`
+template <int kBytes> __device__ void copy_mask_bytes(shared_address destination, const uint8_t* source, int left, bool valid);
+
+// The mask tile of a warp goes through shared memory in bytes, by copies that run beside those of K, and is then packed
+// to one bit an element: a lane holds kLaneKeys keys of one row (of small tiles two lanes hold the same).
+constexpr int kLaneKeys = kBlockN * kWarpRows > 16 * 32 ? kBlockN * kWarpRows / 32 : 16;
+constexpr int kLanesPerRow = kBlockN / kLaneKeys;
+constexpr int kMaskWords = (kLaneKeys + 31) / 32;
+
+// Byte offset of a 16-byte chunk of the warp's mask tile; permuted so that lanes which read a chunk each of different rows meet in no bank
+__device__ int mask_chunk_offset(int row, int chunk);
+// Starts the copy of the warp's rows of the mask, kBytes at a time
+template <int kBytes> __device__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask, int warp, int lane,
+    int first_key);
+// The widest copy that the alignment of the mask's rows allows
+__device__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask, int warp, int lane, int first_key);
+__device__ uint32_t pack_bytes(uint4 bytes);  // One bit for each of 16 bytes
+
+struct WarpMask {
+    uint32_t words[kMaskWords];  // this lane's keys of its row; bit set = hidden
+
+    // Packs the warp's mask tile, which begins at `first_key`, and hides the keys outside of the range of their row as well.
+    __device__ __forceinline__ void load(const Params& params, const Tile& tile, shared_address warp_mask, int warp,
+                                         int lane, int first_key) {
+        const int row = lane / kLanesPerRow % kWarpRows;
+        const int lane_key = lane % kLanesPerRow * kLaneKeys;
+        const int tile_row = tile.first_row + warp * kWarpRows + row;
+        const KeyRange keys = keys_of_query(params, query_of_row(params, tile_row));
+        const int keys_before = keys.begin - first_key - lane_key;
+        const int keys_left = tile_row < num_rows(params) ? keys.end - first_key - lane_key : 0;
+#pragma unroll
+        for (int word = 0; word < kMaskWords; ++word) {
+            words[word] = 0;
+#pragma unroll
+            for (int chunk = 0; chunk < min(32, kLaneKeys) / 16; ++chunk) {
+                const int key = lane_key + 32 * word + 16 * chunk;
+                words[word] |= pack_bytes(load_shared_128(warp_mask + mask_chunk_offset(row, key / 16))) << 16 * chunk;
+            }
+            const int word_keys_left = min(32, max(0, keys_left - 32 * word));
+            if (word_keys_left < 32) words[word] |= 0xffffffffu << word_keys_left;
+            const int word_keys_before = min(32, max(0, keys_before - 32 * word));
+            if (word_keys_before > 0) words[word] |= 0xffffffffu >> 32 - word_keys_before;
+        }
+    }
+
+    // Whether some row attends to a key of the tile.
+    __device__ __forceinline__ bool some_visible() const {
+        bool any = false;
+#pragma unroll
+        for (int word = 0; word < kMaskWords; ++word) any |= (~words[word] & kWordBits) != 0;
+        return __any_sync(0xffffffff, any);
+    }
+
+    // Whether a key of the tile is hidden from some row.
+    __device__ __forceinline__ bool some_hidden() const {
+        bool any = false;
+#pragma unroll
+        for (int word = 0; word < kMaskWords; ++word) any |= (words[word] & kWordBits) != 0;
+        return __any_sync(0xffffffff, any);
+    }
+
+    static constexpr uint32_t kWordBits = kLaneKeys < 32 ? (1u << kLaneKeys % 32) - 1 : 0xffffffffu;
+};
+
+// The warp's row `row` of its mask tile, as one lane of the row's quad needs it: bit 8 j + e of the words is key 8 j + 2 (lane % 4) + e.
+struct RowMask {
+    static constexpr int kKeysPerWord = kLaneKeys < 32 ? kLaneKeys : 32;
+    uint32_t words[kBlockN / kKeysPerWord];
+
+    __device__ __forceinline__ RowMask(const WarpMask& mask, int row, int lane) {
+#pragma unroll
+        for (int i = 0; i < kBlockN / kKeysPerWord; ++i) {
+            const int owner = row * kLanesPerRow + i * kKeysPerWord / kLaneKeys;
+            words[i] = __shfl_sync(0xffffffff, mask.words[i * kKeysPerWord % kLaneKeys / 32], owner) >> 2 * (lane % 4);
+        }
+    }
+
+    __device__ __forceinline__ bool hides(int step) const { return words[step / kKeysPerWord] >> step % kKeysPerWord & 1; }
+};
+
+// Masks the keys that the mask hides from their row
+template <int kTiles> __device__ void apply_mask(const WarpMask& mask, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane);
+// What happens to S between Q . K^T and softmax, block by block, masked or not
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    const WarpMask& mask, int row_in_tile, int first_key, int lane);
+// Computes this lane's maximum of each row, in row_max's units
+template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+    float (&block_max)[kTiles][2]);
+// Raises row_max to the maxima of a block, and rescales O and row_sum
+template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
+// P of the scores, which is added to row_sum
+template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+// A step of online softmax
+template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+__device__ void normalise(RowTile (&rows)[kRowTiles]);  // Completes row_sum and divides O by it
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing
+__device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
+// Rounds O and puts it into the Q tile
+__device__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane);
+// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors
+__device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], shared_address smem, int warp,
+    int lane);
+
+// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have one stage each: V of a block is fetched
+// while its scores are computed, K of the next block during P . V of this one. Other thread blocks of the SM, where there is room for
+// them, fill the gaps.
+__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
+                                          shared_address smem, int warp, int lane) {
+    const shared_address k_stage = smem + kKOffset;
+    const shared_address v_stage = smem + kVOffset;
+    const element* k = head_k(params, tile);
+    const element* v = head_v(params, tile);
+    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lane = k_lane_address(k_stage, lane);
+    const VAddress v_lane = v_address(v_stage, lane);
+    const shared_address mask_tile = smem + kMaskOffset + warp * (kWarpRows * kBlockN);
+    WarpMask warp_mask;
+
+    auto fetch_k = [&](int block) {
+        copy_k(params, k, k_stage, block);
+        copy_mask(params, tile, mask_tile, warp, lane, block * kBlockN);
+        cp_async_commit();
+    };
+    auto compute_p = [&](P<kRowTiles>& p, int block) {
+        float scores[kRowTiles][kKeyTiles][4];
+        mma_qk(scores, q_lane, k_lane);
+        finish_scores(params, tile, scores, warp_mask, first_row_of(warp), block * kBlockN, lane);
+        softmax_step(scores, rows, params.scale_log2, p);
+    };
+
+    if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
+        fetch_k(blocks.last);
+    } else {
+        barrier_sync(kThreads);  // the stash is written: a tile without keys meets no other barrier
+    }
+
+    for (int block = blocks.last; block >= blocks.first; --block) {
+        // K of this block is here, and every warp has finished with V of the block before.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        copy_v(params, v, v_stage, block);
+        cp_async_commit();
+
+        P<kRowTiles> p;
+        warp_mask.load(params, tile, mask_tile, warp, lane, block * kBlockN);
+        const bool sees = warp_mask.some_visible();
+        if (sees) compute_p(p, block);  // some row of this warp attends to a key of the block
+
+        // V of this block is here, and every warp has finished with K.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        if (block > blocks.first) fetch_k(block - 1);
+        if (sees) mma_pv(rows, p, v_lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+flash_fwd_hdim64_fp16_dense_sm80(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    const Tile tile = find_tile(params, block_index());
+    if (threadIdx.x == 0) stash_tile(tile, smem);
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
+    RowTile rows[kRowTiles];
+    clear(rows);
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
+    griddepcontrol_launch_dependents();
+
+    main_loop(params, tile, blocks, rows, smem, warp, lane);
+
+    const Tile stored_tile = stashed_tile(smem);
+    normalise(rows);
+    store_lse(params, stored_tile, rows, warp, lane);
+    store_output(params, stored_tile, rows, smem, warp, lane);
+}
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -160,12 +447,6 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query may attend to, whatever the mask says of them: a range around its diagonal. A side that is unbounded
 // lies beyond every key.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
@@ -173,38 +454,14 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
 }
 
-// Which rows of a block of keys some query of the sequence sees: [begin, end).
-struct SeenRows {
-    int begin;
-    int end;
-
-    __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
-
-    // The same counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {begin - row, end - row}; }
-
-    // Those among the first `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {begin, min(end, count)}; }
-};
-
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
     const int end = keys_of_query(params, params.seqlen_q - 1).end;
     return {keys_of_query(params, 0).begin - first_key, end - first_key};
 }
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
-constexpr int kChunkElements = 16 / sizeof(element);
-constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
-constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
-
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
-
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
-// step's XOR flips.
-using LaneAddress = shared_address;
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
@@ -323,21 +580,6 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     return tile;
 }
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
-// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
-// reduction.
-constexpr float kSlack = 8.0f;
-// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
-// factor cancels in O / row_sum and in the LSE.
-constexpr float kPBias = 7.0f;
-static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");
-
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
-
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
@@ -355,13 +597,6 @@ __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
-
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
-struct RowTile {
-    float row_max[2];  // log2 domain
-    float row_sum[2];  // this lane's share
-    float output[kDimTiles][4];
-};
 
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
@@ -419,20 +654,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
     }
 }
 
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
-// neighbouring key tiles is the A layout of one 16x16 tile.
-template <int kTiles>
-struct P {
-    uint32_t fragment[kTiles][kKeyTiles / 2][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
-};
-
-using VAddress = LaneAddress;
-
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
 // O += P . V.
@@ -480,12 +701,6 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
     }
 }
 
-// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
-struct KvBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
-
 // The blocks with a key that some row of [first_row, first_row + count) may attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
@@ -511,12 +726,6 @@ __device__ __forceinline__ void copy_mask_bytes(shared_address destination, cons
         store_shared_8(destination, valid ? load_global_8(source) : 0);
     }
 }
-
-// The mask tile of a warp goes through shared memory in bytes, by copies that run beside those of K, and is then packed
-// to one bit an element: a lane holds kLaneKeys keys of one row (of small tiles two lanes hold the same).
-constexpr int kLaneKeys = kBlockN * kWarpRows > 16 * 32 ? kBlockN * kWarpRows / 32 : 16;
-constexpr int kLanesPerRow = kBlockN / kLaneKeys;
-constexpr int kMaskWords = (kLaneKeys + 31) / 32;
 
 // Byte offset of a 16-byte chunk of the warp's mask tile; permuted so that lanes which read a chunk each of different
 // rows meet in no bank.
@@ -565,68 +774,6 @@ __device__ __forceinline__ uint32_t pack_bytes(uint4 bytes) {
     const uint32_t high = __dp4a(nonzero_bytes(bytes.w), 0x80402010u, __dp4a(nonzero_bytes(bytes.z), 0x08040201u, 0u));
     return low >> 7 | high << 1;
 }
-
-struct WarpMask {
-    uint32_t words[kMaskWords];  // this lane's keys of its row; bit set = hidden
-
-    // Packs the warp's mask tile, which begins at `first_key`, and hides the keys outside of the range of their row as well.
-    __device__ __forceinline__ void load(const Params& params, const Tile& tile, shared_address warp_mask, int warp,
-                                         int lane, int first_key) {
-        const int row = lane / kLanesPerRow % kWarpRows;
-        const int lane_key = lane % kLanesPerRow * kLaneKeys;
-        const int tile_row = tile.first_row + warp * kWarpRows + row;
-        const KeyRange keys = keys_of_query(params, query_of_row(params, tile_row));
-        const int keys_before = keys.begin - first_key - lane_key;
-        const int keys_left = tile_row < num_rows(params) ? keys.end - first_key - lane_key : 0;
-#pragma unroll
-        for (int word = 0; word < kMaskWords; ++word) {
-            words[word] = 0;
-#pragma unroll
-            for (int chunk = 0; chunk < min(32, kLaneKeys) / 16; ++chunk) {
-                const int key = lane_key + 32 * word + 16 * chunk;
-                words[word] |= pack_bytes(load_shared_128(warp_mask + mask_chunk_offset(row, key / 16))) << 16 * chunk;
-            }
-            const int word_keys_left = min(32, max(0, keys_left - 32 * word));
-            if (word_keys_left < 32) words[word] |= 0xffffffffu << word_keys_left;
-            const int word_keys_before = min(32, max(0, keys_before - 32 * word));
-            if (word_keys_before > 0) words[word] |= 0xffffffffu >> 32 - word_keys_before;
-        }
-    }
-
-    // Whether some row attends to a key of the tile.
-    __device__ __forceinline__ bool some_visible() const {
-        bool any = false;
-#pragma unroll
-        for (int word = 0; word < kMaskWords; ++word) any |= (~words[word] & kWordBits) != 0;
-        return __any_sync(0xffffffff, any);
-    }
-
-    // Whether a key of the tile is hidden from some row.
-    __device__ __forceinline__ bool some_hidden() const {
-        bool any = false;
-#pragma unroll
-        for (int word = 0; word < kMaskWords; ++word) any |= (words[word] & kWordBits) != 0;
-        return __any_sync(0xffffffff, any);
-    }
-
-    static constexpr uint32_t kWordBits = kLaneKeys < 32 ? (1u << kLaneKeys % 32) - 1 : 0xffffffffu;
-};
-
-// The warp's row `row` of its mask tile, as one lane of the row's quad needs it: bit 8 j + e of the words is key 8 j + 2 (lane % 4) + e.
-struct RowMask {
-    static constexpr int kKeysPerWord = kLaneKeys < 32 ? kLaneKeys : 32;
-    uint32_t words[kBlockN / kKeysPerWord];
-
-    __device__ __forceinline__ RowMask(const WarpMask& mask, int row, int lane) {
-#pragma unroll
-        for (int i = 0; i < kBlockN / kKeysPerWord; ++i) {
-            const int owner = row * kLanesPerRow + i * kKeysPerWord / kLaneKeys;
-            words[i] = __shfl_sync(0xffffffff, mask.words[i * kKeysPerWord % kLaneKeys / 32], owner) >> 2 * (lane % 4);
-        }
-    }
-
-    __device__ __forceinline__ bool hides(int step) const { return words[step / kKeysPerWord] >> step % kKeysPerWord & 1; }
-};
 
 // Masks the keys that the mask hides from their row.
 template <int kTiles>
@@ -713,60 +860,6 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     float block_max[kTiles][2];
     if (exceeds_row_max(scores, rows, scale_log2, block_max)) raise_row_max(block_max, rows);
     exponentiate(scores, rows, scale_log2, p);
-}
-
-// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have one stage each: V of a block is fetched
-// while its scores are computed, K of the next block during P . V of this one. Other thread blocks of the SM, where there is room for
-// them, fill the gaps.
-__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
-                                          shared_address smem, int warp, int lane) {
-    const shared_address k_stage = smem + kKOffset;
-    const shared_address v_stage = smem + kVOffset;
-    const element* k = head_k(params, tile);
-    const element* v = head_v(params, tile);
-    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
-    const LaneAddress k_lane = k_lane_address(k_stage, lane);
-    const VAddress v_lane = v_address(v_stage, lane);
-    const shared_address mask_tile = smem + kMaskOffset + warp * (kWarpRows * kBlockN);
-    WarpMask warp_mask;
-
-    auto fetch_k = [&](int block) {
-        copy_k(params, k, k_stage, block);
-        copy_mask(params, tile, mask_tile, warp, lane, block * kBlockN);
-        cp_async_commit();
-    };
-    auto compute_p = [&](P<kRowTiles>& p, int block) {
-        float scores[kRowTiles][kKeyTiles][4];
-        mma_qk(scores, q_lane, k_lane);
-        finish_scores(params, tile, scores, warp_mask, first_row_of(warp), block * kBlockN, lane);
-        softmax_step(scores, rows, params.scale_log2, p);
-    };
-
-    if (blocks.last >= blocks.first) {
-        load_q(params, tile, smem);
-        fetch_k(blocks.last);
-    } else {
-        barrier_sync(kThreads);  // the stash is written: a tile without keys meets no other barrier
-    }
-
-    for (int block = blocks.last; block >= blocks.first; --block) {
-        // K of this block is here, and every warp has finished with V of the block before.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        copy_v(params, v, v_stage, block);
-        cp_async_commit();
-
-        P<kRowTiles> p;
-        warp_mask.load(params, tile, mask_tile, warp, lane, block * kBlockN);
-        const bool sees = warp_mask.some_visible();
-        if (sees) compute_p(p, block);  // some row of this warp attends to a key of the block
-
-        // V of this block is here, and every warp has finished with K.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        if (block > blocks.first) fetch_k(block - 1);
-        if (sees) mma_pv(rows, p, v_lane);
-    }
 }
 
 // Completes row_sum and divides O by it. A row that attends to nothing has the sum 0 and becomes 0.
@@ -868,30 +961,29 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-flash_fwd_hdim64_fp16_dense_sm80(const __grid_constant__ Params params) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address smem = to_shared(shared_memory);
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-
-    const Tile tile = find_tile(params, block_index());
-    if (threadIdx.x == 0) stash_tile(tile, smem);
-    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
-    RowTile rows[kRowTiles];
-    clear(rows);
-
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
-    griddepcontrol_launch_dependents();
-
-    main_loop(params, tile, blocks, rows, smem, warp, lane);
-
-    const Tile stored_tile = stashed_tile(smem);
-    normalise(rows);
-    store_lse(params, stored_tile, rows, warp, lane);
-    store_output(params, stored_tile, rows, smem, warp, lane);
-}
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert(kSharedBytes == 40976, "launcher and kernel agree on shared memory");
+static_assert(kWarpRows <= 32 && kBlockN * kWarpRows <= 32 * 64, "a lane holds its share of a mask tile in 64 bits");
+static_assert((kBlockN & kBlockN - 1) == 0, "words of 32 keys divide a row of the mask tile evenly");
+static_assert(sizeof(Params) == 264 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, mask) == 40);
+static_assert(offsetof(Params, q_batch_stride) == 48 && offsetof(Params, q_row_stride) == 56);
+static_assert(offsetof(Params, q_head_stride) == 64 && offsetof(Params, k_batch_stride) == 72);
+static_assert(offsetof(Params, k_row_stride) == 80 && offsetof(Params, k_head_stride) == 88);
+static_assert(offsetof(Params, v_batch_stride) == 96 && offsetof(Params, v_row_stride) == 104);
+static_assert(offsetof(Params, v_head_stride) == 112 && offsetof(Params, out_batch_stride) == 120);
+static_assert(offsetof(Params, out_row_stride) == 128 && offsetof(Params, out_head_stride) == 136);
+static_assert(offsetof(Params, mask_batch_stride) == 144 && offsetof(Params, mask_row_stride) == 152);
+static_assert(offsetof(Params, mask_head_stride) == 160 && offsetof(Params, batch_size) == 168);
+static_assert(offsetof(Params, num_heads_q) == 172 && offsetof(Params, seqlen_q) == 176 && offsetof(Params, seqlen_kv) == 180);
+static_assert(offsetof(Params, head_dim) == 184 && offsetof(Params, head_dim_v) == 188);
+static_assert(offsetof(Params, num_row_blocks) == 192 && offsetof(Params, heads_per_section) == 196);
+static_assert(offsetof(Params, num_sections) == 200 && offsetof(Params, num_heads_divisor) == 208);
+static_assert(offsetof(Params, section_tiles_divisor) == 216 && offsetof(Params, section_heads_divisor) == 224);
+static_assert(offsetof(Params, last_section_heads_divisor) == 232 && offsetof(Params, diagonal_offset) == 240);
+static_assert(offsetof(Params, window_left) == 244 && offsetof(Params, window_right) == 248);
+static_assert(offsetof(Params, mask_vector_width) == 252 && offsetof(Params, scale_log2) == 256);
+static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");

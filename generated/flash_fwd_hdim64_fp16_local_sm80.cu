@@ -45,12 +45,6 @@ constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
 constexpr int kStashBytes = 32;
 constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
-static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
-static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
-static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
-static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(kSharedBytes == 40992, "launcher and kernel agree on shared memory");
-
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
@@ -87,22 +81,6 @@ struct Params {
     int32_t window_right;                 // and after it
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 224 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
-static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
-static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
-static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
-static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
-static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
-static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
-static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
-static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
-static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_section) == 164);
-static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_heads_divisor) == 176);
-static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
-static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, diagonal_offset) == 208);
-static_assert(offsetof(Params, window_left) == 212 && offsetof(Params, window_right) == 216);
-static_assert(offsetof(Params, scale_log2) == 220);
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
 struct Tile {
@@ -111,6 +89,292 @@ struct Tile {
     int kv_head;
     int first_row;
 };
+
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+__device__ Tile find_tile(const Params& params, int index);
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params&, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+
+// Which rows of a block of keys some query of the sequence sees: [begin, end).
+struct SeenRows {
+    int begin;
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {begin - row, end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {begin, min(end, count)}; }
+};
+
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
+struct LaneAddress {
+    shared_address swizzled;
+    int offset;
+
+    // Adds `bytes` before the XOR. They must not change the bits that a step's XOR flips.
+    __device__ __forceinline__ LaneAddress operator+(int bytes) const { return {swizzled + bytes, offset}; }
+
+    // Adds `bytes` after the XOR: addresses that differ only here share the XORed one, and constants fold into the instruction.
+    __device__ __forceinline__ LaneAddress with_offset(int bytes) const { return {swizzled, offset + bytes}; }
+};
+
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
+__device__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair);
+__device__ LaneAddress kept(const LaneAddress& address, int lane);  // A shuffle from the lane to itself
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed on the way, of V
+__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
+__device__ int first_row_of(int warp);  // A warp's first row in the tile
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
+__device__ const element* head_v(const Params& params, const Tile& tile);
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory
+template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
+    int head_dim);
+// Starts the copy of KV block `block` of a head of K, and of V
+__device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
+__device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
+// The rows that are copied of a block before the last one that a tile visits
+__device__ SeenRows whole_at_its_end(const Params& params, int block);
+// Start the copy of such a block of K, and of V
+__device__ void copy_k_whole(const Params& params, const element* k, shared_address stage, int block);
+__device__ void copy_v_whole(const Params& params, const element* v, shared_address stage, int block);
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
+// The tile, stashed in shared memory and read back by each block's mask and by the epilogue, instead of being held in registers
+__device__ void stash_tile(const Tile& tile, shared_address smem);
+__device__ Tile stashed_tile(shared_address smem);
+
+// Where K and V of the tile's head begin, stashed likewise and read back for each block.
+struct KvHead {
+    const element* k;
+    const element* v;
+};
+
+__device__ void stash_kv_head(const KvHead& head, shared_address smem);
+__device__ KvHead stashed_kv_head(shared_address smem);
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
+// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// reduction.
+constexpr float kSlack = 8.0f;
+// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
+// factor cancels in O / row_sum and in the LSE.
+constexpr float kPBias = 7.0f;
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ float quad_max(float value);
+__device__ float quad_sum(float value);
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32
+template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ VAddress v_address(shared_address block, int lane);
+template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
+// The keys that some row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a key that some row of [first_row, first_row + count) attends to
+__device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
+// Masks the keys that lie outside the range of their row
+template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane);
+// What happens to S between Q . K^T and softmax, block by block, masked or not
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
+// Computes this lane's maximum of each row, in row_max's units
+template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+    float (&block_max)[kTiles][2]);
+// Raises row_max to the maxima of a block, and rescales O and row_sum
+template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
+// P of the scores, which is added to row_sum
+template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+// A step of online softmax
+template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+
+// Which of the warp's MMA tiles visit a block. Empty arguments that choose them at compile time.
+struct UpperHalf {
+    static constexpr int kFirst = 0, kTiles = 1;
+};
+struct LowerHalf {
+    static constexpr int kFirst = 1, kTiles = 1;
+};
+struct BothHalves {
+    static constexpr int kFirst = 0, kTiles = 2;
+};
+
+__device__ void normalise(RowTile (&rows)[kRowTiles]);  // Completes row_sum and divides O by it
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing
+__device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
+// Rounds O and puts it into the Q tile
+__device__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane);
+// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors
+__device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], shared_address smem, int warp,
+    int lane);
+
+// The main loop: rows take S, softmax and P . V of one KV block after another. K has two stages and V has one; block b of K lies in
+// stage b % 2. While the scores of a block are computed, V of it and K of the next block are on their way.
+//
+// Under a diagonal the two halves of the tile's rows need different blocks. Each warp has 16 rows in both, so a block that only one
+// half needs is half the work for every warp instead of idle time for some.
+__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
+                                          shared_address smem, int warp, int lane) {
+    const shared_address v_stage = smem + kVOffset;
+    auto k_stage = [&](int block) { return smem + kKOffset + (block & 1) * kStageBytes; };
+    auto fetch_next_k = [&](const element* k, int block) {
+        if (block > blocks.first) copy_k_whole(params, k, k_stage(block - 1), block - 1);
+        // At blocks.first the group is empty; it keeps V the second youngest, so that wait<1> below waits for V.
+        cp_async_commit();
+    };
+
+    const KvHead head = {head_k(params, tile), head_v(params, tile)};
+    if (threadIdx.x == 0) stash_kv_head(head, smem);
+    if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
+        copy_k(params, head.k, k_stage(blocks.last), blocks.last);
+        cp_async_commit();
+        copy_v(params, head.v, v_stage, blocks.last);
+        cp_async_commit();
+        fetch_next_k(head.k, blocks.last);
+    } else {
+        barrier_sync(kThreads);  // the stash is written: a tile without keys meets no other barrier
+    }
+
+    const LaneAddress q_lane = kept(qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane), lane);
+    const LaneAddress k_lane = kept(k_lane_address(smem + kKOffset, lane), lane);
+    const VAddress v_lane = kept(v_address(v_stage, lane), lane);
+    auto visit = [&](auto tiles, int block) {
+        constexpr int kFirst = tiles.kFirst;
+        constexpr int kTiles = tiles.kTiles;
+        // K of this block is here, at the first one with Q: a thread waits for its own copies, and the barrier for everybody's.
+        // And every warp has finished with K and V of the block before.
+        if (block == blocks.last) {
+            cp_async_wait<2>();
+            barrier_sync(kThreads);
+        } else {
+            const KvHead stored_head = stashed_kv_head(smem);
+            cp_async_wait<0>();
+            barrier_sync(kThreads);
+            copy_v_whole(params, stored_head.v, v_stage, block);
+            cp_async_commit();
+            fetch_next_k(stored_head.k, block);
+        }
+
+        float scores[kTiles][kKeyTiles][4];
+        P<kTiles> p;
+        mma_qk(scores, q_lane.with_offset(kFirst * kRowTileStep * kRowBytes), k_lane + (block & 1) * kStageBytes);
+        finish_scores(params, stashed_tile(smem), scores, first_row_of(warp) + kFirst * kRowTileStep, block * kBlockN, lane);
+        softmax_step(scores, rows + kFirst, params.scale_log2, p);
+
+        // V of this block is here; K of the next may still be on its way.
+        cp_async_wait<1>();
+        barrier_sync(kThreads);
+        mma_pv(rows + kFirst, p, v_lane);
+    };
+
+    const int upper_last = kv_blocks_of(params, tile.first_row, kRowTileStep).last;
+    int block = blocks.last;
+    // Ranges of keys move to the right from row to row. From the last block on, blocks matter to the lower half alone, then to both,
+    // then to the upper half alone; all of them to the upper half where the lower one lies past the last row.
+    const int lower_row = tile.first_row + kRowTileStep;
+    const int lower_first = lower_row < num_rows(params) ? kv_blocks_of(params, lower_row, 1).first : blocks.last + 1;
+    for (; block >= blocks.first && block > upper_last; --block) visit(LowerHalf{}, block);
+    for (; block >= blocks.first && block >= lower_first; --block) visit(BothHalves{}, block);
+    for (; block >= blocks.first; --block) visit(UpperHalf{}, block);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+flash_fwd_hdim64_fp16_local_sm80(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    const Tile tile = find_tile(params, block_index());
+    if (threadIdx.x == 0) stash_tile(tile, smem);
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
+    RowTile rows[kRowTiles];
+    clear(rows);
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
+    griddepcontrol_launch_dependents();
+
+    main_loop(params, tile, blocks, rows, smem, warp, lane);
+
+    const Tile stored_tile = stashed_tile(smem);
+    normalise(rows);
+    store_lse(params, stored_tile, rows, warp, lane);
+    store_output(params, stored_tile, rows, smem, warp, lane);
+}
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -149,31 +413,11 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query attends to: a window around its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     const int diagonal = query + params.diagonal_offset;
     return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
 }
-
-// Which rows of a block of keys some query of the sequence sees: [begin, end).
-struct SeenRows {
-    int begin;
-    int end;
-
-    __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
-
-    // The same counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {begin - row, end - row}; }
-
-    // Those among the first `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {begin, min(end, count)}; }
-};
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
@@ -181,26 +425,8 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {keys_of_query(params, 0).begin - first_key, end - first_key};
 }
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
-constexpr int kChunkElements = 16 / sizeof(element);
-constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
-constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
-
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
-
-// Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
-struct LaneAddress {
-    shared_address swizzled;
-    int offset;
-
-    // Adds `bytes` before the XOR. They must not change the bits that a step's XOR flips.
-    __device__ __forceinline__ LaneAddress operator+(int bytes) const { return {swizzled + bytes, offset}; }
-
-    // Adds `bytes` after the XOR: addresses that differ only here share the XORed one, and constants fold into the instruction.
-    __device__ __forceinline__ LaneAddress with_offset(int bytes) const { return {swizzled, offset + bytes}; }
-};
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return {block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row)), 0};
@@ -342,12 +568,6 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     return tile;
 }
 
-// Where K and V of the tile's head begin, stashed likewise and read back for each block.
-struct KvHead {
-    const element* k;
-    const element* v;
-};
-
 __device__ __forceinline__ void stash_kv_head(const KvHead& head, shared_address smem) {
     const uint64_t k = reinterpret_cast<uint64_t>(head.k);
     const uint64_t v = reinterpret_cast<uint64_t>(head.v);
@@ -360,21 +580,6 @@ __device__ __forceinline__ KvHead stashed_kv_head(shared_address smem) {
     return {reinterpret_cast<const element*>(uint64_t(words.y) << 32 | words.x),
             reinterpret_cast<const element*>(uint64_t(words.w) << 32 | words.z)};
 }
-
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
-// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
-// reduction.
-constexpr float kSlack = 8.0f;
-// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
-// factor cancels in O / row_sum and in the LSE.
-constexpr float kPBias = 7.0f;
-static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");
-
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
@@ -393,13 +598,6 @@ __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
-
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
-struct RowTile {
-    float row_max[2];  // log2 domain
-    float row_sum[2];  // this lane's share
-    float output[kDimTiles][4];
-};
 
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
@@ -457,20 +655,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
     }
 }
 
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
-// neighbouring key tiles is the A layout of one 16x16 tile.
-template <int kTiles>
-struct P {
-    uint32_t fragment[kTiles][kKeyTiles / 2][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
-};
-
-using VAddress = LaneAddress;
-
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
 // O += P . V.
@@ -524,12 +708,6 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
         }
     }
 }
-
-// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
-struct KvBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
 
 // The blocks with a key that some row of [first_row, first_row + count) attends to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
@@ -634,92 +812,6 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     exponentiate(scores, rows, scale_log2, p);
 }
 
-static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
-static_assert(kRowTiles == 2, "a warp has an MMA tile in each half of the tile");
-static_assert(kBlockN <= kRowTileStep, "wider blocks would leave none to the lower half alone");
-
-// Which of the warp's MMA tiles visit a block. Empty arguments that choose them at compile time.
-struct UpperHalf {
-    static constexpr int kFirst = 0, kTiles = 1;
-};
-struct LowerHalf {
-    static constexpr int kFirst = 1, kTiles = 1;
-};
-struct BothHalves {
-    static constexpr int kFirst = 0, kTiles = 2;
-};
-
-// The main loop: rows take S, softmax and P . V of one KV block after another. K has two stages and V has one; block b of K lies in
-// stage b % 2. While the scores of a block are computed, V of it and K of the next block are on their way.
-//
-// Under a diagonal the two halves of the tile's rows need different blocks. Each warp has 16 rows in both, so a block that only one
-// half needs is half the work for every warp instead of idle time for some.
-__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
-                                          shared_address smem, int warp, int lane) {
-    const shared_address v_stage = smem + kVOffset;
-    auto k_stage = [&](int block) { return smem + kKOffset + (block & 1) * kStageBytes; };
-    auto fetch_next_k = [&](const element* k, int block) {
-        if (block > blocks.first) copy_k_whole(params, k, k_stage(block - 1), block - 1);
-        // At blocks.first the group is empty; it keeps V the second youngest, so that wait<1> below waits for V.
-        cp_async_commit();
-    };
-
-    const KvHead head = {head_k(params, tile), head_v(params, tile)};
-    if (threadIdx.x == 0) stash_kv_head(head, smem);
-    if (blocks.last >= blocks.first) {
-        load_q(params, tile, smem);
-        copy_k(params, head.k, k_stage(blocks.last), blocks.last);
-        cp_async_commit();
-        copy_v(params, head.v, v_stage, blocks.last);
-        cp_async_commit();
-        fetch_next_k(head.k, blocks.last);
-    } else {
-        barrier_sync(kThreads);  // the stash is written: a tile without keys meets no other barrier
-    }
-
-    const LaneAddress q_lane = kept(qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane), lane);
-    const LaneAddress k_lane = kept(k_lane_address(smem + kKOffset, lane), lane);
-    const VAddress v_lane = kept(v_address(v_stage, lane), lane);
-    auto visit = [&](auto tiles, int block) {
-        constexpr int kFirst = tiles.kFirst;
-        constexpr int kTiles = tiles.kTiles;
-        // K of this block is here, at the first one with Q: a thread waits for its own copies, and the barrier for everybody's.
-        // And every warp has finished with K and V of the block before.
-        if (block == blocks.last) {
-            cp_async_wait<2>();
-            barrier_sync(kThreads);
-        } else {
-            const KvHead stored_head = stashed_kv_head(smem);
-            cp_async_wait<0>();
-            barrier_sync(kThreads);
-            copy_v_whole(params, stored_head.v, v_stage, block);
-            cp_async_commit();
-            fetch_next_k(stored_head.k, block);
-        }
-
-        float scores[kTiles][kKeyTiles][4];
-        P<kTiles> p;
-        mma_qk(scores, q_lane.with_offset(kFirst * kRowTileStep * kRowBytes), k_lane + (block & 1) * kStageBytes);
-        finish_scores(params, stashed_tile(smem), scores, first_row_of(warp) + kFirst * kRowTileStep, block * kBlockN, lane);
-        softmax_step(scores, rows + kFirst, params.scale_log2, p);
-
-        // V of this block is here; K of the next may still be on its way.
-        cp_async_wait<1>();
-        barrier_sync(kThreads);
-        mma_pv(rows + kFirst, p, v_lane);
-    };
-
-    const int upper_last = kv_blocks_of(params, tile.first_row, kRowTileStep).last;
-    int block = blocks.last;
-    // Ranges of keys move to the right from row to row. From the last block on, blocks matter to the lower half alone, then to both,
-    // then to the upper half alone; all of them to the upper half where the lower one lies past the last row.
-    const int lower_row = tile.first_row + kRowTileStep;
-    const int lower_first = lower_row < num_rows(params) ? kv_blocks_of(params, lower_row, 1).first : blocks.last + 1;
-    for (; block >= blocks.first && block > upper_last; --block) visit(LowerHalf{}, block);
-    for (; block >= blocks.first && block >= lower_first; --block) visit(BothHalves{}, block);
-    for (; block >= blocks.first; --block) visit(UpperHalf{}, block);
-}
-
 // Completes row_sum and divides O by it. A row that attends to nothing has the sum 0 and becomes 0.
 __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
@@ -821,30 +913,28 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-flash_fwd_hdim64_fp16_local_sm80(const __grid_constant__ Params params) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address smem = to_shared(shared_memory);
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-
-    const Tile tile = find_tile(params, block_index());
-    if (threadIdx.x == 0) stash_tile(tile, smem);
-    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
-    RowTile rows[kRowTiles];
-    clear(rows);
-
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
-    griddepcontrol_launch_dependents();
-
-    main_loop(params, tile, blocks, rows, smem, warp, lane);
-
-    const Tile stored_tile = stashed_tile(smem);
-    normalise(rows);
-    store_lse(params, stored_tile, rows, warp, lane);
-    store_output(params, stored_tile, rows, smem, warp, lane);
-}
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert(kSharedBytes == 40992, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 224 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
+static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
+static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
+static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
+static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
+static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
+static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
+static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
+static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
+static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_section) == 164);
+static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, diagonal_offset) == 208);
+static_assert(offsetof(Params, window_left) == 212 && offsetof(Params, window_right) == 216);
+static_assert(offsetof(Params, scale_log2) == 220);
+static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");
+static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
+static_assert(kRowTiles == 2, "a warp has an MMA tile in each half of the tile");
+static_assert(kBlockN <= kRowTileStep, "wider blocks would leave none to the lower half alone");

@@ -35,8 +35,6 @@ constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 160;
-static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
 
 // Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
 
@@ -55,10 +53,6 @@ constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
 constexpr int kTileOffset = kBarrierOffset + 8 * (4 * kQStages + 4 * kStages + 1);
 constexpr int kTileBytes = 32;
 constexpr int kSharedBytes = kTileOffset + kQStages * kTileBytes;
-
-static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
-static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
-static_assert(kSharedBytes + 1024 == 197864, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch); packed sequences are rows of a batch of 1
@@ -87,16 +81,6 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset, to which with_lengths() adds seqlen_kv - seqlen_q
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
-static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 392 && offsetof(Params, cu_seqlens_q) == 400);
-static_assert(offsetof(Params, cu_seqlens_kv) == 408 && offsetof(Params, kv_lengths) == 416 && offsetof(Params, index) == 424);
-static_assert(offsetof(Params, out_batch_stride) == 432 && offsetof(Params, out_row_stride) == 440);
-static_assert(offsetof(Params, out_head_stride) == 448 && offsetof(Params, lse_batch_stride) == 456);
-static_assert(offsetof(Params, lse_head_stride) == 464 && offsetof(Params, batch_size) == 472);
-static_assert(offsetof(Params, num_heads_q) == 476 && offsetof(Params, group_size) == 480 && offsetof(Params, rows_q) == 484);
-static_assert(offsetof(Params, rows_kv) == 488 && offsetof(Params, batch_kv) == 492 && offsetof(Params, seqlen_q) == 496);
-static_assert(offsetof(Params, seqlen_kv) == 500 && offsetof(Params, head_dim_v) == 504);
-static_assert(offsetof(Params, diagonal_offset) == 508 && offsetof(Params, scale_log2) == 512);
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
 struct Tile {
@@ -106,10 +90,7 @@ struct Tile {
     int first_row;  // below 0 where a head's first tile is not whole
 };
 
-// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
-__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
-    return max(0, min(most, int(load_global_32(values + index))));
-}
+__device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
 // Rows of an entry of an array: where they begin, and how many there are.
 struct Rows {
@@ -117,53 +98,15 @@ struct Rows {
     int count;
 };
 
-// Those of a sequence among packed ones.
-__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
-    const int begin = load_clamped(cu_seqlens, sequence, rows);
-    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
-}
-
-// The queries of a sequence.
-__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
-    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
-}
-
-// Its keys.
-__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
-    return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
-}
-
-// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
-// `params` has the bounds of all sequences.
-__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
-    Params own = params;
-    own.seqlen_q = seqlen_q;
-    own.seqlen_kv = seqlen_kv;
-    own.diagonal_offset += seqlen_kv - seqlen_q;
-    return own;
-}
-
-// The sum over the lanes up to this one.
-__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int before = __shfl_up_sync(0xffffffff, value, distance);
-        if (lane >= distance) value += before;
-    }
-    return value;
-}
-
-__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
-
-__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
-
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
-__device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
-                                              int64_t head_stride) {
-    return row * row_stride + tile.head * head_stride;
-}
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
+__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+__device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
+__device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params&, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 
 // A tile of a sequence: what the warp that finds it tells the producer and the consumers.
 struct SequenceTile {
@@ -199,33 +142,10 @@ struct SequenceTile {
     }
 };
 
-// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence.
-__device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, const Rows& queries, const Rows& keys, int head,
-                                                int first_row) {
-    SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
-    tile.entry = params.cu_seqlens_kv == nullptr ? sequence : 0;
-    if (params.index != nullptr) tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);
-    tile.first_key = keys.begin;
-    return tile;
-}
-
-// The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
-__device__ __forceinline__ Params of_sequence(const Params& params, const SequenceTile& found) {
-    Params own = with_lengths(params, found.seqlen_q, found.seqlen_kv);
-    own.out += found.sequence * params.out_batch_stride + found.first_query * params.out_row_stride;
-    if (params.lse != nullptr) own.lse += found.sequence * params.lse_batch_stride + found.first_query;
-    own.out_batch_stride = 0;  // the pointer is that of the sequence
-    return own;
-}
-
-__device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile& found) {
-    Tile tile;
-    tile.batch = found.sequence;
-    tile.head = found.head;
-    tile.kv_head = found.head / params.group_size;
-    tile.first_row = found.first_row;
-    return tile;
-}
+// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence
+__device__ SequenceTile tile_at(const Params& params, int sequence, const Rows& queries, const Rows& keys, int head, int first_row);
+__device__ Params of_sequence(const Params& params, const SequenceTile& found);  // The parameters of a call of one sequence alone
+__device__ Tile tile_of(const Params& params, const SequenceTile& found);
 
 // Keys [begin, end).
 struct KeyRange {
@@ -233,24 +153,11 @@ struct KeyRange {
     int end;
 };
 
-// The keys that a query attends to: those up to its diagonal.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
-}
-
-// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
-__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, first_row)).begin,
-            keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// The keys that every row of [first_row, first_row + count) attends to.
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
-}
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+// The keys that some row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
 // The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when every consumer
 // warp has released it.
@@ -303,132 +210,22 @@ struct RingPosition {
     }
 };
 
-// Loads Q of a tile.
-__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
-    mbarrier_arrive_expect_tx(full, kQBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-        tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
-                    tile.head, tile.batch);
-    }
-}
-
-// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
-// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
-// once unrolled.
-template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit) {
-#pragma unroll
-    for (int row = 0; row <= 8; row += 8) {
-#pragma unroll
-        for (int key = 0; key < kBlockN; key += 8) {
-            visit(row, key, scores[key / 2 + row / 4]);
-            visit(row, key + 1, scores[key / 2 + row / 4 + 1]);
-        }
-    }
-}
+__device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
+// Visits the scores that a lane holds of a KV block
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
 
 // A lane holds two of every eight keys of a row. A word has a bit for each of them, the first key's on top: R2P makes predicates of
 // seven bits of a byte, where a comparison makes one.
 using key_word = uint32_t;  // a bit for each key of a lane
 
-__device__ constexpr key_word key_bit(int key) {
-    constexpr int kTopBit = 8 * sizeof(key_word) - 1;
-    return key_word(1) << kTopBit - key / 8 * 2 - key % 8;
-}
-
-// The bits of the lane's keys from `key` on, in the KV block at `first_key`.
-__device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
-    // How many of the lane's keys lie before `key`: of the first ones of each eight, and of the second ones. With 6 added both round up.
-    const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
-    const int before = (distance + 1) / 8 + distance / 8;
-    return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
-}
-
-// Hides the keys of the KV block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key,
-                                           int lane) {
-    key_word hidden[2];  // of the lane's two rows
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const KeyRange keys = keys_of_query(params, query_of_row(params, first_row + lane / 4 + 8 * i));
-        hidden[i] = bits_from(keys.end, first_key, lane);
-    }
-    for_each_score(scores, [&](int row, int key, float& score) {
-        if (hidden[row / 8] & key_bit(key)) score = -INFINITY;
-    });
-}
-
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
-
-// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
-__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// wgmma.mma_async.m64n128k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
-// columns 8 further: the accumulator layout, packed. b is MN-major.
-__device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, {"
-        "%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-#endif
-
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
-__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
-    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
-    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
-           kSwizzle << 62;
-}
-
-// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along
-// the K dimension is 32 bytes within the swizzled row.
-__device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem) {
-    const uint64_t q = descriptor(q_smem, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
-    pin_registers(scores);
-    wgmma_fence();
-#pragma unroll
-    for (int column = 0; column < kHeadDim; column += 16) {
-        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
-        wgmma_m64n64k16_bf16_ss(scores, q + ((panel * kBlockM * kPanelRowBytes + byte) >> 4),
-                                 k + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), column > 0);
-    }
-    wgmma_commit();
-}
+__device__ constexpr key_word key_bit(int key);
+// The bits of the lane's keys from `key` on, in the KV block at `first_key`
+__device__ key_word bits_from(int key, int first_key, int lane);
+// Hides the keys of the KV block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`
+__device__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key, int lane);
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+// Starts S (64 x kBlockN) = Q . K^T of a warpgroup
+__device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
 // P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
 template <int kColumns>
@@ -446,34 +243,10 @@ struct PackedScores {
     }
 };
 
-// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: SBO leads to the next eight keys, LBO to the
-// next panel of columns.
-__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem) {
-    const uint64_t v = descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes);
-    pin_registers(output);
-#pragma unroll
-    for (int step = 0; step < kBlockN / 16; ++step) pin_registers(p.fragment[step]);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kBlockN / 16; ++step) {
-        wgmma_m64n128k16_bf16_rs(output, p.fragment[step], v + (16 * step * kPanelRowBytes >> 4), 1);
-    }
-    wgmma_commit();
-}
-
-// Writes zeros over the rows [begin, end) of a block of kRows: what lies there may be NaN, and 0 * NaN is NaN. All consumers share the work.
-template <int kPanelCount, int kRows>
-__device__ __forceinline__ void clear_rows(shared_address block, int begin, int end = kRows) {
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        const shared_address rows = block + panel * kRows * kPanelRowBytes;
-#pragma unroll 1
-        for (int byte = begin * kPanelRowBytes + 16 * (threadIdx.x - 128); byte < end * kPanelRowBytes; byte += 16 * 128 * kConsumers) {
-            store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);
-        }
-    }
-    fence_proxy_async();  // wgmma would not see the zeros otherwise
-}
+// Starts O (64 x kHeadDimV) += P . V
+__device__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem);
+// Writes zeros over the rows [begin, end) of a block of kRows
+template <int kPanelCount, int kRows> __device__ void clear_rows(shared_address block, int begin, int end = kRows);
 
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
 // 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
@@ -485,23 +258,10 @@ constexpr float kSlack = 8.0f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
-// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
-__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
-
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
-
-__device__ __forceinline__ float quad_max(float value) {
-    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
-    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float value) {
-    value += __shfl_xor_sync(0xffffffff, value, 1);
-    return value + __shfl_xor_sync(0xffffffff, value, 2);
-}
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ float quad_max(float value);
+__device__ float quad_sum(float value);
 
 struct RowState {
     float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain; rows g and g + 8 of the warp's 16
@@ -509,121 +269,17 @@ struct RowState {
     float correction[2];                        // of O, if row_max has moved
 };
 
-// Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
-// before anything is added to it. The block's maximum is rounded up and the limit down, so that P stays within its limit for scores of
-// any size. scale_log2 > 0: the launcher sees to it.
-__device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
-    float block_max[2];
-    bool moves = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float value = fmaxf(scores[2 * half], scores[2 * half + 1]);
-#pragma unroll
-        for (int j = 1; j < kBlockN / 8; ++j) {
-            value = fmaxf(value, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
-        }
-        block_max[half] = __fmul_ru(value, scale_log2);
-        moves |= block_max[half] > __fadd_rd(rows.row_max[half], kSlack);
-    }
-    moves = __any_sync(0xffffffff, moves);
-    if (moves) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float previous = rows.row_max[half];
-            rows.row_max[half] = fmaxf(previous, quad_max(block_max[half]));
-            rows.correction[half] = rescale_factor(previous, rows.row_max[half]);
-            rows.row_sum[half] *= rows.correction[half];
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < kBlockN / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, -rows.row_max[e / 2]));
-            rows.row_sum[e / 2] += scores[4 * j + e];
-        }
-    }
-    return moves;
-}
-
-__device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
-#pragma unroll
-    for (int n = 0; n < kHeadDimV / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) output[4 * n + e] *= rows.correction[e / 2];
-    }
-}
-
-// Whether a row of a tile is that of a query.
-__device__ __forceinline__ bool is_row(const Params& params, int row) {
-    return row >= 0 && row < num_rows(params);
-}
-
-// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete. Writes the LSE.
-// A row that attends to nothing has row_sum 0: its O becomes 0, its LSE -inf.
-__device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
-                                            float (&factor)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = first_row + 8 * half + lane / 4;
-        const float row_sum = quad_sum(rows.row_sum[half]);
-        factor[half] = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
-        if (params.lse != nullptr && lane % 4 == 0 && is_row(params, row)) {
-            store_global_32(params.lse + row_offset(params, tile, row, 1, params.lse_head_stride),
-                            natural_lse(rows.row_max[half], row_sum));
-        }
-    }
-}
-
-// Transposes a 4x4 matrix of words that four neighbouring lanes hold by rows: lane i gives word j to lane j, which has it
-// as its word i.
-__device__ __forceinline__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four) {
-    // Distance 1, then distance 2: each lane keeps one of a pair of words and swaps the other.
-    const bool odd = lane_of_four & 1;
-    const bool upper = lane_of_four & 2;
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const uint32_t received = __shfl_xor_sync(0xffffffff, odd ? mine[i] : mine[i + 1], 1);
-        pairs[i] = odd ? received : mine[i];
-        pairs[i + 1] = odd ? mine[i + 1] : received;
-    }
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t received = __shfl_xor_sync(0xffffffff, upper ? pairs[i] : pairs[i + 2], 2);
-        words[i] = upper ? received : pairs[i];
-        words[i + 2] = upper ? pairs[i + 2] : received;
-    }
-    return {words[0], words[1], words[2], words[3]};
-}
-
-// Normalises O, rounds it and writes it from registers.
-__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
-                                           const RowState& rows, int first_row, int lane) {
-    float factor[2];
-    finish_rows(params, tile, rows, first_row, lane, factor);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = first_row + 8 * half + lane / 4;
-        element* out_row = params.out + tile.batch * params.out_batch_stride +
-                           row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
-        opaque(out_row);  // else it is computed anew for each store
-        // A lane has two neighbouring columns of every eight. Four lanes transpose, so that each gets eight of 32.
-#pragma unroll
-        for (int n = 0; n < kHeadDimV / 8; n += 4) {
-            uint32_t mine[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int first = 4 * (n + i) + 2 * half;  // past the last column where kHeadDimV is no multiple of 32
-                mine[i] = first < kHeadDimV / 2 ? pack<element>(output[first] * factor[half], output[first + 1] * factor[half]) : 0;
-            }
-            const uint4 chunk = transpose_4x4(mine, lane % 4);
-            const int column = 8 * (n + lane % 4);
-            if (is_row(params, row) && column < params.head_dim_v) store_global_128(out_row + column, chunk);
-        }
-    }
-}
+// Turns S of a KV block into P and adds it to row_sum
+__device__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2);
+__device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);
+__device__ bool is_row(const Params& params, int row);  // Whether a row of a tile is that of a query
+// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete
+__device__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane, float (&factor)[2]);
+// Transposes a 4x4 matrix of words that four neighbouring lanes hold by rows
+__device__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four);
+// Normalises O, rounds it and writes it from registers
+__device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
+    int first_row, int lane);
 
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
@@ -631,12 +287,8 @@ struct KvBlocks {
     int last;
 };
 
-// Those of which one of `count` rows from `first_row` on sees a key.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
-    const int skipped = max(-first_row, 0);
-    const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
-    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
-}
+// Those of which one of `count` rows from `first_row` on sees a key
+__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 
 // The tiles that a thread block of the persistent grid takes, one after the other.
 struct TileSequence {
@@ -655,36 +307,12 @@ struct TileSequence {
     }
 };
 
-// Waits until a buffer may be written to. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
-// others, which are at the next __syncwarp. Nothing is written before all lanes have seen the phase end: a later refill could flip the parity
-// twice, and a lane still polling would wait forever.
-__device__ __forceinline__ void await_empty(shared_address empty, int parity) {
-    mbarrier_wait(empty, parity);
-    __syncwarp();
-}
-
-// Passes a tile on to the producer and the consumers. The whole warp works.
-__device__ __forceinline__ void pass_on_tile(const SequenceTile& found, shared_address shared, const Barriers& barriers,
-                                             RingPosition<kQStages>& ring, int lane) {
-    await_empty(barriers.tile_empty(ring.stage), ring.parity ^ 1);
-    if (lane == 0) {
-        found.store(shared + kTileOffset + ring.stage * kTileBytes);
-        mbarrier_arrive(barriers.tile_full(ring.stage));
-    }
-    __syncwarp();
-    ring.advance();
-}
-
-// Rows of all queries of a sequence, as tiles have them.
-__device__ __forceinline__ int rows_of(const Params& params, int sequence) {
-    return queries_of(params, sequence).count;
-}
-
-// How many rows of a sequence's first tile lie ahead of its first query: the last tile ends with the sequence's last unit of 64 rows,
-// counted from the first row.
-__device__ __forceinline__ int rows_ahead(const Params&, int rows) {
-    return (rows + kBlockM - 1) / kBlockM * kBlockM - (rows + 63) / 64 * 64;
-}
+__device__ void await_empty(shared_address empty, int parity);  // Waits until a buffer may be written to
+// Passes a tile on to the producer and the consumers
+__device__ void pass_on_tile(const SequenceTile& found, shared_address shared, const Barriers& barriers, RingPosition<kQStages>& ring,
+    int lane);
+__device__ int rows_of(const Params& params, int sequence);  // Rows of all queries of a sequence, as tiles have them
+__device__ int rows_ahead(const Params&, int rows);  // How many rows of a sequence's first tile lie ahead of its first query
 
 // Finds tile after tile, in rising order. The row blocks of sequences are numbered slice by slice, the last slice first: slice s has
 // row blocks [s * slice_blocks, (s + 1) * slice_blocks) of each sequence. So the longest sequences come first, and the end of the grid
@@ -748,6 +376,18 @@ struct TileFinder {
     }
 };
 
+// The tile that comes next, as a producer warp reads it
+__device__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane);
+__device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found);  // The KV blocks of a tile
+// Turns a tile of its sequence into the same one of the whole array, as TMA takes it
+__device__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile);
+// Loads Q of a tile when its buffer is empty
+__device__ void produce_q(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
+    const RingPosition<kQStages>& ring);
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros
+template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+    int first_key, int head, int batch);
+
 // The warp that finds the thread block's tiles, ahead of the producer and the consumers.
 __device__ __forceinline__ void find_tiles(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
@@ -758,45 +398,6 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
         const SequenceTile found = finder.find(params, tiles.index, lane);
         more = found.sequence >= 0;
         pass_on_tile(found, shared, barriers, ring, lane);
-    }
-}
-
-// The tile that comes next, as a producer warp reads it. The whole warp works.
-__device__ __forceinline__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane) {
-    mbarrier_wait(barriers.tile_full(ring.stage), ring.parity);
-    SequenceTile found;
-    found.load(shared + kTileOffset + ring.stage * kTileBytes);
-    __syncwarp();  // all lanes have read it
-    if (lane == 0) mbarrier_arrive(barriers.tile_empty(ring.stage));
-    return found;
-}
-
-// The KV blocks of a tile.
-__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found) {
-    return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found.first_row, kBlockM);
-}
-
-// Turns a tile of its sequence into the same one of the whole array, as TMA takes it: packed sequences are rows of a single entry.
-__device__ __forceinline__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile) {
-    tile.first_row += found.first_query;
-    if (params.cu_seqlens_q != nullptr) tile.batch = 0;
-}
-
-// Loads Q of a tile when its buffer is empty. The whole warp works.
-__device__ __forceinline__ void produce_q(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
-                                          const RingPosition<kQStages>& ring) {
-    await_empty(barriers.q_empty(ring.stage), ring.parity ^ 1);
-    if (elect_one()) load_q(params, tile, shared + ring.stage * kQBytes, barriers.q_full(ring.stage));
-}
-
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount>
-__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
     }
 }
 
@@ -1012,3 +613,482 @@ flash_fwd_varlen_hdim128_bf16_causal_gqa_sm90(const __grid_constant__ Params par
         consume(params, shared, barriers, warpgroup - 1);
     }
 }
+
+// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
+__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_global_32(values + index))));
+}
+
+// Those of a sequence among packed ones.
+__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
+    const int begin = load_clamped(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
+}
+
+// The queries of a sequence.
+__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
+    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
+}
+
+// Its keys.
+__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
+    return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
+}
+
+// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
+// `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
+    Params own = params;
+    own.seqlen_q = seqlen_q;
+    own.seqlen_kv = seqlen_kv;
+    own.diagonal_offset += seqlen_kv - seqlen_q;
+    return own;
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    return row * row_stride + tile.head * head_stride;
+}
+
+// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence.
+__device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, const Rows& queries, const Rows& keys, int head,
+                                                int first_row) {
+    SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
+    tile.entry = params.cu_seqlens_kv == nullptr ? sequence : 0;
+    if (params.index != nullptr) tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);
+    tile.first_key = keys.begin;
+    return tile;
+}
+
+// The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
+__device__ __forceinline__ Params of_sequence(const Params& params, const SequenceTile& found) {
+    Params own = with_lengths(params, found.seqlen_q, found.seqlen_kv);
+    own.out += found.sequence * params.out_batch_stride + found.first_query * params.out_row_stride;
+    if (params.lse != nullptr) own.lse += found.sequence * params.lse_batch_stride + found.first_query;
+    own.out_batch_stride = 0;  // the pointer is that of the sequence
+    return own;
+}
+
+__device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile& found) {
+    Tile tile;
+    tile.batch = found.sequence;
+    tile.head = found.head;
+    tile.kv_head = found.head / params.group_size;
+    tile.first_row = found.first_row;
+    return tile;
+}
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+// Loads Q of a tile.
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
+    mbarrier_arrive_expect_tx(full, kQBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
+                    tile.head, tile.batch);
+    }
+}
+
+// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
+// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
+// once unrolled.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit) {
+#pragma unroll
+    for (int row = 0; row <= 8; row += 8) {
+#pragma unroll
+        for (int key = 0; key < kBlockN; key += 8) {
+            visit(row, key, scores[key / 2 + row / 4]);
+            visit(row, key + 1, scores[key / 2 + row / 4 + 1]);
+        }
+    }
+}
+
+__device__ constexpr key_word key_bit(int key) {
+    constexpr int kTopBit = 8 * sizeof(key_word) - 1;
+    return key_word(1) << kTopBit - key / 8 * 2 - key % 8;
+}
+
+// The bits of the lane's keys from `key` on, in the KV block at `first_key`.
+__device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
+    // How many of the lane's keys lie before `key`: of the first ones of each eight, and of the second ones. With 6 added both round up.
+    const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
+    const int before = (distance + 1) / 8 + distance / 8;
+    return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
+}
+
+// Hides the keys of the KV block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key,
+                                           int lane) {
+    key_word hidden[2];  // of the lane's two rows
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const KeyRange keys = keys_of_query(params, query_of_row(params, first_row + lane / 4 + 8 * i));
+        hidden[i] = bits_from(keys.end, first_key, lane);
+    }
+    for_each_score(scores, [&](int row, int key, float& score) {
+        if (hidden[row / 8] & key_bit(key)) score = -INFINITY;
+    });
+}
+
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n128k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
+__device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {"
+        "%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+           kSwizzle << 62;
+}
+
+// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along
+// the K dimension is 32 bytes within the swizzled row.
+__device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem) {
+    const uint64_t q = descriptor(q_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < kHeadDim; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        wgmma_m64n64k16_bf16_ss(scores, q + ((panel * kBlockM * kPanelRowBytes + byte) >> 4),
+                                 k + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), column > 0);
+    }
+    wgmma_commit();
+}
+
+// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: SBO leads to the next eight keys, LBO to the
+// next panel of columns.
+__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem) {
+    const uint64_t v = descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes);
+    pin_registers(output);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) pin_registers(p.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+        wgmma_m64n128k16_bf16_rs(output, p.fragment[step], v + (16 * step * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// Writes zeros over the rows [begin, end) of a block of kRows: what lies there may be NaN, and 0 * NaN is NaN. All consumers share the work.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void clear_rows(shared_address block, int begin, int end) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        const shared_address rows = block + panel * kRows * kPanelRowBytes;
+#pragma unroll 1
+        for (int byte = begin * kPanelRowBytes + 16 * (threadIdx.x - 128); byte < end * kPanelRowBytes; byte += 16 * 128 * kConsumers) {
+            store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+    fence_proxy_async();  // wgmma would not see the zeros otherwise
+}
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+// Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
+// before anything is added to it. The block's maximum is rounded up and the limit down, so that P stays within its limit for scores of
+// any size. scale_log2 > 0: the launcher sees to it.
+__device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
+    float block_max[2];
+    bool moves = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float value = fmaxf(scores[2 * half], scores[2 * half + 1]);
+#pragma unroll
+        for (int j = 1; j < kBlockN / 8; ++j) {
+            value = fmaxf(value, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
+        }
+        block_max[half] = __fmul_ru(value, scale_log2);
+        moves |= block_max[half] > __fadd_rd(rows.row_max[half], kSlack);
+    }
+    moves = __any_sync(0xffffffff, moves);
+    if (moves) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float previous = rows.row_max[half];
+            rows.row_max[half] = fmaxf(previous, quad_max(block_max[half]));
+            rows.correction[half] = rescale_factor(previous, rows.row_max[half]);
+            rows.row_sum[half] *= rows.correction[half];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, -rows.row_max[e / 2]));
+            rows.row_sum[e / 2] += scores[4 * j + e];
+        }
+    }
+    return moves;
+}
+
+__device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
+#pragma unroll
+    for (int n = 0; n < kHeadDimV / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) output[4 * n + e] *= rows.correction[e / 2];
+    }
+}
+
+// Whether a row of a tile is that of a query.
+__device__ __forceinline__ bool is_row(const Params& params, int row) {
+    return row >= 0 && row < num_rows(params);
+}
+
+// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete. Writes the LSE.
+// A row that attends to nothing has row_sum 0: its O becomes 0, its LSE -inf.
+__device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
+                                            float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first_row + 8 * half + lane / 4;
+        const float row_sum = quad_sum(rows.row_sum[half]);
+        factor[half] = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
+        if (params.lse != nullptr && lane % 4 == 0 && is_row(params, row)) {
+            store_global_32(params.lse + row_offset(params, tile, row, 1, params.lse_head_stride),
+                            natural_lse(rows.row_max[half], row_sum));
+        }
+    }
+}
+
+// Transposes a 4x4 matrix of words that four neighbouring lanes hold by rows: lane i gives word j to lane j, which has it
+// as its word i.
+__device__ __forceinline__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four) {
+    // Distance 1, then distance 2: each lane keeps one of a pair of words and swaps the other.
+    const bool odd = lane_of_four & 1;
+    const bool upper = lane_of_four & 2;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const uint32_t received = __shfl_xor_sync(0xffffffff, odd ? mine[i] : mine[i + 1], 1);
+        pairs[i] = odd ? received : mine[i];
+        pairs[i + 1] = odd ? mine[i + 1] : received;
+    }
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t received = __shfl_xor_sync(0xffffffff, upper ? pairs[i] : pairs[i + 2], 2);
+        words[i] = upper ? received : pairs[i];
+        words[i + 2] = upper ? pairs[i + 2] : received;
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+
+// Normalises O, rounds it and writes it from registers.
+__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
+                                           const RowState& rows, int first_row, int lane) {
+    float factor[2];
+    finish_rows(params, tile, rows, first_row, lane, factor);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first_row + 8 * half + lane / 4;
+        element* out_row = params.out + tile.batch * params.out_batch_stride +
+                           row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
+        opaque(out_row);  // else it is computed anew for each store
+        // A lane has two neighbouring columns of every eight. Four lanes transpose, so that each gets eight of 32.
+#pragma unroll
+        for (int n = 0; n < kHeadDimV / 8; n += 4) {
+            uint32_t mine[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int first = 4 * (n + i) + 2 * half;  // past the last column where kHeadDimV is no multiple of 32
+                mine[i] = first < kHeadDimV / 2 ? pack<element>(output[first] * factor[half], output[first + 1] * factor[half]) : 0;
+            }
+            const uint4 chunk = transpose_4x4(mine, lane % 4);
+            const int column = 8 * (n + lane % 4);
+            if (is_row(params, row) && column < params.head_dim_v) store_global_128(out_row + column, chunk);
+        }
+    }
+}
+
+// Those of which one of `count` rows from `first_row` on sees a key.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
+    const int skipped = max(-first_row, 0);
+    const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
+// Waits until a buffer may be written to. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
+// others, which are at the next __syncwarp. Nothing is written before all lanes have seen the phase end: a later refill could flip the parity
+// twice, and a lane still polling would wait forever.
+__device__ __forceinline__ void await_empty(shared_address empty, int parity) {
+    mbarrier_wait(empty, parity);
+    __syncwarp();
+}
+
+// Passes a tile on to the producer and the consumers. The whole warp works.
+__device__ __forceinline__ void pass_on_tile(const SequenceTile& found, shared_address shared, const Barriers& barriers,
+                                             RingPosition<kQStages>& ring, int lane) {
+    await_empty(barriers.tile_empty(ring.stage), ring.parity ^ 1);
+    if (lane == 0) {
+        found.store(shared + kTileOffset + ring.stage * kTileBytes);
+        mbarrier_arrive(barriers.tile_full(ring.stage));
+    }
+    __syncwarp();
+    ring.advance();
+}
+
+// Rows of all queries of a sequence, as tiles have them.
+__device__ __forceinline__ int rows_of(const Params& params, int sequence) {
+    return queries_of(params, sequence).count;
+}
+
+// How many rows of a sequence's first tile lie ahead of its first query: the last tile ends with the sequence's last unit of 64 rows,
+// counted from the first row.
+__device__ __forceinline__ int rows_ahead(const Params&, int rows) {
+    return (rows + kBlockM - 1) / kBlockM * kBlockM - (rows + 63) / 64 * 64;
+}
+
+// The tile that comes next, as a producer warp reads it. The whole warp works.
+__device__ __forceinline__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane) {
+    mbarrier_wait(barriers.tile_full(ring.stage), ring.parity);
+    SequenceTile found;
+    found.load(shared + kTileOffset + ring.stage * kTileBytes);
+    __syncwarp();  // all lanes have read it
+    if (lane == 0) mbarrier_arrive(barriers.tile_empty(ring.stage));
+    return found;
+}
+
+// The KV blocks of a tile.
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found) {
+    return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found.first_row, kBlockM);
+}
+
+// Turns a tile of its sequence into the same one of the whole array, as TMA takes it: packed sequences are rows of a single entry.
+__device__ __forceinline__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile) {
+    tile.first_row += found.first_query;
+    if (params.cu_seqlens_q != nullptr) tile.batch = 0;
+}
+
+// Loads Q of a tile when its buffer is empty. The whole warp works.
+__device__ __forceinline__ void produce_q(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
+                                          const RingPosition<kQStages>& ring) {
+    await_empty(barriers.q_empty(ring.stage), ring.parity ^ 1);
+    if (elect_one()) load_q(params, tile, shared + ring.stage * kQBytes, barriers.q_full(ring.stage));
+}
+
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount>
+__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+                                              int first_key, int head, int batch) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+    }
+}
+
+static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
+static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
+static_assert(kSharedBytes + 1024 == 197864, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 392 && offsetof(Params, cu_seqlens_q) == 400);
+static_assert(offsetof(Params, cu_seqlens_kv) == 408 && offsetof(Params, kv_lengths) == 416 && offsetof(Params, index) == 424);
+static_assert(offsetof(Params, out_batch_stride) == 432 && offsetof(Params, out_row_stride) == 440);
+static_assert(offsetof(Params, out_head_stride) == 448 && offsetof(Params, lse_batch_stride) == 456);
+static_assert(offsetof(Params, lse_head_stride) == 464 && offsetof(Params, batch_size) == 472);
+static_assert(offsetof(Params, num_heads_q) == 476 && offsetof(Params, group_size) == 480 && offsetof(Params, rows_q) == 484);
+static_assert(offsetof(Params, rows_kv) == 488 && offsetof(Params, batch_kv) == 492 && offsetof(Params, seqlen_q) == 496);
+static_assert(offsetof(Params, seqlen_kv) == 500 && offsetof(Params, head_dim_v) == 504);
+static_assert(offsetof(Params, diagonal_offset) == 508 && offsetof(Params, scale_log2) == 512);

@@ -45,12 +45,6 @@ constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
 constexpr int kStashBytes = 16;
 constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
-static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
-static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
-static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
-static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(kSharedBytes == 49168, "launcher and kernel agree on shared memory");
-
 struct Params {
     const element* q;                     // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
     const element* k;                     // (num_pages, page_size, num_heads_kv, head_dim), likewise
@@ -91,23 +85,6 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset, to which with_lengths() adds seqlen_kv - seqlen_q
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 256 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
-static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, pages) == 56 && offsetof(Params, q_batch_stride) == 64);
-static_assert(offsetof(Params, q_row_stride) == 72 && offsetof(Params, q_head_stride) == 80);
-static_assert(offsetof(Params, k_batch_stride) == 88 && offsetof(Params, k_row_stride) == 96);
-static_assert(offsetof(Params, k_head_stride) == 104 && offsetof(Params, v_batch_stride) == 112);
-static_assert(offsetof(Params, v_row_stride) == 120 && offsetof(Params, v_head_stride) == 128);
-static_assert(offsetof(Params, out_batch_stride) == 136 && offsetof(Params, out_row_stride) == 144);
-static_assert(offsetof(Params, out_head_stride) == 152 && offsetof(Params, lse_batch_stride) == 160);
-static_assert(offsetof(Params, lse_head_stride) == 168 && offsetof(Params, pages_batch_stride) == 176);
-static_assert(offsetof(Params, batch_size) == 184 && offsetof(Params, num_heads_kv) == 188);
-static_assert(offsetof(Params, group_size) == 192 && offsetof(Params, rows_q) == 196 && offsetof(Params, batch_kv) == 200);
-static_assert(offsetof(Params, page_size) == 204 && offsetof(Params, seqlen_q) == 208 && offsetof(Params, seqlen_kv) == 212);
-static_assert(offsetof(Params, head_dim) == 216 && offsetof(Params, head_dim_v) == 220);
-static_assert(offsetof(Params, num_heads_divisor) == 224 && offsetof(Params, group_size_divisor) == 232);
-static_assert(offsetof(Params, page_size_divisor) == 240 && offsetof(Params, diagonal_offset) == 248);
-static_assert(offsetof(Params, scale_log2) == 252);
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -117,6 +94,270 @@ struct Tile {
     int kv_head;
     int first_row;
 };
+
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+__device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
+__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+__device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
+
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+__device__ Lengths lengths_of(const Params& params, int sequence);  // None where there is no such sequence
+__device__ Params with_lengths(const Params& params, const Lengths& lengths);  // The parameters for a sequence of these lengths
+__device__ Params of_sequence(const Params& params, int sequence, const Lengths& lengths);  // The parameters of a call of one sequence alone
+__device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
+
+// kBlockM rows of one sequence, and the head of the grid that a thread block takes them for.
+struct RowBlock {
+    int sequence;  // below 0: none
+    int head;
+    int index;  // in the sequence
+};
+
+// The row blocks of all sequences are numbered, one sequence after another
+__device__ RowBlock find_row_block(const Params& params, int index, int lane);
+__device__ Tile tile_of(const Params& params, const RowBlock& row_block);
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params& params, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// step's XOR flips.
+using LaneAddress = shared_address;
+
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
+__device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed on the way, of V
+__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
+__device__ int first_row_of(int warp);  // A warp's first row in the tile
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where the rows of the tile's head begin in page 0 of K and V
+__device__ const element* head_v(const Params& params, const Tile& tile);
+// Starts the copy of the keys of a KV block of K or V, kColumns wide, into shared memory
+template <int kColumns> __device__ void copy_rows(const Params& params, shared_address block, const element* head, int64_t page_stride,
+    int64_t row_stride, int first_key, const SeenRows& rows, int head_dim);
+// Starts the copy of KV block `block` of a head of K, and of V
+__device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
+__device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
+// The tile, stashed in shared memory and read back by the epilogue, instead of being held in registers
+__device__ void stash_tile(const Tile& tile, shared_address smem);
+__device__ Tile stashed_tile(shared_address smem);
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
+constexpr float kSlack = 8.0f;
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ float quad_max(float value);
+__device__ float quad_sum(float value);
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32
+template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ VAddress v_address(shared_address block, int lane);
+template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
+// The keys that some row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a key that some row of [first_row, first_row + count) attends to
+__device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
+// Masks the keys that lie outside the range of their row
+template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane);
+// What happens to S between Q . K^T and softmax, block by block, masked or not
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
+// Computes this lane's maximum of each row, in row_max's units
+template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+    float (&block_max)[kTiles][2]);
+// Raises row_max to the maxima of a block, and rescales O and row_sum
+template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
+// P of the scores, which is added to row_sum
+template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+// A step of online softmax
+template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+__device__ void normalise(RowTile (&rows)[kRowTiles]);  // Completes row_sum and divides O by it
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing
+__device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
+// Rounds O and puts it into the Q tile
+__device__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane);
+// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors
+__device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], shared_address smem, int warp,
+    int lane);
+
+// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have one stage each: V of a block is fetched
+// while its scores are computed, K of the next block during P . V of this one. Other thread blocks of the SM, where there is room for
+// them, fill the gaps.
+__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
+                                          shared_address smem, int warp, int lane) {
+    const shared_address k_stage = smem + kKOffset;
+    const shared_address v_stage = smem + kVOffset;
+    const element* k = head_k(params, tile);
+    const element* v = head_v(params, tile);
+    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lane = k_lane_address(k_stage, lane);
+    const VAddress v_lane = v_address(v_stage, lane);
+    // The blocks with a key that some row of this warp attends to.
+    const KvBlocks warp_blocks = kv_blocks_of(params, min(tile.first_row + first_row_of(warp), num_rows(params) - 1), kWarpRows);
+
+    auto fetch_k = [&](int block) {
+        copy_k(params, k, k_stage, block);
+        cp_async_commit();
+    };
+    auto compute_p = [&](P<kRowTiles>& p, int block) {
+        float scores[kRowTiles][kKeyTiles][4];
+        mma_qk(scores, q_lane, k_lane);
+        finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN, lane);
+        softmax_step(scores, rows, params.scale_log2, p);
+    };
+
+    if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
+        fetch_k(blocks.last);
+    } else {
+        barrier_sync(kThreads);  // the stash is written: a tile without keys meets no other barrier
+    }
+
+    for (int block = blocks.last; block >= blocks.first; --block) {
+        // K of this block is here, and every warp has finished with V of the block before.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        copy_v(params, v, v_stage, block);
+        cp_async_commit();
+
+        P<kRowTiles> p;
+        const bool sees = block >= warp_blocks.first && block <= warp_blocks.last;
+        if (sees) compute_p(p, block);  // some row of this warp attends to a key of the block
+
+        // V of this block is here, and every warp has finished with K.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        if (block > blocks.first) fetch_k(block - 1);
+        if (sees) mma_pv(rows, p, v_lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+flash_fwd_varlen_hdim128_bf16_causal_paged_packgqa_sm80(const __grid_constant__ Params all) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    // The wait comes first: lengths may be results of the grid before.
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
+    griddepcontrol_launch_dependents();
+
+    const RowBlock row_block = find_row_block(all, block_index(), lane);
+    if (row_block.sequence < 0) return;  // the grid is for the most row blocks that such arrays can have
+    const Params params = of_sequence(all, row_block.sequence, lengths_of(all, row_block.sequence));
+    const Tile tile = tile_of(params, row_block);
+    if (threadIdx.x == 0) stash_tile(tile, smem);
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
+    RowTile rows[kRowTiles];
+    clear(rows);
+
+    main_loop(params, tile, blocks, rows, smem, warp, lane);
+
+    const Tile stored_tile = stashed_tile(smem);
+    normalise(rows);
+    store_lse(params, stored_tile, rows, warp, lane);
+    store_output(params, stored_tile, rows, smem, warp, lane);
+}
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -128,12 +369,6 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }
-
-// Rows of an entry of an array: where they begin, and how many there are.
-struct Rows {
-    int begin;
-    int count;
-};
 
 // Those of a sequence among packed ones.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
@@ -161,12 +396,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     own.diagonal_offset += seqlen_kv - seqlen_q;
     return own;
 }
-
-// Where the queries and the keys of a sequence are.
-struct Lengths {
-    Rows queries;
-    Rows keys;
-};
 
 // None where there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
@@ -200,13 +429,6 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
     }
     return value;
 }
-
-// kBlockM rows of one sequence, and the head of the grid that a thread block takes them for.
-struct RowBlock {
-    int sequence;  // below 0: none
-    int head;
-    int index;  // in the sequence
-};
 
 // The row blocks of all sequences are numbered, one sequence after another. The thread blocks of a row block's heads come one after
 // another, so that they share its sequence's row of the page table in L2. Each lane counts the row blocks of one of 32 sequences at a
@@ -258,29 +480,10 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query attends to: those up to its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
-
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
-struct SeenRows {
-    int end;
-
-    __device__ __forceinline__ bool has(int row) const { return row < end; }
-
-    // The same counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
-
-    // Those among the first `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
-};
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
@@ -288,18 +491,8 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {end - first_key};
 }
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
-constexpr int kChunkElements = 16 / sizeof(element);
-constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
-constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
-
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
-
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
-// step's XOR flips.
-using LaneAddress = shared_address;
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
@@ -423,16 +616,6 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     return tile;
 }
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
-// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
-constexpr float kSlack = 8.0f;
-
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
-
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
@@ -450,13 +633,6 @@ __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
-
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
-struct RowTile {
-    float row_max[2];  // log2 domain
-    float row_sum[2];  // this lane's share
-    float output[kDimTiles][4];
-};
 
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
@@ -514,20 +690,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
     }
 }
 
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
-// neighbouring key tiles is the A layout of one 16x16 tile.
-template <int kTiles>
-struct P {
-    uint32_t fragment[kTiles][kKeyTiles / 2][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
-};
-
-using VAddress = LaneAddress;
-
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
 // O += P . V.
@@ -581,12 +743,6 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
         }
     }
 }
-
-// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
-struct KvBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
 
 // The blocks with a key that some row of [first_row, first_row + count) attends to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
@@ -683,58 +839,6 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     exponentiate(scores, rows, scale_log2, p);
 }
 
-// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have one stage each: V of a block is fetched
-// while its scores are computed, K of the next block during P . V of this one. Other thread blocks of the SM, where there is room for
-// them, fill the gaps.
-__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
-                                          shared_address smem, int warp, int lane) {
-    const shared_address k_stage = smem + kKOffset;
-    const shared_address v_stage = smem + kVOffset;
-    const element* k = head_k(params, tile);
-    const element* v = head_v(params, tile);
-    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
-    const LaneAddress k_lane = k_lane_address(k_stage, lane);
-    const VAddress v_lane = v_address(v_stage, lane);
-    // The blocks with a key that some row of this warp attends to.
-    const KvBlocks warp_blocks = kv_blocks_of(params, min(tile.first_row + first_row_of(warp), num_rows(params) - 1), kWarpRows);
-
-    auto fetch_k = [&](int block) {
-        copy_k(params, k, k_stage, block);
-        cp_async_commit();
-    };
-    auto compute_p = [&](P<kRowTiles>& p, int block) {
-        float scores[kRowTiles][kKeyTiles][4];
-        mma_qk(scores, q_lane, k_lane);
-        finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN, lane);
-        softmax_step(scores, rows, params.scale_log2, p);
-    };
-
-    if (blocks.last >= blocks.first) {
-        load_q(params, tile, smem);
-        fetch_k(blocks.last);
-    } else {
-        barrier_sync(kThreads);  // the stash is written: a tile without keys meets no other barrier
-    }
-
-    for (int block = blocks.last; block >= blocks.first; --block) {
-        // K of this block is here, and every warp has finished with V of the block before.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        copy_v(params, v, v_stage, block);
-        cp_async_commit();
-
-        P<kRowTiles> p;
-        const bool sees = block >= warp_blocks.first && block <= warp_blocks.last;
-        if (sees) compute_p(p, block);  // some row of this warp attends to a key of the block
-
-        // V of this block is here, and every warp has finished with K.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        if (block > blocks.first) fetch_k(block - 1);
-        if (sees) mma_pv(rows, p, v_lane);
-    }
-}
-
 // Completes row_sum and divides O by it. A row that attends to nothing has the sum 0 and becomes 0.
 __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
@@ -829,34 +933,25 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-flash_fwd_varlen_hdim128_bf16_causal_paged_packgqa_sm80(const __grid_constant__ Params all) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address smem = to_shared(shared_memory);
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-
-    // The wait comes first: lengths may be results of the grid before.
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
-    griddepcontrol_launch_dependents();
-
-    const RowBlock row_block = find_row_block(all, block_index(), lane);
-    if (row_block.sequence < 0) return;  // the grid is for the most row blocks that such arrays can have
-    const Params params = of_sequence(all, row_block.sequence, lengths_of(all, row_block.sequence));
-    const Tile tile = tile_of(params, row_block);
-    if (threadIdx.x == 0) stash_tile(tile, smem);
-    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
-    RowTile rows[kRowTiles];
-    clear(rows);
-
-    main_loop(params, tile, blocks, rows, smem, warp, lane);
-
-    const Tile stored_tile = stashed_tile(smem);
-    normalise(rows);
-    store_lse(params, stored_tile, rows, warp, lane);
-    store_output(params, stored_tile, rows, smem, warp, lane);
-}
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert(kSharedBytes == 49168, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 256 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
+static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, pages) == 56 && offsetof(Params, q_batch_stride) == 64);
+static_assert(offsetof(Params, q_row_stride) == 72 && offsetof(Params, q_head_stride) == 80);
+static_assert(offsetof(Params, k_batch_stride) == 88 && offsetof(Params, k_row_stride) == 96);
+static_assert(offsetof(Params, k_head_stride) == 104 && offsetof(Params, v_batch_stride) == 112);
+static_assert(offsetof(Params, v_row_stride) == 120 && offsetof(Params, v_head_stride) == 128);
+static_assert(offsetof(Params, out_batch_stride) == 136 && offsetof(Params, out_row_stride) == 144);
+static_assert(offsetof(Params, out_head_stride) == 152 && offsetof(Params, lse_batch_stride) == 160);
+static_assert(offsetof(Params, lse_head_stride) == 168 && offsetof(Params, pages_batch_stride) == 176);
+static_assert(offsetof(Params, batch_size) == 184 && offsetof(Params, num_heads_kv) == 188);
+static_assert(offsetof(Params, group_size) == 192 && offsetof(Params, rows_q) == 196 && offsetof(Params, batch_kv) == 200);
+static_assert(offsetof(Params, page_size) == 204 && offsetof(Params, seqlen_q) == 208 && offsetof(Params, seqlen_kv) == 212);
+static_assert(offsetof(Params, head_dim) == 216 && offsetof(Params, head_dim_v) == 220);
+static_assert(offsetof(Params, num_heads_divisor) == 224 && offsetof(Params, group_size_divisor) == 232);
+static_assert(offsetof(Params, page_size_divisor) == 240 && offsetof(Params, diagonal_offset) == 248);
+static_assert(offsetof(Params, scale_log2) == 252);

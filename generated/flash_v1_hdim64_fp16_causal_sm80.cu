@@ -40,10 +40,6 @@ constexpr int kSharedBytes = kVOffset + kBlockN * kRowBytes;
 // factor cancels in O / row_sum and in the LSE.
 constexpr float kPBias = 7.0f;
 
-static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
-static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
-static_assert(kSharedBytes == 49152, "launcher and kernel agree on shared memory");
-
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     const element* k;                     // (batch, seqlen_kv, num_heads_q, head_dim), likewise
@@ -73,18 +69,6 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
-static_assert(sizeof(Params) == 192 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, running_o) == 40);
-static_assert(offsetof(Params, row_sum) == 48 && offsetof(Params, row_max) == 56 && offsetof(Params, q_batch_stride) == 64);
-static_assert(offsetof(Params, q_row_stride) == 72 && offsetof(Params, q_head_stride) == 80);
-static_assert(offsetof(Params, k_batch_stride) == 88 && offsetof(Params, k_row_stride) == 96);
-static_assert(offsetof(Params, k_head_stride) == 104 && offsetof(Params, v_batch_stride) == 112);
-static_assert(offsetof(Params, v_row_stride) == 120 && offsetof(Params, v_head_stride) == 128);
-static_assert(offsetof(Params, out_batch_stride) == 136 && offsetof(Params, out_row_stride) == 144);
-static_assert(offsetof(Params, out_head_stride) == 152 && offsetof(Params, num_heads_q) == 160);
-static_assert(offsetof(Params, seqlen_q) == 164 && offsetof(Params, seqlen_kv) == 168 && offsetof(Params, head_dim) == 172);
-static_assert(offsetof(Params, head_dim_v) == 176 && offsetof(Params, diagonal_offset) == 180);
-static_assert(offsetof(Params, scale_log2) == 184);
 
 // A Q block: kBlockM rows of queries of the thread block's head.
 struct Tile {
@@ -94,15 +78,10 @@ struct Tile {
     int first_row;
 };
 
-__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
-
-__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
-
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
-__device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
-                                              int64_t head_stride) {
-    return row * row_stride + tile.head * head_stride;
-}
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params&, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 
 // Keys [begin, end).
 struct KeyRange {
@@ -110,10 +89,7 @@ struct KeyRange {
     int end;
 };
 
-// The keys that a query attends to: those up to its diagonal.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
-}
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
 
 // Which rows of a block of keys some query of the sequence sees: those before `end`.
 struct SeenRows {
@@ -128,11 +104,7 @@ struct SeenRows {
     __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
 };
 
-// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
-__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
-    const int end = keys_of_query(params, params.seqlen_q - 1).end;
-    return {end - first_key};
-}
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
 // consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
@@ -140,12 +112,188 @@ constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-// With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
-__device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
+__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
 
 // Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
 // step's XOR flips.
 using LaneAddress = shared_address;
+
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
+__device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed on the way, of V
+__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
+__device__ int first_row_of(int warp);  // A warp's first row in the tile
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
+__device__ const element* head_v(const Params& params, const Tile& tile);
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory
+template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
+    int head_dim);
+// Starts the copy of KV block `block` of a head of K, and of V
+__device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
+__device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ float quad_max(float value);
+__device__ float quad_sum(float value);
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // m, in the log2 domain
+    float row_sum[2];  // l, of the whole row in each lane
+    float output[kDimTiles][4];
+};
+
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32
+template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ VAddress v_address(shared_address block, int lane);
+template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
+// The keys that some row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a key that some row of [first_row, first_row + count) attends to
+__device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
+// Masks the keys that lie outside the range of their row
+template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane);
+// What happens to S between Q . K^T and softmax, block by block, masked or not
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
+__device__ void clear(RowTile (&rows)[kRowTiles]);
+// Multiplies O of each row by a function of the row's l
+template <typename Factor> __device__ void scale_output(RowTile (&rows)[kRowTiles], Factor factor);
+// Calls at_row(row, rows[i], row8) for each row of this warp's MMA tiles that exists; the row counts within the head
+template <typename Rows, typename AtRow> __device__ void for_each_row(const Params& params, const Tile& tile, Rows& rows, int warp,
+    int lane, AtRow at_row);
+__device__ int64_t row_index(const Params& params, const Tile& tile, int row);  // Where l and m of a row lie, and the LSE
+__device__ void load_rows(const Params& params, const Tile& tile, RowTile (&rows)[kRowTiles], int warp, int lane);  // Line 8
+__device__ void store_rows(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);  // Lines 12 and 13
+// Rounds O to `out`, and writes lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing
+__device__ void store_results(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
+// Brings m, l and O up to date with the scores of a KV block
+__device__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4], RowTile (&rows)[kRowTiles], float scale_log2, P<kRowTiles>& p);
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+flash_v1_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address q_block = to_shared(shared_memory);
+    const shared_address k_block = q_block + kKOffset;
+    const shared_address v_block = q_block + kVOffset;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const LaneAddress q_lane = qv_lane_address(q_block + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lane = k_lane_address(k_block, lane);
+    const VAddress v_lane = v_address(v_block, lane);
+
+    Tile tile;
+    tile.batch = block_index() / params.num_heads_q;
+    tile.head = block_index() % params.num_heads_q;
+    tile.kv_head = tile.head;
+    const element* k = head_k(params, tile);
+    const element* v = head_v(params, tile);
+
+    // Line 2 of the algorithm: O = 0, l = 0, m = -inf.
+    for (tile.first_row = 0; tile.first_row < num_rows(params); tile.first_row += kBlockM) {
+        RowTile rows[kRowTiles];
+        clear(rows);
+        store_rows(params, tile, rows, warp, lane);
+    }
+    barrier_sync(kThreads);  // one lane of a quad has stored l and m for all
+
+    // Line 5, from the last KV block to the first.
+    for (int block = kv_blocks_of(params, 0, num_rows(params)).last; block >= 0; --block) {
+        copy_k(params, k, k_block, block);
+        copy_v(params, v, v_block, block);
+        cp_async_commit();
+
+        // Line 7.
+        for (tile.first_row = 0; tile.first_row < num_rows(params); tile.first_row += kBlockM) {
+            if (block > kv_blocks_of(params, tile.first_row, kBlockM).last) continue;  // no row of the Q block attends to a key of the KV block
+            load_q(params, tile, q_block);
+            cp_async_commit();
+            RowTile rows[kRowTiles];
+            load_rows(params, tile, rows, warp, lane);
+            cp_async_wait<0>();
+            barrier_sync(kThreads);
+
+            float scores[kRowTiles][kKeyTiles][4];
+            mma_qk(scores, q_lane, k_lane);
+            finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN, lane);
+            // O is kept divided by l: it is multiplied by l, brought up to date, and divided by the new l, once for each KV block.
+            scale_output(rows, [](float row_sum) { return row_sum; });
+            P<kRowTiles> p;
+            softmax_step(scores, rows, params.scale_log2, p);
+            mma_pv(rows, p, v_lane);
+            // A row that attends to nothing so far has the sum 0, and stays 0.
+            scale_output(rows, [](float row_sum) { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; });
+            store_rows(params, tile, rows, warp, lane);
+            barrier_sync(kThreads);  // every warp has finished with Q, and after the last Q block with K and V
+        }
+    }
+
+    // O to 16 bits, and lse = m + ln(l).
+    for (tile.first_row = 0; tile.first_row < num_rows(params); tile.first_row += kBlockM) {
+        RowTile rows[kRowTiles];
+        load_rows(params, tile, rows, warp, lane);
+        store_results(params, tile, rows, warp, lane);
+    }
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    return row * row_stride + tile.head * head_stride;
+}
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
+    const int end = keys_of_query(params, params.seqlen_q - 1).end;
+    return {end - first_key};
+}
+
+// With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
+__device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
@@ -248,9 +396,6 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
-
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
@@ -268,13 +413,6 @@ __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
-
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
-struct RowTile {
-    float row_max[2];  // m, in the log2 domain
-    float row_sum[2];  // l, of the whole row in each lane
-    float output[kDimTiles][4];
-};
 
 // S = Q . K^T of kTiles MMA tiles of rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2) of
 // tile i, key 8 j + 2 t + e % 2.
@@ -305,20 +443,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
         }
     }
 }
-
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
-// neighbouring key tiles is the A layout of one 16x16 tile.
-template <int kTiles>
-struct P {
-    uint32_t fragment[kTiles][kKeyTiles / 2][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
-};
-
-using VAddress = LaneAddress;
 
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
@@ -373,12 +497,6 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
         }
     }
 }
-
-// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
-struct KvBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
 
 // The blocks with a key that some row of [first_row, first_row + count) attends to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
@@ -552,68 +670,18 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-flash_v1_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address q_block = to_shared(shared_memory);
-    const shared_address k_block = q_block + kKOffset;
-    const shared_address v_block = q_block + kVOffset;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    const LaneAddress q_lane = qv_lane_address(q_block + first_row_of(warp) * kRowBytes, lane);
-    const LaneAddress k_lane = k_lane_address(k_block, lane);
-    const VAddress v_lane = v_address(v_block, lane);
-
-    Tile tile;
-    tile.batch = block_index() / params.num_heads_q;
-    tile.head = block_index() % params.num_heads_q;
-    tile.kv_head = tile.head;
-    const element* k = head_k(params, tile);
-    const element* v = head_v(params, tile);
-
-    // Line 2 of the algorithm: O = 0, l = 0, m = -inf.
-    for (tile.first_row = 0; tile.first_row < num_rows(params); tile.first_row += kBlockM) {
-        RowTile rows[kRowTiles];
-        clear(rows);
-        store_rows(params, tile, rows, warp, lane);
-    }
-    barrier_sync(kThreads);  // one lane of a quad has stored l and m for all
-
-    // Line 5, from the last KV block to the first.
-    for (int block = kv_blocks_of(params, 0, num_rows(params)).last; block >= 0; --block) {
-        copy_k(params, k, k_block, block);
-        copy_v(params, v, v_block, block);
-        cp_async_commit();
-
-        // Line 7.
-        for (tile.first_row = 0; tile.first_row < num_rows(params); tile.first_row += kBlockM) {
-            if (block > kv_blocks_of(params, tile.first_row, kBlockM).last) continue;  // no row of the Q block attends to a key of the KV block
-            load_q(params, tile, q_block);
-            cp_async_commit();
-            RowTile rows[kRowTiles];
-            load_rows(params, tile, rows, warp, lane);
-            cp_async_wait<0>();
-            barrier_sync(kThreads);
-
-            float scores[kRowTiles][kKeyTiles][4];
-            mma_qk(scores, q_lane, k_lane);
-            finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN, lane);
-            // O is kept divided by l: it is multiplied by l, brought up to date, and divided by the new l, once for each KV block.
-            scale_output(rows, [](float row_sum) { return row_sum; });
-            P<kRowTiles> p;
-            softmax_step(scores, rows, params.scale_log2, p);
-            mma_pv(rows, p, v_lane);
-            // A row that attends to nothing so far has the sum 0, and stays 0.
-            scale_output(rows, [](float row_sum) { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; });
-            store_rows(params, tile, rows, warp, lane);
-            barrier_sync(kThreads);  // every warp has finished with Q, and after the last Q block with K and V
-        }
-    }
-
-    // O to 16 bits, and lse = m + ln(l).
-    for (tile.first_row = 0; tile.first_row < num_rows(params); tile.first_row += kBlockM) {
-        RowTile rows[kRowTiles];
-        load_rows(params, tile, rows, warp, lane);
-        store_results(params, tile, rows, warp, lane);
-    }
-}
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
+static_assert(kSharedBytes == 49152, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 192 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, running_o) == 40);
+static_assert(offsetof(Params, row_sum) == 48 && offsetof(Params, row_max) == 56 && offsetof(Params, q_batch_stride) == 64);
+static_assert(offsetof(Params, q_row_stride) == 72 && offsetof(Params, q_head_stride) == 80);
+static_assert(offsetof(Params, k_batch_stride) == 88 && offsetof(Params, k_row_stride) == 96);
+static_assert(offsetof(Params, k_head_stride) == 104 && offsetof(Params, v_batch_stride) == 112);
+static_assert(offsetof(Params, v_row_stride) == 120 && offsetof(Params, v_head_stride) == 128);
+static_assert(offsetof(Params, out_batch_stride) == 136 && offsetof(Params, out_row_stride) == 144);
+static_assert(offsetof(Params, out_head_stride) == 152 && offsetof(Params, num_heads_q) == 160);
+static_assert(offsetof(Params, seqlen_q) == 164 && offsetof(Params, seqlen_kv) == 168 && offsetof(Params, head_dim) == 172);
+static_assert(offsetof(Params, head_dim_v) == 176 && offsetof(Params, diagonal_offset) == 180);
+static_assert(offsetof(Params, scale_log2) == 184);

@@ -28,9 +28,6 @@ constexpr int kPartsAtOnce = 5;                      // parts that a warp has on
 constexpr int kSumsOffset = kWarps * kHeadDimV * 4;  // shared memory: O of each warp, then row_max and row_sum of each
 constexpr int kSharedBytes = kSumsOffset + kWarps * 8;
 
-static_assert(kHeadDimV % 8 == 0 && kRowThreads * kWarps <= kThreads, "a row for each warp can be stored at once");
-static_assert(kSharedBytes == 2080, "launcher and kernel agree on shared memory");
-
 struct Params {
     const float* part_outputs;            // (parts, kBlockM, kHeadDimV)
     const float* part_sums;               // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
@@ -54,26 +51,12 @@ struct Params {
     int32_t heads_per_set;                // likewise
     uint64_t group_size_divisor;          // for divisors see divide()
 };
-static_assert(sizeof(Params) == 136 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
-static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, cu_seqlens_q) == 32);
-static_assert(offsetof(Params, kv_lengths) == 40 && offsetof(Params, out_batch_stride) == 48);
-static_assert(offsetof(Params, out_row_stride) == 56 && offsetof(Params, out_head_stride) == 64);
-static_assert(offsetof(Params, lse_batch_stride) == 72 && offsetof(Params, lse_head_stride) == 80);
-static_assert(offsetof(Params, group_size) == 88 && offsetof(Params, rows_q) == 92 && offsetof(Params, batch_size) == 96);
-static_assert(offsetof(Params, seqlen_q) == 100 && offsetof(Params, seqlen_kv) == 104 && offsetof(Params, head_dim_v) == 108);
-static_assert(offsetof(Params, num_shares) == 112 && offsetof(Params, head_sets_log2) == 116);
-static_assert(offsetof(Params, heads_per_set) == 120 && offsetof(Params, group_size_divisor) == 128);
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
-// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
-__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
-
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
 
 // A tile of the kernel before this one: kBlockM rows of queries.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -82,6 +65,151 @@ struct Tile {
     int head;  // first query head of the group that shares a head of K and V
     int first_row;
 };
+
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+__device__ int query_of_row(const Params& params, int row);
+__device__ int num_rows(const Params& params);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+__device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
+__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+__device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
+
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+__device__ Lengths lengths_of(const Params& params, int sequence);  // None where there is no such sequence
+__device__ Params with_lengths(const Params& params, const Lengths& lengths);  // The parameters for a sequence of these lengths
+__device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
+
+// The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
+struct Tiles {
+    int row_blocks;
+    int first_kv_block;
+    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
+};
+
+__device__ Tiles tiles_of(const Params& params);  // `params` are those of the sequence
+
+// The heads of the grid are 1, 2 or 4 sets: head h is of set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
+// and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
+// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
+
+__device__ int share_of(const Params& params, int thread_block);  // The number of a thread block's share in its set
+// Head number `nth_head` of a thread block's set, in the grid
+__device__ int head_of_set(const Params& params, int thread_block, int nth_head);
+// How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences
+__device__ int count_kv_blocks(const Params& params, const Lengths& lengths);
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences in its set of heads
+__device__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane);
+
+// A sequence, its lengths, and the numbers [begin, end) of its KV blocks.
+struct Place {
+    int sequence;
+    int begin;
+    int end;
+    Lengths lengths;
+};
+
+__device__ Lengths of_lane(const Lengths& lengths, int lane);  // What another lane has
+// The sequence that has KV block `index` of the set, which has more
+__device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);
+// Tile `tile_index` of a sequence, of which `params` are, among those of the thread block's set of heads
+__device__ Tile find_tile(const Params& params, const Place& place, int tile_index);
+
+// The shares [first, last] that had KV blocks of a tile, in the kernel before this one, and the rows of the tile that this thread block
+// combines: `count` of them, each step-th from `first_row` on.
+struct Parts {
+    Tile tile;
+    int first;
+    int last;
+    int set;            // of heads, which has shares of its own
+    bool begins_share;  // whether share `first` begins with the tile
+    int step;
+    int first_row;
+    int count;
+};
+
+// What the thread block of share `index` of [first, last] combines
+__device__ void divide_rows(const Params& params, Parts& parts, int index);
+__device__ Params of_sequence(const Params& params, const Place& place);  // The parameters of a call of one sequence alone
+// The parts of the tile with which, or within which, a share begins
+__device__ Parts find_parts(const Params& params, const Place& place, int per_share, int share);
+// Where a row of a share's part lies in the workspace
+__device__ int64_t part_row(const Params& params, const Parts& parts, int share, int row);
+
+// O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
+struct Sums {
+    float row_max;
+    float row_sum;
+    float output[kLaneVectors][4];
+};
+
+__device__ void add(Sums& sums, float row_max, float row_sum, const uint4 (&output)[kLaneVectors]);
+// Adds every kStep-th part of a row of the tile, from part `first_part` on, in order
+template <int kStep> __device__ Sums add_parts(const Params& params, const Parts& parts, int row, int first_part, int lane);
+__device__ void share_sums(const Sums& sums, shared_address smem, int warp, int lane);  // Leaves what a warp has of a row in shared memory
+// Adds up the sums of a row that kTeam warps from `first` on have left, in the order of the warps
+template <int kTeam> __device__ void store_row(const Params& params, const Tile& tile, int row, shared_address smem, int first, int thread);
+// Every kTeam warps add up the parts of a row together
+template <int kTeam> __device__ void combine_by(const Params& params, const Parts& parts, shared_address smem, int warp, int lane);
+// A single row may have many parts
+__device__ void combine(const Params& params, const Parts& parts, shared_address smem, int warp, int lane);
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Params all) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    // Which rows these are takes longer to find than to add up. The lengths are final: the kernel before this one lets it begin
+    // only after its own griddepcontrol.wait.
+    const Lengths lane_lengths = lengths_of(all, lane);
+    int num_kv_blocks;
+    const int per_share = kv_blocks_per_share(all, lane_lengths, num_kv_blocks, lane);
+    const int share = share_of(all, block_index());
+    const bool has_share = share * per_share < num_kv_blocks;  // not where the shares before have all KV blocks
+    const Place place = has_share ? find_place(all, lane_lengths, share * per_share, lane) : Place{};
+    const Params params = of_sequence(all, place);
+    const Parts parts = has_share ? find_parts(params, place, per_share, share) : Parts{};
+
+    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of another call. Before its
+    // own wait it only prefetches, or reads values that it reads again after the wait. That wait is for the end of this grid, which has
+    // waited for the grids before it.
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+
+    combine(params, parts, smem, warp, lane);
+}
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -108,12 +236,6 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// Rows of an entry of an array: where they begin, and how many there are.
-struct Rows {
-    int begin;
-    int count;
-};
-
 // Those of a sequence among packed ones.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
@@ -139,12 +261,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
-// Where the queries and the keys of a sequence are.
-struct Lengths {
-    Rows queries;
-    Rows keys;
-};
-
 // None where there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
@@ -166,21 +282,8 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
     return value;
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
-
-// The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
-struct Tiles {
-    int row_blocks;
-    int first_kv_block;
-    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
-};
 
 // `params` are those of the sequence.
 __device__ __forceinline__ Tiles tiles_of(const Params& params) {
@@ -189,10 +292,6 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     const int end = (keys_of_query(params, params.seqlen_q - 1).end + kBlockN - 1) / kBlockN;
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
-
-// The heads of the grid are 1, 2 or 4 sets: head h is of set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
-// and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
-// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
 
 // The number of a thread block's share in its set.
 __device__ __forceinline__ int share_of(const Params& params, int thread_block) { return thread_block >> params.head_sets_log2; }
@@ -219,14 +318,6 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
     num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
-
-// A sequence, its lengths, and the numbers [begin, end) of its KV blocks.
-struct Place {
-    int sequence;
-    int begin;
-    int end;
-    Lengths lengths;
-};
 
 // What another lane has.
 __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
@@ -266,19 +357,6 @@ __device__ __forceinline__ Tile find_tile(const Params& params, const Place& pla
     tile.first_row = (tile_index - nth_head * row_blocks) * kBlockM;
     return tile;
 }
-
-// The shares [first, last] that had KV blocks of a tile, in the kernel before this one, and the rows of the tile that this thread block
-// combines: `count` of them, each step-th from `first_row` on.
-struct Parts {
-    Tile tile;
-    int first;
-    int last;
-    int set;            // of heads, which has shares of its own
-    bool begins_share;  // whether share `first` begins with the tile
-    int step;
-    int first_row;
-    int count;
-};
 
 // What the thread block of share `index` of [first, last] combines. The first has nothing to combine here: its share begins with the tile.
 __device__ __forceinline__ void divide_rows(const Params& params, Parts& parts, int index) {
@@ -320,13 +398,6 @@ __device__ __forceinline__ int64_t part_row(const Params& params, const Parts& p
     const int slot = 2 * block + (share == parts.first && !parts.begins_share ? 1 : 0);
     return int64_t(slot) * kBlockM + row;
 }
-
-// O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
-struct Sums {
-    float row_max;
-    float row_sum;
-    float output[kLaneVectors][4];
-};
 
 __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, const uint4 (&output)[kLaneVectors]) {
     const float larger = fmaxf(sums.row_max, row_max);
@@ -454,29 +525,14 @@ __device__ __forceinline__ void combine(const Params& params, const Parts& parts
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Params all) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address smem = to_shared(shared_memory);
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-
-    // Which rows these are takes longer to find than to add up. The lengths are final: the kernel before this one lets it begin
-    // only after its own griddepcontrol.wait.
-    const Lengths lane_lengths = lengths_of(all, lane);
-    int num_kv_blocks;
-    const int per_share = kv_blocks_per_share(all, lane_lengths, num_kv_blocks, lane);
-    const int share = share_of(all, block_index());
-    const bool has_share = share * per_share < num_kv_blocks;  // not where the shares before have all KV blocks
-    const Place place = has_share ? find_place(all, lane_lengths, share * per_share, lane) : Place{};
-    const Params params = of_sequence(all, place);
-    const Parts parts = has_share ? find_parts(params, place, per_share, share) : Parts{};
-
-    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of another call. Before its
-    // own wait it only prefetches, or reads values that it reads again after the wait. That wait is for the end of this grid, which has
-    // waited for the grids before it.
-    griddepcontrol_launch_dependents();
-    griddepcontrol_wait();
-
-    combine(params, parts, smem, warp, lane);
-}
+static_assert(kHeadDimV % 8 == 0 && kRowThreads * kWarps <= kThreads, "a row for each warp can be stored at once");
+static_assert(kSharedBytes == 2080, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 136 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
+static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, cu_seqlens_q) == 32);
+static_assert(offsetof(Params, kv_lengths) == 40 && offsetof(Params, out_batch_stride) == 48);
+static_assert(offsetof(Params, out_row_stride) == 56 && offsetof(Params, out_head_stride) == 64);
+static_assert(offsetof(Params, lse_batch_stride) == 72 && offsetof(Params, lse_head_stride) == 80);
+static_assert(offsetof(Params, group_size) == 88 && offsetof(Params, rows_q) == 92 && offsetof(Params, batch_size) == 96);
+static_assert(offsetof(Params, seqlen_q) == 100 && offsetof(Params, seqlen_kv) == 104 && offsetof(Params, head_dim_v) == 108);
+static_assert(offsetof(Params, num_shares) == 112 && offsetof(Params, head_sets_log2) == 116);
+static_assert(offsetof(Params, heads_per_set) == 120 && offsetof(Params, group_size_divisor) == 128);

@@ -48,16 +48,6 @@ constexpr int kStageBytes = 2 * kBlockN * kRowBytes;
 constexpr int kSumsOffset = kStageOffset + kStages * kStageBytes;
 constexpr int kSharedBytes = kSumsOffset + (kGroups - 1) * kGroupThreads * kRowTiles * 16;
 
-static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
-static_assert(kWarps % kGroupWarps == 0 && kBlockN % kGroups == 0, "groups are alike");
-static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
-static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
-static_assert(kStages >= 2, "a KV block is on its way while another is computed");
-static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
-static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");
-static_assert(kSharedBytes == 103936, "launcher and kernel agree on shared memory");
-
 struct Params {
     const element* q;                     // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
     const element* k;                     // (num_pages, page_size, num_heads_kv, head_dim), likewise
@@ -100,23 +90,6 @@ struct Params {
     uint64_t page_size_divisor;
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 272 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
-static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, pages) == 56 && offsetof(Params, part_outputs) == 64);
-static_assert(offsetof(Params, part_sums) == 72 && offsetof(Params, q_batch_stride) == 80);
-static_assert(offsetof(Params, q_row_stride) == 88 && offsetof(Params, q_head_stride) == 96);
-static_assert(offsetof(Params, k_batch_stride) == 104 && offsetof(Params, k_row_stride) == 112);
-static_assert(offsetof(Params, k_head_stride) == 120 && offsetof(Params, v_batch_stride) == 128);
-static_assert(offsetof(Params, v_row_stride) == 136 && offsetof(Params, v_head_stride) == 144);
-static_assert(offsetof(Params, out_batch_stride) == 152 && offsetof(Params, out_row_stride) == 160);
-static_assert(offsetof(Params, out_head_stride) == 168 && offsetof(Params, lse_batch_stride) == 176);
-static_assert(offsetof(Params, lse_head_stride) == 184 && offsetof(Params, pages_batch_stride) == 192);
-static_assert(offsetof(Params, group_size) == 200 && offsetof(Params, rows_q) == 204 && offsetof(Params, batch_size) == 208);
-static_assert(offsetof(Params, batch_kv) == 212 && offsetof(Params, page_size) == 216 && offsetof(Params, seqlen_q) == 220);
-static_assert(offsetof(Params, seqlen_kv) == 224 && offsetof(Params, head_dim) == 228 && offsetof(Params, head_dim_v) == 232);
-static_assert(offsetof(Params, num_shares) == 236 && offsetof(Params, head_sets_log2) == 240);
-static_assert(offsetof(Params, heads_per_set) == 244 && offsetof(Params, group_size_divisor) == 248);
-static_assert(offsetof(Params, page_size_divisor) == 256 && offsetof(Params, scale_log2) == 264);
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -141,6 +114,352 @@ struct Part {
     int end;
     int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
 };
+
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params& params, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+__device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
+__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+__device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
+
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+__device__ Lengths lengths_of(const Params& params, int sequence);  // None where there is no such sequence
+__device__ Params with_lengths(const Params& params, const Lengths& lengths);  // The parameters for a sequence of these lengths
+__device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
+
+// The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
+struct Tiles {
+    int row_blocks;
+    int first_kv_block;
+    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
+};
+
+__device__ Tiles tiles_of(const Params& params);  // `params` are those of the sequence
+
+// The heads of the grid are 1, 2 or 4 sets: head h is of set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
+// and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
+// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
+
+__device__ int share_of(const Params& params, int thread_block);  // The number of a thread block's share in its set
+// Head number `nth_head` of a thread block's set, in the grid
+__device__ int head_of_set(const Params& params, int thread_block, int nth_head);
+// How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences
+__device__ int count_kv_blocks(const Params& params, const Lengths& lengths);
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences in its set of heads
+__device__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane);
+// `lane_lengths` are those of the lane's sequence among the first 32
+__device__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane);
+
+// A sequence, its lengths, and the numbers [begin, end) of its KV blocks.
+struct Place {
+    int sequence;
+    int begin;
+    int end;
+    Lengths lengths;
+};
+
+__device__ Lengths of_lane(const Lengths& lengths, int lane);  // What another lane has
+// The sequence that has KV block `index` of the set, which has more
+__device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);
+__device__ Place next_place(const Params& params, const Place& place);  // The next sequence that has KV blocks
+// The part that begins with KV block `index` of the share
+__device__ Part find_part(const Params& params, const Share& share, const Place& place, int index);
+// Tile `tile_index` of a sequence, of which `params` are, among those of the thread block's set of heads
+__device__ Tile find_tile(const Params& params, const Place& place, int tile_index);
+__device__ Params of_sequence(const Params& params, int sequence, const Lengths& lengths);  // The parameters of a call of one sequence alone
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// step's XOR flips.
+using LaneAddress = shared_address;
+
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
+__device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed on the way, of V
+__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
+__device__ int first_row_of(int warp);  // A warp's first row in the tile
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where the rows of the tile's head begin in page 0 of K and V
+__device__ const element* head_v(const Params& params, const Tile& tile);
+
+// kSwizzleChunks threads stand side by side along a row, and each takes every kSwizzleChunks-th chunk of its rows.
+constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
+constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
+
+// The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is that of key 32 i + lane, as the page table has it.
+// Each key may have a page of its own. K and V lie alike.
+struct Pages {
+    int of_key[(kGroupKeys + 31) / 32];
+};
+
+// Loads them from a sequence's page table, which is read for keys among `rows` alone
+__device__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, const SeenRows& rows);
+
+// The rows of a group's keys of a KV block, in K or V.
+struct KeyRows {
+    const element* head;  // where the head's rows begin in page 0
+    int64_t of_key[(kGroupKeys + 31) / 32];  // offsets from there, in elements, spread over the lanes of a warp like Pages
+
+    // Where the thread's row in a pass begins. All lanes of the warp call it.
+    __device__ __forceinline__ const element* operator()(int pass) const {
+        static_assert(32 % kRowsPerPass == 0, "the keys of a pass are in one register of a warp");
+        const int row = pass * kRowsPerPass + threadIdx.x % kGroupThreads / kSwizzleChunks;
+        return head + __shfl_sync(0xffffffff, of_key[pass * kRowsPerPass / 32], row % 32);
+    }
+};
+
+// A lane computes the offsets of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row
+__device__ KeyRows find_key_rows(const Params& params, const Pages& pages, int first_key, const element* head, int64_t page_stride,
+    int64_t row_stride);
+// Starts the copy of a group's keys of a KV block of K or V, kColumns wide
+template <int kColumns, typename RowOfPass> __device__ void copy_keys(const RowOfPass& row_of_pass, shared_address keys,
+    const SeenRows& rows, int head_dim);
+// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them
+template <int kColumns, typename RowOfPass> __device__ void prefetch_keys(const RowOfPass& row_of_pass, const SeenRows& rows, int head_dim);
+
+// How far a group has come in fetching the KV blocks of its thread block's share, one after the other, across tiles and sequences.
+struct Fetch {
+    Place place;
+    int index;         // of the KV block that comes next
+    int left;          // KV blocks of its tile from there on
+    int first_key;     // the first of the group's keys of that KV block
+    const element* k;  // where the head's rows begin in page 0
+    const element* v;
+    const int32_t* page_table;  // of the sequence
+    Pages pages;       // of the KV block that comes next: loaded when the one before was fetched, so that nobody waits for them
+};
+
+__device__ SeenRows seen_rows(const Params& params, const Fetch& fetch);  // Which of the group's keys of the next KV block some query sees
+__device__ Pages find_pages(const Params& params, const Fetch& fetch);  // `params` have the bounds of all sequences
+__device__ Fetch seek(const Params& params, const Place& place, int index, int group);  // `params` are those of the sequence at `place`
+// Prefetches the next KV block into L2, if the share has one left
+__device__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch);
+// Starts the copies of the next KV block, if the share has one left
+__device__ void fetch_next(const Params& params, const Share& share, Fetch& fetch, shared_address stage, int group);
+__device__ void sync_group(int);  // Waits for the lanes of the warp, and makes their writes visible
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
+
+// Where a thread block begins: its share, the sequence and the tile of the share's first KV block, and how it is fetched.
+struct Start {
+    Share share;
+    Place place;
+    Tile tile;
+    Fetch fetch;
+};
+
+// `lane_lengths` are those of the lane's sequence among the first 32
+__device__ Start find_start(const Params& all, const Lengths& lane_lengths, int group, int lane);
+// load_clamped() for use ahead of griddepcontrol.wait, while the grid before this one may still write the value
+__device__ int load_early(const int32_t* values, int index, int most);
+__device__ Lengths early_lengths_of(const Params& params, int sequence);  // lengths_of() ahead of griddepcontrol.wait
+__device__ bool differ(const Lengths& a, const Lengths& b);
+// find_start() from the final lengths, which the grid before this one may write until griddepcontrol.wait returns
+__device__ Start await_start(const Params& all, int group, int lane);
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
+constexpr float kSlack = 8.0f;
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ float quad_max(float value);
+__device__ float quad_sum(float value);
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32
+template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ VAddress v_address(shared_address block, int lane);
+template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+// Every row attends to all keys; only the last block has keys past the end, which are masked
+template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane);
+// What happens to S between Q . K^T and softmax, block by block, masked or not
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
+// Computes this lane's maximum of each row, in row_max's units
+template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+    float (&block_max)[kTiles][2]);
+// Raises row_max to the maxima of a block, and rescales O and row_sum
+template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
+// P of the scores, which is added to row_sum
+template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+// A step of online softmax
+template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+// Groups have different keys of the same rows
+__device__ shared_address output_address(shared_address exchange, int group, int warp, int tile, int lane);
+__device__ shared_address sums_address(shared_address sums, int group, int warp, int tile, int lane);
+__device__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int group, int warp, int lane);
+// Adds the rows of the other groups to those of group 0, in the order of the groups
+__device__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp, int lane);
+__device__ void normalise(RowTile (&rows)[kRowTiles]);  // Completes row_sum and divides O by it
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing
+__device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
+__device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);  // Writes O
+// Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts
+__device__ void store_part(const Params& params, const Tile& tile, int slot, const RowTile (&rows)[kRowTiles], int warp, int lane);
+__device__ void store_results(const Params& params, const Tile& tile, const Part& part, RowTile (&rows)[kRowTiles], int warp, int lane);
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Params all) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int group = warp / kGroupWarps;
+    auto stage_address = [&](int stage) { return smem + kStageOffset + stage * kStageBytes; };
+
+    const Start start = await_start(all, group, lane);
+    // Programmatic dependent launch: the next grid may start once all thread blocks of this one have come here or ended. It may rely on every
+    // grid before this one having ended.
+    griddepcontrol_launch_dependents();
+
+    const Share share = start.share;
+    if (share.begin == share.end) return;  // the shares before this one have all KV blocks
+    Place place = start.place;
+    Params params = of_sequence(all, place.sequence, place.lengths);
+    Fetch fetch = start.fetch;
+
+    // Q is copied ahead of K and V, so that it does not queue behind their copies.
+    copy_q(params, start.tile, smem);
+#pragma unroll 1
+    for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(all, share, fetch, stage_address(stage), group);
+    cp_async_wait<kStages - 1>();
+    barrier_sync(kThreads);
+
+    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const int group_offset = group * kGroupKeys * kRowBytes;
+    int stage = 0;  // that of the KV block to be computed next
+    for (int index = share.begin;;) {
+        const Part part = find_part(params, share, place, index);
+        const Tile tile = find_tile(params, place, part.tile);
+        RowTile rows[kRowTiles];
+        clear(rows);
+
+        for (int block = part.first; block < part.end; ++block) {
+            // The group's keys of this KV block are here: a lane waits for its own copies, and __syncwarp for those of the others. And every
+            // lane has finished with the KV block before, whose stage takes the next one to come.
+            cp_async_wait<kStages - 2>();
+            sync_group(group);
+            fetch_next(all, share, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
+
+            float scores[kRowTiles][kKeyTiles][4];
+            P<kRowTiles> p;
+            mma_qk(scores, q_lane, k_lane_address(stage_address(stage) + group_offset, lane));
+            finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN + group * kGroupKeys, lane);
+            softmax_step(scores, rows, params.scale_log2, p);
+            mma_pv(rows, p, v_address(stage_address(stage) + kVOffset + group_offset, lane));
+            stage = stage == kStages - 1 ? 0 : stage + 1;
+        }
+
+        // Q of the next tile is on its way while this one's results are put together, as are its first KV blocks.
+        index += part.end - part.first;
+        const bool more = index < share.end;
+        // This tile's results still need the parameters of its sequence.
+        const bool same_sequence = index < place.end;
+        const Place next_place_of_share = more && !same_sequence ? next_place(all, place) : place;
+        const Params next_params =
+            more && !same_sequence ? of_sequence(all, next_place_of_share.sequence, next_place_of_share.lengths) : params;
+        const int next_tile = same_sequence ? part.tile + 1 : 0;
+        // The stage of the last KV block is free: nothing is fetched into it before the next KV block is computed.
+        const shared_address exchange = stage_address(stage == 0 ? kStages - 1 : stage - 1);
+        barrier_sync(kThreads);  // every group has finished with that stage, and with Q
+        if (more) copy_q(next_params, find_tile(next_params, next_place_of_share, next_tile), smem);
+        if (group > 0) send_rows(rows, exchange, smem + kSumsOffset, group, warp, lane);
+        barrier_sync(kThreads);
+        if (group == 0) {
+            receive_rows(rows, exchange, smem + kSumsOffset, warp, lane);
+            store_results(params, tile, part, rows, warp, lane);
+        }
+        if (!more) break;
+        place = next_place_of_share;
+        params = next_params;
+        cp_async_wait<0>();
+        barrier_sync(kThreads);  // Q is here, and the stage may be fetched into again
+    }
+}
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -167,12 +486,6 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// Rows of an entry of an array: where they begin, and how many there are.
-struct Rows {
-    int begin;
-    int count;
-};
-
 // Those of a sequence among packed ones.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
@@ -198,12 +511,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
-// Where the queries and the keys of a sequence are.
-struct Lengths {
-    Rows queries;
-    Rows keys;
-};
-
 // None where there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
@@ -225,21 +532,8 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
     return value;
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
-
-// The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
-struct Tiles {
-    int row_blocks;
-    int first_kv_block;
-    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
-};
 
 // `params` are those of the sequence.
 __device__ __forceinline__ Tiles tiles_of(const Params& params) {
@@ -248,10 +542,6 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     const int end = (keys_of_query(params, params.seqlen_q - 1).end + kBlockN - 1) / kBlockN;
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
-
-// The heads of the grid are 1, 2 or 4 sets: head h is of set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
-// and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
-// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
 
 // The number of a thread block's share in its set.
 __device__ __forceinline__ int share_of(const Params& params, int thread_block) { return thread_block >> params.head_sets_log2; }
@@ -286,14 +576,6 @@ __device__ __forceinline__ Share find_share(const Params& params, const Lengths&
     const int begin = min(num_kv_blocks, share_of(params, thread_block) * per_share);
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
-
-// A sequence, its lengths, and the numbers [begin, end) of its KV blocks.
-struct Place {
-    int sequence;
-    int begin;
-    int end;
-    Lengths lengths;
-};
 
 // What another lane has.
 __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
@@ -369,37 +651,14 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     return own;
 }
 
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
-struct SeenRows {
-    int end;
-
-    __device__ __forceinline__ bool has(int row) const { return row < end; }
-
-    // The same counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
-
-    // Those among the first `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
-};
-
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
     const int end = params.seqlen_kv;
     return {end - first_key};
 }
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
-constexpr int kChunkElements = 16 / sizeof(element);
-constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
-constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
-
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
-
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
-// step's XOR flips.
-using LaneAddress = shared_address;
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
@@ -435,16 +694,6 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
     return params.v + tile.kv_head * params.v_head_stride;
 }
 
-// kSwizzleChunks threads stand side by side along a row, and each takes every kSwizzleChunks-th chunk of its rows.
-constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
-constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
-
-// The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is that of key 32 i + lane, as the page table has it.
-// Each key may have a page of its own. K and V lie alike.
-struct Pages {
-    int of_key[(kGroupKeys + 31) / 32];
-};
-
 // Loads them from a sequence's page table, which is read for keys among `rows` alone. Nothing here waits for the loads. The first ones may
 // come ahead of griddepcontrol.wait, so all bypass L1, where later ones would find what is stale.
 __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, const SeenRows& rows) {
@@ -458,19 +707,6 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t*
     }
     return found;
 }
-
-// The rows of a group's keys of a KV block, in K or V.
-struct KeyRows {
-    const element* head;  // where the head's rows begin in page 0
-    int64_t of_key[(kGroupKeys + 31) / 32];  // offsets from there, in elements, spread over the lanes of a warp like Pages
-
-    // Where the thread's row in a pass begins. All lanes of the warp call it.
-    __device__ __forceinline__ const element* operator()(int pass) const {
-        static_assert(32 % kRowsPerPass == 0, "the keys of a pass are in one register of a warp");
-        const int row = pass * kRowsPerPass + threadIdx.x % kGroupThreads / kSwizzleChunks;
-        return head + __shfl_sync(0xffffffff, of_key[pass * kRowsPerPass / 32], row % 32);
-    }
-};
 
 // A lane computes the offsets of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row.
 __device__ __forceinline__ KeyRows find_key_rows(const Params& params, const Pages& pages, int first_key, const element* head,
@@ -526,18 +762,6 @@ __device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, cons
         if (rows.among(kGroupKeys).has(pass * kRowsPerPass + row) && column < min(kColumns, head_dim)) prefetch_l2(source);
     }
 }
-
-// How far a group has come in fetching the KV blocks of its thread block's share, one after the other, across tiles and sequences.
-struct Fetch {
-    Place place;
-    int index;         // of the KV block that comes next
-    int left;          // KV blocks of its tile from there on
-    int first_key;     // the first of the group's keys of that KV block
-    const element* k;  // where the head's rows begin in page 0
-    const element* v;
-    const int32_t* page_table;  // of the sequence
-    Pages pages;       // of the KV block that comes next: loaded when the one before was fetched, so that nobody waits for them
-};
 
 // Which of the group's keys of the next KV block some query sees. `params` have the bounds of all sequences.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, const Fetch& fetch) {
@@ -622,14 +846,6 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
     cp_async_commit();
 }
 
-// Where a thread block begins: its share, the sequence and the tile of the share's first KV block, and how it is fetched.
-struct Start {
-    Share share;
-    Place place;
-    Tile tile;
-    Fetch fetch;
-};
-
 // `lane_lengths` are those of the lane's sequence among the first 32. With an empty share all else is 0, and nothing is fetched.
 __device__ __forceinline__ Start find_start(const Params& all, const Lengths& lane_lengths, int group, int lane) {
     Start start = {find_share(all, lane_lengths, block_index(), lane)};
@@ -686,16 +902,6 @@ __device__ __forceinline__ Start await_start(const Params& all, int group, int l
     }
 }
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
-// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
-constexpr float kSlack = 8.0f;
-
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
-
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
@@ -713,13 +919,6 @@ __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
-
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
-struct RowTile {
-    float row_max[2];  // log2 domain
-    float row_sum[2];  // this lane's share
-    float output[kDimTiles][4];
-};
 
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
@@ -776,20 +975,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
         }
     }
 }
-
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
-// neighbouring key tiles is the A layout of one 16x16 tile.
-template <int kTiles>
-struct P {
-    uint32_t fragment[kTiles][kKeyTiles / 2][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
-};
-
-using VAddress = LaneAddress;
 
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
@@ -1077,81 +1262,29 @@ __device__ __forceinline__ void store_results(const Params& params, const Tile& 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Params all) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address smem = to_shared(shared_memory);
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    const int group = warp / kGroupWarps;
-    auto stage_address = [&](int stage) { return smem + kStageOffset + stage * kStageBytes; };
-
-    const Start start = await_start(all, group, lane);
-    // Programmatic dependent launch: the next grid may start once all thread blocks of this one have come here or ended. It may rely on every
-    // grid before this one having ended.
-    griddepcontrol_launch_dependents();
-
-    const Share share = start.share;
-    if (share.begin == share.end) return;  // the shares before this one have all KV blocks
-    Place place = start.place;
-    Params params = of_sequence(all, place.sequence, place.lengths);
-    Fetch fetch = start.fetch;
-
-    // Q is copied ahead of K and V, so that it does not queue behind their copies.
-    copy_q(params, start.tile, smem);
-#pragma unroll 1
-    for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(all, share, fetch, stage_address(stage), group);
-    cp_async_wait<kStages - 1>();
-    barrier_sync(kThreads);
-
-    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
-    const int group_offset = group * kGroupKeys * kRowBytes;
-    int stage = 0;  // that of the KV block to be computed next
-    for (int index = share.begin;;) {
-        const Part part = find_part(params, share, place, index);
-        const Tile tile = find_tile(params, place, part.tile);
-        RowTile rows[kRowTiles];
-        clear(rows);
-
-        for (int block = part.first; block < part.end; ++block) {
-            // The group's keys of this KV block are here: a lane waits for its own copies, and __syncwarp for those of the others. And every
-            // lane has finished with the KV block before, whose stage takes the next one to come.
-            cp_async_wait<kStages - 2>();
-            sync_group(group);
-            fetch_next(all, share, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
-
-            float scores[kRowTiles][kKeyTiles][4];
-            P<kRowTiles> p;
-            mma_qk(scores, q_lane, k_lane_address(stage_address(stage) + group_offset, lane));
-            finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN + group * kGroupKeys, lane);
-            softmax_step(scores, rows, params.scale_log2, p);
-            mma_pv(rows, p, v_address(stage_address(stage) + kVOffset + group_offset, lane));
-            stage = stage == kStages - 1 ? 0 : stage + 1;
-        }
-
-        // Q of the next tile is on its way while this one's results are put together, as are its first KV blocks.
-        index += part.end - part.first;
-        const bool more = index < share.end;
-        // This tile's results still need the parameters of its sequence.
-        const bool same_sequence = index < place.end;
-        const Place next_place_of_share = more && !same_sequence ? next_place(all, place) : place;
-        const Params next_params =
-            more && !same_sequence ? of_sequence(all, next_place_of_share.sequence, next_place_of_share.lengths) : params;
-        const int next_tile = same_sequence ? part.tile + 1 : 0;
-        // The stage of the last KV block is free: nothing is fetched into it before the next KV block is computed.
-        const shared_address exchange = stage_address(stage == 0 ? kStages - 1 : stage - 1);
-        barrier_sync(kThreads);  // every group has finished with that stage, and with Q
-        if (more) copy_q(next_params, find_tile(next_params, next_place_of_share, next_tile), smem);
-        if (group > 0) send_rows(rows, exchange, smem + kSumsOffset, group, warp, lane);
-        barrier_sync(kThreads);
-        if (group == 0) {
-            receive_rows(rows, exchange, smem + kSumsOffset, warp, lane);
-            store_results(params, tile, part, rows, warp, lane);
-        }
-        if (!more) break;
-        place = next_place_of_share;
-        params = next_params;
-        cp_async_wait<0>();
-        barrier_sync(kThreads);  // Q is here, and the stage may be fetched into again
-    }
-}
+static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
+static_assert(kWarps % kGroupWarps == 0 && kBlockN % kGroups == 0, "groups are alike");
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
+static_assert(kStages >= 2, "a KV block is on its way while another is computed");
+static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");
+static_assert(kSharedBytes == 103936, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 272 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
+static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, pages) == 56 && offsetof(Params, part_outputs) == 64);
+static_assert(offsetof(Params, part_sums) == 72 && offsetof(Params, q_batch_stride) == 80);
+static_assert(offsetof(Params, q_row_stride) == 88 && offsetof(Params, q_head_stride) == 96);
+static_assert(offsetof(Params, k_batch_stride) == 104 && offsetof(Params, k_row_stride) == 112);
+static_assert(offsetof(Params, k_head_stride) == 120 && offsetof(Params, v_batch_stride) == 128);
+static_assert(offsetof(Params, v_row_stride) == 136 && offsetof(Params, v_head_stride) == 144);
+static_assert(offsetof(Params, out_batch_stride) == 152 && offsetof(Params, out_row_stride) == 160);
+static_assert(offsetof(Params, out_head_stride) == 168 && offsetof(Params, lse_batch_stride) == 176);
+static_assert(offsetof(Params, lse_head_stride) == 184 && offsetof(Params, pages_batch_stride) == 192);
+static_assert(offsetof(Params, group_size) == 200 && offsetof(Params, rows_q) == 204 && offsetof(Params, batch_size) == 208);
+static_assert(offsetof(Params, batch_kv) == 212 && offsetof(Params, page_size) == 216 && offsetof(Params, seqlen_q) == 220);
+static_assert(offsetof(Params, seqlen_kv) == 224 && offsetof(Params, head_dim) == 228 && offsetof(Params, head_dim_v) == 232);
+static_assert(offsetof(Params, num_shares) == 236 && offsetof(Params, head_sets_log2) == 240);
+static_assert(offsetof(Params, heads_per_set) == 244 && offsetof(Params, group_size_divisor) == 248);
+static_assert(offsetof(Params, page_size_divisor) == 256 && offsetof(Params, scale_log2) == 264);

@@ -56,16 +56,6 @@ constexpr int kSharedBytes = kBarrierOffset + 8;
 constexpr int kGroupRowFloats = kHeadDimV + 8;
 constexpr int kGroupSumsOffset = kStageOffset + kGroups * kBlockM * kGroupRowFloats * 4;
 
-static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
-static_assert(kBlockN % kGroups == 0, "groups are alike");
-static_assert(kBlockM % 16 == 0, "rows are whole 16-row MMA tiles");
-static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
-static_assert(kStages >= 2, "a KV block is on its way while another is computed");
-static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
-static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(kGroupSumsOffset + kGroups * kBlockM * 8 <= kReceivedOffset, "O of all groups fits into the stages");
-static_assert(kSharedBytes == 110728, "launcher and kernel agree on shared memory");
-
 struct Params {
     const element* q;                     // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
     const element* k;                     // (num_pages, page_size, num_heads_kv, head_dim), likewise
@@ -106,22 +96,6 @@ struct Params {
     uint64_t page_size_divisor;
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 264 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
-static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, pages) == 56 && offsetof(Params, q_batch_stride) == 64);
-static_assert(offsetof(Params, q_row_stride) == 72 && offsetof(Params, q_head_stride) == 80);
-static_assert(offsetof(Params, k_batch_stride) == 88 && offsetof(Params, k_row_stride) == 96);
-static_assert(offsetof(Params, k_head_stride) == 104 && offsetof(Params, v_batch_stride) == 112);
-static_assert(offsetof(Params, v_row_stride) == 120 && offsetof(Params, v_head_stride) == 128);
-static_assert(offsetof(Params, out_batch_stride) == 136 && offsetof(Params, out_row_stride) == 144);
-static_assert(offsetof(Params, out_head_stride) == 152 && offsetof(Params, lse_batch_stride) == 160);
-static_assert(offsetof(Params, lse_head_stride) == 168 && offsetof(Params, pages_batch_stride) == 176);
-static_assert(offsetof(Params, group_size) == 184 && offsetof(Params, rows_q) == 188 && offsetof(Params, batch_kv) == 192);
-static_assert(offsetof(Params, page_size) == 196 && offsetof(Params, seqlen_q) == 200 && offsetof(Params, seqlen_kv) == 204);
-static_assert(offsetof(Params, head_dim) == 208 && offsetof(Params, head_dim_v) == 212 && offsetof(Params, num_heads_kv) == 216);
-static_assert(offsetof(Params, num_row_blocks) == 220 && offsetof(Params, num_heads_divisor) == 224);
-static_assert(offsetof(Params, num_row_blocks_divisor) == 232 && offsetof(Params, group_size_divisor) == 240);
-static_assert(offsetof(Params, page_size_divisor) == 248 && offsetof(Params, scale_log2) == 256);
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -131,6 +105,309 @@ struct Tile {
     int kv_head;
     int first_row;
 };
+
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params& params, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+__device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
+__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+__device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
+
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+__device__ Lengths lengths_of(const Params& params, int sequence);
+__device__ Params with_lengths(const Params& params, const Lengths& lengths);  // The parameters for a sequence of these lengths
+__device__ Params of_sequence(const Params& params, int sequence, const Lengths& lengths);  // The parameters of a call of one sequence alone
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// step's XOR flips.
+using LaneAddress = shared_address;
+
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
+__device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed on the way, of V
+__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where the rows of the tile's head begin in page 0 of K and V
+__device__ const element* head_v(const Params& params, const Tile& tile);
+
+// kSwizzleChunks threads stand side by side along a row, and each takes every kSwizzleChunks-th chunk of its rows.
+constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
+constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
+
+// The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is that of key 32 i + lane, as the page table has it.
+// Each key may have a page of its own. K and V lie alike.
+struct Pages {
+    int of_key[(kGroupKeys + 31) / 32];
+};
+
+// Loads them from a sequence's page table, which is read for keys among `rows` alone
+__device__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, const SeenRows& rows, bool early);
+
+// The rows of a group's keys of a KV block, in K or V.
+struct KeyRows {
+    const element* head;  // where the head's rows begin in page 0
+    int64_t of_key[(kGroupKeys + 31) / 32];  // offsets from there, in elements, spread over the lanes of a warp like Pages
+
+    // Where the thread's row in a pass begins. All lanes of the warp call it.
+    __device__ __forceinline__ const element* operator()(int pass) const {
+        static_assert(32 % kRowsPerPass == 0, "the keys of a pass are in one register of a warp");
+        const int row = pass * kRowsPerPass + threadIdx.x % kGroupThreads / kSwizzleChunks;
+        return head + __shfl_sync(0xffffffff, of_key[pass * kRowsPerPass / 32], row % 32);
+    }
+};
+
+// A lane computes the offsets of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row
+__device__ KeyRows find_key_rows(const Params& params, const Pages& pages, int first_key, const element* head, int64_t page_stride,
+    int64_t row_stride);
+// Starts the copy of a group's keys of a KV block of K or V, kColumns wide
+template <int kColumns, typename RowOfPass> __device__ void copy_keys(const RowOfPass& row_of_pass, shared_address keys,
+    const SeenRows& rows, int head_dim);
+// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them
+template <int kColumns, typename RowOfPass> __device__ void prefetch_keys(const RowOfPass& row_of_pass, const SeenRows& rows, int head_dim);
+__device__ void sync_group(int);  // Waits for the lanes of the warp, and makes their writes visible
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
+__device__ int cluster_rank();  // The rank of a thread block in its cluster
+__device__ Tile find_tile(const Params& params);  // The tile of the thread block's cluster
+
+// Where the thread's rows of a group's keys of a KV block begin, in K or V.
+struct ThreadRows {
+    const element* begin[kPasses];
+
+    __device__ __forceinline__ const element* operator()(int pass) const { return begin[pass]; }
+};
+
+__device__ ThreadRows thread_rows(const KeyRows& rows);  // All lanes of the warp call it
+
+// How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
+// Behind the copies of KV block n the rows of n + 1 are found from their pages, then the pages of n + 2 are looked up.
+struct Fetch {
+    int left;           // KV blocks that are still to come
+    int first_key;      // the first of the group's keys of the next one
+    int end_key;        // of the part
+    const element* k;   // where the head's rows begin in page 0
+    const element* v;
+    ThreadRows k_rows;  // of n, the KV block that comes next
+    ThreadRows v_rows;
+    Pages pages;        // of n + 1, on their way since n - 1 was fetched
+};
+
+// Starts to load the pages of the group's keys from `first_key` on, as far as they are of the part
+__device__ Pages find_pages(const Params& params, const Fetch& fetch, int first_key, bool early);
+// The rows of the KV block that comes next, which has these pages
+__device__ void find_rows(const Params& params, Fetch& fetch, const Pages& pages);
+// Those of the part's first KV block, and the pages of the one behind it
+__device__ void find_first_rows(const Params& params, Fetch& fetch);
+// The thread block's part of the KV blocks that some row of the tile attends to; parts differ by one KV block at most
+__device__ Fetch seek(const Params& params, const Tile& tile, int group);
+__device__ void prefetch_next(const Params& params, const Fetch& fetch);  // Prefetches the next KV block into L2, if there is one
+// Starts the copies of the next KV block, if there is one
+__device__ void fetch_next(const Params& params, Fetch& fetch, shared_address stage, int group);
+// load_clamped() for use ahead of griddepcontrol.wait, while the grid before this one may still write the value
+__device__ int load_early(const int32_t* values, int index, int most);
+__device__ Lengths early_lengths_of(const Params& params, int sequence);  // lengths_of() ahead of griddepcontrol.wait
+__device__ bool differ(const Lengths& a, const Lengths& b);
+
+// Where a thread block begins. `params` are those of the sequence.
+struct Start {
+    Params params;
+    Tile tile;
+    Fetch fetch;
+};
+
+__device__ Start find_start(const Params& all, const Tile& tile, const Lengths& lengths, int group);
+// find_start() from the final lengths, which the grid before this one may write until griddepcontrol.wait returns
+__device__ Start await_start(const Params& all, int group);
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
+constexpr float kSlack = 8.0f;
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ float quad_max(float value);
+__device__ float quad_sum(float value);
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32
+template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ VAddress v_address(shared_address block, int lane);
+template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+// Every row attends to all keys; only the last block has keys past the end, which are masked
+template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane);
+// What happens to S between Q . K^T and softmax, block by block, masked or not
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
+// Computes this lane's maximum of each row, in row_max's units
+template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+    float (&block_max)[kTiles][2]);
+// Raises row_max to the maxima of a block, and rescales O and row_sum
+template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
+// P of the scores, which is added to row_sum
+template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+// A step of online softmax
+template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+// Groups have different keys of the same rows
+__device__ void store_group_rows(const RowTile (&rows)[kRowTiles], shared_address smem, int group, int lane);
+// Where the part that thread block `rank` of the cluster sends of a row lies, of the `received`-th one that the receiver combines; and
+// row_max and row_sum of it
+__device__ shared_address received_row(shared_address smem, int received, int rank);
+__device__ shared_address received_sums(shared_address smem, int received, int rank);
+// Adds up the groups, in order, and sends each row of the tile to the thread block that combines it
+__device__ void send_rows(shared_address smem, int num_rows_of_tile);
+// Waits for all parts of the rows that this thread block combines, adds them up in the order of their ranks, divides O by row_sum and
+// stores O and the LSE
+__device__ void combine_rows(const Params& params, const Tile& tile, shared_address smem, int num_rows_of_tile);
+
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
+flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90(const __grid_constant__ Params all) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int group = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    auto stage_address = [&](int stage) { return smem + kStageOffset + stage * kStageBytes; };
+
+    if (threadIdx.x == 0) {
+        mbarrier_init(smem + kBarrierOffset, 1);
+        fence_mbarrier_init();
+    }
+    cluster_arrive_relaxed();
+
+    Start start = await_start(all, group);
+    const Params& params = start.params;
+    // Programmatic dependent launch: the next grid may start once all thread blocks of this one have come here or ended. It may rely on every
+    // grid before this one having ended.
+    griddepcontrol_launch_dependents();
+    if (start.tile.first_row >= num_rows(params)) {  // nor has another thread block of the cluster rows
+        cluster_wait();
+        return;
+    }
+    const Tile tile = start.tile;
+    Fetch fetch = start.fetch;
+
+    // Q is copied ahead of K and V, so that it does not queue behind their copies.
+    copy_q(params, tile, smem);
+    const int blocks = fetch.left;
+    int first_key = fetch.first_key;
+#pragma unroll 1
+    for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(params, fetch, stage_address(stage), group);
+    cp_async_wait<kStages - 1>();
+    barrier_sync(kThreads);
+
+    const LaneAddress q_lane = qv_lane_address(smem, lane);
+    const int group_offset = group * kGroupKeys * kRowBytes;
+    RowTile rows[kRowTiles];
+    clear(rows);
+    int stage = 0;  // that of the KV block to be computed next
+    for (int block = 0; block < blocks; ++block) {
+        // The group's keys of this KV block are here: a lane waits for its own copies, and __syncwarp for those of the others. And every lane
+        // has finished with the KV block before, whose stage takes the next one to come.
+        cp_async_wait<kStages - 2>();
+        sync_group(group);
+        fetch_next(params, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
+
+        float scores[kRowTiles][kKeyTiles][4];
+        P<kRowTiles> p;
+        mma_qk(scores, q_lane, k_lane_address(stage_address(stage) + group_offset, lane));
+        finish_scores(params, tile, scores, 0, first_key, lane);
+        softmax_step(scores, rows, params.scale_log2, p);
+        mma_pv(rows, p, v_address(stage_address(stage) + kVOffset + group_offset, lane));
+        stage = stage == kStages - 1 ? 0 : stage + 1;
+        first_key += kBlockN;
+    }
+
+    barrier_sync(kThreads);  // every group has finished with the stages
+    store_group_rows(rows, smem, group, lane);
+    barrier_sync(kThreads);
+    cluster_wait();  // the barriers of all thread blocks are initialised
+    const int num_rows_of_tile = min(kBlockM, num_rows(params) - tile.first_row);
+    send_rows(smem, num_rows_of_tile);
+    combine_rows(params, tile, smem, num_rows_of_tile);
+}
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -157,12 +434,6 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// Rows of an entry of an array: where they begin, and how many there are.
-struct Rows {
-    int begin;
-    int count;
-};
-
 // Those of a sequence among packed ones.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
@@ -188,12 +459,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
-// Where the queries and the keys of a sequence are.
-struct Lengths {
-    Rows queries;
-    Rows keys;
-};
-
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     return {queries_of(params, sequence), keys_of(params, sequence)};
 }
@@ -215,27 +480,8 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     return own;
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
-
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
-struct SeenRows {
-    int end;
-
-    __device__ __forceinline__ bool has(int row) const { return row < end; }
-
-    // The same counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
-
-    // Those among the first `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
-};
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
@@ -243,18 +489,8 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {end - first_key};
 }
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
-constexpr int kChunkElements = 16 / sizeof(element);
-constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
-constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
-
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
-
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
-// step's XOR flips.
-using LaneAddress = shared_address;
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
@@ -287,16 +523,6 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
     return params.v + tile.kv_head * params.v_head_stride;
 }
 
-// kSwizzleChunks threads stand side by side along a row, and each takes every kSwizzleChunks-th chunk of its rows.
-constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
-constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
-
-// The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is that of key 32 i + lane, as the page table has it.
-// Each key may have a page of its own. K and V lie alike.
-struct Pages {
-    int of_key[(kGroupKeys + 31) / 32];
-};
-
 // Loads them from a sequence's page table, which is read for keys among `rows` alone. Nothing here waits for the loads. An `early` one
 // may come ahead of griddepcontrol.wait, so it bypasses L1, where a later one would find what is stale.
 __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, const SeenRows& rows, bool early) {
@@ -310,19 +536,6 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t*
     }
     return found;
 }
-
-// The rows of a group's keys of a KV block, in K or V.
-struct KeyRows {
-    const element* head;  // where the head's rows begin in page 0
-    int64_t of_key[(kGroupKeys + 31) / 32];  // offsets from there, in elements, spread over the lanes of a warp like Pages
-
-    // Where the thread's row in a pass begins. All lanes of the warp call it.
-    __device__ __forceinline__ const element* operator()(int pass) const {
-        static_assert(32 % kRowsPerPass == 0, "the keys of a pass are in one register of a warp");
-        const int row = pass * kRowsPerPass + threadIdx.x % kGroupThreads / kSwizzleChunks;
-        return head + __shfl_sync(0xffffffff, of_key[pass * kRowsPerPass / 32], row % 32);
-    }
-};
 
 // A lane computes the offsets of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row.
 __device__ __forceinline__ KeyRows find_key_rows(const Params& params, const Pages& pages, int first_key, const element* head,
@@ -419,13 +632,6 @@ __device__ __forceinline__ Tile find_tile(const Params& params) {
     return tile;
 }
 
-// Where the thread's rows of a group's keys of a KV block begin, in K or V.
-struct ThreadRows {
-    const element* begin[kPasses];
-
-    __device__ __forceinline__ const element* operator()(int pass) const { return begin[pass]; }
-};
-
 // All lanes of the warp call it.
 __device__ __forceinline__ ThreadRows thread_rows(const KeyRows& rows) {
     ThreadRows own;
@@ -433,19 +639,6 @@ __device__ __forceinline__ ThreadRows thread_rows(const KeyRows& rows) {
     for (int pass = 0; pass < kPasses; ++pass) own.begin[pass] = rows(pass);
     return own;
 }
-
-// How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
-// Behind the copies of KV block n the rows of n + 1 are found from their pages, then the pages of n + 2 are looked up.
-struct Fetch {
-    int left;           // KV blocks that are still to come
-    int first_key;      // the first of the group's keys of the next one
-    int end_key;        // of the part
-    const element* k;   // where the head's rows begin in page 0
-    const element* v;
-    ThreadRows k_rows;  // of n, the KV block that comes next
-    ThreadRows v_rows;
-    Pages pages;        // of n + 1, on their way since n - 1 was fetched
-};
 
 // Starts to load the pages of the group's keys from `first_key` on, as far as they are of the part.
 __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch, int first_key, bool early) {
@@ -533,13 +726,6 @@ __device__ __forceinline__ bool differ(const Lengths& a, const Lengths& b) {
            a.keys.count != b.keys.count;
 }
 
-// Where a thread block begins. `params` are those of the sequence.
-struct Start {
-    Params params;
-    Tile tile;
-    Fetch fetch;
-};
-
 __device__ __forceinline__ Start find_start(const Params& all, const Tile& tile, const Lengths& lengths, int group) {
     Start start = {of_sequence(all, tile.batch, lengths), tile};
     if (tile.first_row < num_rows(start.params)) start.fetch = seek(start.params, tile, group);
@@ -567,16 +753,6 @@ __device__ __forceinline__ Start await_start(const Params& all, int group) {
     return start;
 }
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
-// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
-constexpr float kSlack = 8.0f;
-
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
-
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
@@ -594,13 +770,6 @@ __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
-
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
-struct RowTile {
-    float row_max[2];  // log2 domain
-    float row_sum[2];  // this lane's share
-    float output[kDimTiles][4];
-};
 
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
@@ -657,20 +826,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
         }
     }
 }
-
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
-// neighbouring key tiles is the A layout of one 16x16 tile.
-template <int kTiles>
-struct P {
-    uint32_t fragment[kTiles][kKeyTiles / 2][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
-};
-
-using VAddress = LaneAddress;
 
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
@@ -916,68 +1071,28 @@ __device__ __forceinline__ void combine_rows(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
-flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90(const __grid_constant__ Params all) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address smem = to_shared(shared_memory);
-    const int group = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    auto stage_address = [&](int stage) { return smem + kStageOffset + stage * kStageBytes; };
-
-    if (threadIdx.x == 0) {
-        mbarrier_init(smem + kBarrierOffset, 1);
-        fence_mbarrier_init();
-    }
-    cluster_arrive_relaxed();
-
-    Start start = await_start(all, group);
-    const Params& params = start.params;
-    // Programmatic dependent launch: the next grid may start once all thread blocks of this one have come here or ended. It may rely on every
-    // grid before this one having ended.
-    griddepcontrol_launch_dependents();
-    if (start.tile.first_row >= num_rows(params)) {  // nor has another thread block of the cluster rows
-        cluster_wait();
-        return;
-    }
-    const Tile tile = start.tile;
-    Fetch fetch = start.fetch;
-
-    // Q is copied ahead of K and V, so that it does not queue behind their copies.
-    copy_q(params, tile, smem);
-    const int blocks = fetch.left;
-    int first_key = fetch.first_key;
-#pragma unroll 1
-    for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(params, fetch, stage_address(stage), group);
-    cp_async_wait<kStages - 1>();
-    barrier_sync(kThreads);
-
-    const LaneAddress q_lane = qv_lane_address(smem, lane);
-    const int group_offset = group * kGroupKeys * kRowBytes;
-    RowTile rows[kRowTiles];
-    clear(rows);
-    int stage = 0;  // that of the KV block to be computed next
-    for (int block = 0; block < blocks; ++block) {
-        // The group's keys of this KV block are here: a lane waits for its own copies, and __syncwarp for those of the others. And every lane
-        // has finished with the KV block before, whose stage takes the next one to come.
-        cp_async_wait<kStages - 2>();
-        sync_group(group);
-        fetch_next(params, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
-
-        float scores[kRowTiles][kKeyTiles][4];
-        P<kRowTiles> p;
-        mma_qk(scores, q_lane, k_lane_address(stage_address(stage) + group_offset, lane));
-        finish_scores(params, tile, scores, 0, first_key, lane);
-        softmax_step(scores, rows, params.scale_log2, p);
-        mma_pv(rows, p, v_address(stage_address(stage) + kVOffset + group_offset, lane));
-        stage = stage == kStages - 1 ? 0 : stage + 1;
-        first_key += kBlockN;
-    }
-
-    barrier_sync(kThreads);  // every group has finished with the stages
-    store_group_rows(rows, smem, group, lane);
-    barrier_sync(kThreads);
-    cluster_wait();  // the barriers of all thread blocks are initialised
-    const int num_rows_of_tile = min(kBlockM, num_rows(params) - tile.first_row);
-    send_rows(smem, num_rows_of_tile);
-    combine_rows(params, tile, smem, num_rows_of_tile);
-}
+static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
+static_assert(kBlockN % kGroups == 0, "groups are alike");
+static_assert(kBlockM % 16 == 0, "rows are whole 16-row MMA tiles");
+static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
+static_assert(kStages >= 2, "a KV block is on its way while another is computed");
+static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert(kGroupSumsOffset + kGroups * kBlockM * 8 <= kReceivedOffset, "O of all groups fits into the stages");
+static_assert(kSharedBytes == 110728, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 264 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
+static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, pages) == 56 && offsetof(Params, q_batch_stride) == 64);
+static_assert(offsetof(Params, q_row_stride) == 72 && offsetof(Params, q_head_stride) == 80);
+static_assert(offsetof(Params, k_batch_stride) == 88 && offsetof(Params, k_row_stride) == 96);
+static_assert(offsetof(Params, k_head_stride) == 104 && offsetof(Params, v_batch_stride) == 112);
+static_assert(offsetof(Params, v_row_stride) == 120 && offsetof(Params, v_head_stride) == 128);
+static_assert(offsetof(Params, out_batch_stride) == 136 && offsetof(Params, out_row_stride) == 144);
+static_assert(offsetof(Params, out_head_stride) == 152 && offsetof(Params, lse_batch_stride) == 160);
+static_assert(offsetof(Params, lse_head_stride) == 168 && offsetof(Params, pages_batch_stride) == 176);
+static_assert(offsetof(Params, group_size) == 184 && offsetof(Params, rows_q) == 188 && offsetof(Params, batch_kv) == 192);
+static_assert(offsetof(Params, page_size) == 196 && offsetof(Params, seqlen_q) == 200 && offsetof(Params, seqlen_kv) == 204);
+static_assert(offsetof(Params, head_dim) == 208 && offsetof(Params, head_dim_v) == 212 && offsetof(Params, num_heads_kv) == 216);
+static_assert(offsetof(Params, num_row_blocks) == 220 && offsetof(Params, num_heads_divisor) == 224);
+static_assert(offsetof(Params, num_row_blocks_divisor) == 232 && offsetof(Params, group_size_divisor) == 240);
+static_assert(offsetof(Params, page_size_divisor) == 248 && offsetof(Params, scale_log2) == 256);

@@ -24,8 +24,6 @@ constexpr int kVectors = kHeadDimV / 4;             // of a row of O in fp32
 constexpr int kLaneVectors = (kVectors + 31) / 32;  // of them, those of a lane
 constexpr int kPartsAtOnce = 4;                     // parts that a warp has on their way from global memory
 
-static_assert(kHeadDimV % 4 == 0, "a lane stores four elements of a row");
-
 struct Params {
     const float* part_outputs;            // (parts, kBlockM, kHeadDimV)
     const float* part_sums;               // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
@@ -53,34 +51,13 @@ struct Params {
     uint64_t group_size_divisor;
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset, to which with_lengths() adds seqlen_kv - seqlen_q
 };
-static_assert(sizeof(Params) == 160 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
-static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, cu_seqlens_q) == 32);
-static_assert(offsetof(Params, kv_lengths) == 40 && offsetof(Params, out_batch_stride) == 48);
-static_assert(offsetof(Params, out_row_stride) == 56 && offsetof(Params, out_head_stride) == 64);
-static_assert(offsetof(Params, lse_batch_stride) == 72 && offsetof(Params, lse_head_stride) == 80);
-static_assert(offsetof(Params, num_heads_kv) == 88 && offsetof(Params, group_size) == 92 && offsetof(Params, rows_q) == 96);
-static_assert(offsetof(Params, batch_size) == 100 && offsetof(Params, seqlen_q) == 104 && offsetof(Params, seqlen_kv) == 108);
-static_assert(offsetof(Params, head_dim_v) == 112 && offsetof(Params, num_row_blocks) == 116);
-static_assert(offsetof(Params, num_tiles) == 120 && offsetof(Params, num_shares) == 124);
-static_assert(offsetof(Params, num_heads_divisor) == 128 && offsetof(Params, num_row_blocks_divisor) == 136);
-static_assert(offsetof(Params, group_size_divisor) == 144 && offsetof(Params, diagonal_offset) == 152);
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
-// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
-__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
-
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
-
-// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
-// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
-__device__ __forceinline__ int divide(int n, uint64_t divisor) {
-    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
-}
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 
 // Which thread blocks of the kernel before this one had parts of a tile.
 struct Parts {
@@ -98,6 +75,117 @@ struct Row {
     Parts parts;  // of its tile
 };
 
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params& params, int row);
+__device__ int rows_of_head(const Params& params);  // The rows of a head in this grid
+__device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
+__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+__device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
+
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+__device__ Lengths lengths_of(const Params& params, int sequence);  // None where there is no such sequence
+__device__ Params with_lengths(const Params& params, const Lengths& lengths);  // The parameters for a sequence of these lengths
+__device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+
+// The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
+// These are the KV blocks that some query of the sequence sees. The rows of one tile may see fewer.
+struct Tiles {
+    int row_blocks;
+    int first_kv_block;
+    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
+};
+
+__device__ Tiles tiles_of(const Params& params);  // `params` are those of the sequence
+__device__ int num_heads(const Params& params);
+// How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences
+__device__ int count_kv_blocks(const Params& params, const Lengths& lengths);
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences
+__device__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane);
+
+// KV blocks of a share, and how many KV blocks all sequences before number `sequence` have.
+struct KvBlockCounts {
+    int per_share;
+    int sequence;
+    int before;
+};
+
+// Goes on to a sequence that is not before the last one
+__device__ void advance_to(const Params& params, KvBlockCounts& counts, int sequence, int lane);
+// Row `index` of the grid, which has num_row_blocks rows for each head of each sequence
+__device__ Row find_row(const Params& params, KvBlockCounts& counts, int index, int lane);
+// Where a row of a thread block's part lies in the workspace
+__device__ int64_t part_row(const Params&, const Parts& parts, int block, int row);
+
+// O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
+struct Sums {
+    float row_max;
+    float row_sum;
+    float output[kLaneVectors][4];
+};
+
+__device__ void add(Sums& sums, float row_max, float row_sum, const uint4 (&output)[kLaneVectors]);
+// Adds every kStep-th part of a row of the tile, from part `first_part` on, in order
+template <int kStep> __device__ Sums add_parts(const Params& params, const Parts& parts, int row, int first_part, int lane);
+// Writes O of a row, four elements a lane, and the first lane LSE
+__device__ void store_row(const Params& params, const Row& row, const Sums& sums, int lane);
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+flash_varlen_split_combine_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_constant__ Params params) {
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
+    // may rely on every grid before this one having ended.
+    griddepcontrol_launch_dependents();
+
+    int num_kv_blocks;
+    KvBlockCounts counts = {kv_blocks_per_share(params, lengths_of(params, lane), num_kv_blocks, lane), 0, 0};
+    for (int index = block_index() * kWarps + warp; index < params.num_tiles; index += kWarps * int(gridDim.x)) {
+        const Row row = find_row(params, counts, index, lane);
+        if (row.parts.first == row.parts.last) continue;  // the one thread block that had the tile has written the row
+        store_row(params, row, add_parts<1>(params, row.parts, row.row_in_tile, row.parts.first, lane), lane);
+    }
+}
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
+
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
+}
+
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
@@ -111,12 +199,6 @@ __device__ __forceinline__ int rows_of_head(const Params& params) { return param
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }
-
-// Rows of an entry of an array: where they begin, and how many there are.
-struct Rows {
-    int begin;
-    int count;
-};
 
 // Those of a sequence among packed ones.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
@@ -145,12 +227,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
-// Where the queries and the keys of a sequence are.
-struct Lengths {
-    Rows queries;
-    Rows keys;
-};
-
 // None where there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
@@ -172,24 +248,10 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
     return value;
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query attends to: those up to its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
-
-// The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
-// These are the KV blocks that some query of the sequence sees. The rows of one tile may see fewer.
-struct Tiles {
-    int row_blocks;
-    int first_kv_block;
-    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
-};
 
 // `params` are those of the sequence.
 __device__ __forceinline__ Tiles tiles_of(const Params& params) {
@@ -220,13 +282,6 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
     num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
-
-// KV blocks of a share, and how many KV blocks all sequences before number `sequence` have.
-struct KvBlockCounts {
-    int per_share;
-    int sequence;
-    int before;
-};
 
 // Goes on to a sequence that is not before the last one. All lanes of the warp call it.
 __device__ __forceinline__ void advance_to(const Params& params, KvBlockCounts& counts, int sequence, int lane) {
@@ -268,13 +323,6 @@ __device__ __forceinline__ int64_t part_row(const Params&, const Parts& parts, i
     const int slot = 2 * block + (block == parts.first && !parts.begins_share ? 1 : 0);
     return int64_t(slot) * kBlockM + row;
 }
-
-// O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
-struct Sums {
-    float row_max;
-    float row_sum;
-    float output[kLaneVectors][4];
-};
 
 __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, const uint4 (&output)[kLaneVectors]) {
     const float larger = fmaxf(sums.row_max, row_max);
@@ -338,23 +386,15 @@ __device__ __forceinline__ void store_row(const Params& params, const Row& row, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-flash_varlen_split_combine_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_constant__ Params params) {
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
-    griddepcontrol_launch_dependents();
-
-    int num_kv_blocks;
-    KvBlockCounts counts = {kv_blocks_per_share(params, lengths_of(params, lane), num_kv_blocks, lane), 0, 0};
-    for (int index = block_index() * kWarps + warp; index < params.num_tiles; index += kWarps * int(gridDim.x)) {
-        const Row row = find_row(params, counts, index, lane);
-        if (row.parts.first == row.parts.last) continue;  // the one thread block that had the tile has written the row
-        store_row(params, row, add_parts<1>(params, row.parts, row.row_in_tile, row.parts.first, lane), lane);
-    }
-}
+static_assert(kHeadDimV % 4 == 0, "a lane stores four elements of a row");
+static_assert(sizeof(Params) == 160 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
+static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, cu_seqlens_q) == 32);
+static_assert(offsetof(Params, kv_lengths) == 40 && offsetof(Params, out_batch_stride) == 48);
+static_assert(offsetof(Params, out_row_stride) == 56 && offsetof(Params, out_head_stride) == 64);
+static_assert(offsetof(Params, lse_batch_stride) == 72 && offsetof(Params, lse_head_stride) == 80);
+static_assert(offsetof(Params, num_heads_kv) == 88 && offsetof(Params, group_size) == 92 && offsetof(Params, rows_q) == 96);
+static_assert(offsetof(Params, batch_size) == 100 && offsetof(Params, seqlen_q) == 104 && offsetof(Params, seqlen_kv) == 108);
+static_assert(offsetof(Params, head_dim_v) == 112 && offsetof(Params, num_row_blocks) == 116);
+static_assert(offsetof(Params, num_tiles) == 120 && offsetof(Params, num_shares) == 124);
+static_assert(offsetof(Params, num_heads_divisor) == 128 && offsetof(Params, num_row_blocks_divisor) == 136);
+static_assert(offsetof(Params, group_size_divisor) == 144 && offsetof(Params, diagonal_offset) == 152);

@@ -26,8 +26,6 @@ constexpr int kVector = 16 / int(sizeof(element));  // elements that a thread lo
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-static_assert(kThreads == kBlockM * kLanes, "each row has its threads");
-
 struct Params {
     const element* o1;                    // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
     const float* lse1;                    // (batch, num_heads_q, seqlen_q), contiguous; natural logarithm, -inf or +inf for a row without keys
@@ -49,37 +47,11 @@ struct Params {
     int32_t head_dim_v;                   // a multiple of kVector
     int32_t num_row_blocks;               // thread blocks of one batch entry
 };
-static_assert(sizeof(Params) == 136 && offsetof(Params, o1) == 0 && offsetof(Params, lse1) == 8 && offsetof(Params, o2) == 16);
-static_assert(offsetof(Params, lse2) == 24 && offsetof(Params, out) == 32 && offsetof(Params, lse_out) == 40);
-static_assert(offsetof(Params, o1_batch_stride) == 48 && offsetof(Params, o1_row_stride) == 56);
-static_assert(offsetof(Params, o1_head_stride) == 64 && offsetof(Params, o2_batch_stride) == 72);
-static_assert(offsetof(Params, o2_row_stride) == 80 && offsetof(Params, o2_head_stride) == 88);
-static_assert(offsetof(Params, out_batch_stride) == 96 && offsetof(Params, out_row_stride) == 104);
-static_assert(offsetof(Params, out_head_stride) == 112 && offsetof(Params, num_heads_q) == 120);
-static_assert(offsetof(Params, seqlen_q) == 124 && offsetof(Params, head_dim_v) == 128);
-static_assert(offsetof(Params, num_row_blocks) == 132);
 
-// The LSE of a row: -inf where its part saw no key, which flash-attn marks with +inf.
-__device__ __forceinline__ float load_lse(const float* lse) {
-    const float loaded = __uint_as_float(load_global_32(lse));
-    return loaded == INFINITY ? -INFINITY : loaded;
-}
-
-// Adds scale * values, elements as they lie in memory, to a sum.
-__device__ __forceinline__ void add_scaled(float (&sum)[kVector], uint4 values, float scale) {
-    const uint32_t words[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack<element>(words[i]);
-        sum[2 * i] = fmaf(scale, pair.x, sum[2 * i]);
-        sum[2 * i + 1] = fmaf(scale, pair.y, sum[2 * i + 1]);
-    }
-}
-
-__device__ __forceinline__ void store(element* destination, const float (&values)[kVector]) {
-    store_global_128(destination, {pack<element>(values[0], values[1]), pack<element>(values[2], values[3]),
-                                   pack<element>(values[4], values[5]), pack<element>(values[6], values[7])});
-}
+__device__ float load_lse(const float* lse);  // The LSE of a row
+// Adds scale * values, elements as they lie in memory, to a sum
+__device__ void add_scaled(float (&sum)[kVector], uint4 values, float scale);
+__device__ void store(element* destination, const float (&values)[kVector]);
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 merge_bf16_sm80(const __grid_constant__ Params params) {
@@ -125,3 +97,36 @@ merge_bf16_sm80(const __grid_constant__ Params params) {
         store(out + column, merged);
     }
 }
+
+// The LSE of a row: -inf where its part saw no key, which flash-attn marks with +inf.
+__device__ __forceinline__ float load_lse(const float* lse) {
+    const float loaded = __uint_as_float(load_global_32(lse));
+    return loaded == INFINITY ? -INFINITY : loaded;
+}
+
+// Adds scale * values, elements as they lie in memory, to a sum.
+__device__ __forceinline__ void add_scaled(float (&sum)[kVector], uint4 values, float scale) {
+    const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack<element>(words[i]);
+        sum[2 * i] = fmaf(scale, pair.x, sum[2 * i]);
+        sum[2 * i + 1] = fmaf(scale, pair.y, sum[2 * i + 1]);
+    }
+}
+
+__device__ __forceinline__ void store(element* destination, const float (&values)[kVector]) {
+    store_global_128(destination, {pack<element>(values[0], values[1]), pack<element>(values[2], values[3]),
+                                   pack<element>(values[4], values[5]), pack<element>(values[6], values[7])});
+}
+
+static_assert(kThreads == kBlockM * kLanes, "each row has its threads");
+static_assert(sizeof(Params) == 136 && offsetof(Params, o1) == 0 && offsetof(Params, lse1) == 8 && offsetof(Params, o2) == 16);
+static_assert(offsetof(Params, lse2) == 24 && offsetof(Params, out) == 32 && offsetof(Params, lse_out) == 40);
+static_assert(offsetof(Params, o1_batch_stride) == 48 && offsetof(Params, o1_row_stride) == 56);
+static_assert(offsetof(Params, o1_head_stride) == 64 && offsetof(Params, o2_batch_stride) == 72);
+static_assert(offsetof(Params, o2_row_stride) == 80 && offsetof(Params, o2_head_stride) == 88);
+static_assert(offsetof(Params, out_batch_stride) == 96 && offsetof(Params, out_row_stride) == 104);
+static_assert(offsetof(Params, out_head_stride) == 112 && offsetof(Params, num_heads_q) == 120);
+static_assert(offsetof(Params, seqlen_q) == 124 && offsetof(Params, head_dim_v) == 128);
+static_assert(offsetof(Params, num_row_blocks) == 132);

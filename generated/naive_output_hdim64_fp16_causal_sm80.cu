@@ -28,10 +28,6 @@ constexpr int kDimTiles = kHeadDim / 8;    // MMA tiles along the head dimension
 constexpr int kVOffset = kBlockM * kBlockN * sizeof(element);
 constexpr int kSharedBytes = kVOffset + kBlockN * kHeadDim * sizeof(element);
 
-static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
-static_assert(kBlockN % 16 == 0, "P V takes keys by 16");
-static_assert(kSharedBytes == 16384, "launcher and kernel agree on shared memory");
-
 struct Params {
     const float* scores;                  // (batch, num_heads_q, seqlen_q, row_keys(params)), contiguous: P in its first half
     const float* row_sum;                 // (batch, num_heads_q, seqlen_q), contiguous: the sum of each row of P
@@ -50,13 +46,6 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
 };
-static_assert(sizeof(Params) == 104 && offsetof(Params, scores) == 0 && offsetof(Params, row_sum) == 8);
-static_assert(offsetof(Params, v) == 16 && offsetof(Params, out) == 24 && offsetof(Params, v_batch_stride) == 32);
-static_assert(offsetof(Params, v_row_stride) == 40 && offsetof(Params, v_head_stride) == 48);
-static_assert(offsetof(Params, out_batch_stride) == 56 && offsetof(Params, out_row_stride) == 64);
-static_assert(offsetof(Params, out_head_stride) == 72 && offsetof(Params, num_heads_q) == 80 && offsetof(Params, seqlen_q) == 84);
-static_assert(offsetof(Params, seqlen_kv) == 88 && offsetof(Params, head_dim_v) == 92 && offsetof(Params, num_row_blocks) == 96);
-static_assert(offsetof(Params, diagonal_offset) == 100);
 
 // A tile: kBlockM query rows of a head. The tiles of a head follow each other, so that they share its keys or values in L2.
 struct Tile {
@@ -65,6 +54,72 @@ struct Tile {
     int head;
     int first_row;
 };
+
+__device__ Tile find_tile(const Params& params, int index);
+__device__ int row_keys(const Params& params);  // Floats of a row of S
+__device__ int64_t row_of_s(const Params& params, int head_of_batch, int row);  // Where a row of S begins, in floats
+// A block of a matrix in shared memory has rows of kColumns elements, which are written and read in chunks of 16 bytes
+template <int kColumns> __device__ shared_address chunk_address(shared_address block, int row, int chunk);
+// Starts the copy of a block of kRows rows
+template <int kRows, int kColumns> __device__ void copy_block(shared_address block, const element* source, int64_t row_stride, int rows,
+    int columns);
+// The A fragment of 16x16 elements
+template <int kColumns> __device__ void load_a(uint32_t (&fragment)[4], shared_address block, int row, int step, int lane);
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+
+// Which rows of a block of keys some query of the sequence sees: those before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+// O += P V for this warp's rows and the keys of a block
+__device__ void mma_pv(float (&output)[kRowTiles][kDimTiles][4], shared_address p_block, shared_address v_block, int warp, int lane);
+// Divides O by the sums of P's rows and writes it
+__device__ void store_output(const Params& params, const Tile& tile, const float (&output)[kRowTiles][kDimTiles][4], int warp, int lane);
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+naive_output_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address p_block = to_shared(shared_memory);
+    const shared_address v_block = p_block + kVOffset;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    const Tile tile = find_tile(params, block_index());
+    const element* p = reinterpret_cast<const element*>(params.scores + row_of_s(params, tile.head_of_batch, tile.first_row));
+    const int64_t p_row_stride = 2 * int64_t(row_keys(params));  // in elements: rows of P are as far apart as those of S
+    const element* v = params.v + tile.batch * params.v_batch_stride + tile.head * params.v_head_stride;
+
+    float output[kRowTiles][kDimTiles][4] = {};
+    for (int first_key = 0; first_key < params.seqlen_kv; first_key += kBlockN) {
+        copy_block<kBlockM, kBlockN>(p_block, p + first_key, p_row_stride, params.seqlen_q - tile.first_row,
+                                     row_keys(params) - first_key);
+        copy_block<kBlockN, kHeadDim>(v_block, v + first_key * params.v_row_stride, params.v_row_stride,
+                                      seen_rows(params, first_key).end, params.head_dim_v);
+        cp_async_commit();
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        mma_pv(output, p_block, v_block, warp, lane);
+        barrier_sync(kThreads);  // every warp has finished with P and V
+    }
+    store_output(params, tile, output, warp, lane);
+}
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     Tile tile;
@@ -112,29 +167,10 @@ __device__ __forceinline__ void load_a(uint32_t (&fragment)[4], shared_address b
     ldmatrix_x4(fragment, chunk_address<kColumns>(block, row + lane % 16, 2 * step + lane / 16));
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query attends to: those up to its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
-
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
-struct SeenRows {
-    int end;
-
-    __device__ __forceinline__ bool has(int row) const { return row < end; }
-
-    // The same counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
-
-    // Those among the first `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
-};
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
@@ -189,30 +225,13 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-naive_output_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address p_block = to_shared(shared_memory);
-    const shared_address v_block = p_block + kVOffset;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-
-    const Tile tile = find_tile(params, block_index());
-    const element* p = reinterpret_cast<const element*>(params.scores + row_of_s(params, tile.head_of_batch, tile.first_row));
-    const int64_t p_row_stride = 2 * int64_t(row_keys(params));  // in elements: rows of P are as far apart as those of S
-    const element* v = params.v + tile.batch * params.v_batch_stride + tile.head * params.v_head_stride;
-
-    float output[kRowTiles][kDimTiles][4] = {};
-    for (int first_key = 0; first_key < params.seqlen_kv; first_key += kBlockN) {
-        copy_block<kBlockM, kBlockN>(p_block, p + first_key, p_row_stride, params.seqlen_q - tile.first_row,
-                                     row_keys(params) - first_key);
-        copy_block<kBlockN, kHeadDim>(v_block, v + first_key * params.v_row_stride, params.v_row_stride,
-                                      seen_rows(params, first_key).end, params.head_dim_v);
-        cp_async_commit();
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        mma_pv(output, p_block, v_block, warp, lane);
-        barrier_sync(kThreads);  // every warp has finished with P and V
-    }
-    store_output(params, tile, output, warp, lane);
-}
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "P V takes keys by 16");
+static_assert(kSharedBytes == 16384, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 104 && offsetof(Params, scores) == 0 && offsetof(Params, row_sum) == 8);
+static_assert(offsetof(Params, v) == 16 && offsetof(Params, out) == 24 && offsetof(Params, v_batch_stride) == 32);
+static_assert(offsetof(Params, v_row_stride) == 40 && offsetof(Params, v_head_stride) == 48);
+static_assert(offsetof(Params, out_batch_stride) == 56 && offsetof(Params, out_row_stride) == 64);
+static_assert(offsetof(Params, out_head_stride) == 72 && offsetof(Params, num_heads_q) == 80 && offsetof(Params, seqlen_q) == 84);
+static_assert(offsetof(Params, seqlen_kv) == 88 && offsetof(Params, head_dim_v) == 92 && offsetof(Params, num_row_blocks) == 96);
+static_assert(offsetof(Params, diagonal_offset) == 100);

@@ -28,10 +28,6 @@ constexpr int kKeyTiles = kBlockN / 8;     // MMA tiles along the keys
 constexpr int kKOffset = kBlockM * kHeadDim * sizeof(element);
 constexpr int kSharedBytes = kKOffset + kBlockN * kHeadDim * sizeof(element);
 
-static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
-static_assert(kBlockN % 16 == 0, "ldmatrix brings 16 keys at a time");
-static_assert(kSharedBytes == 16384, "launcher and kernel agree on shared memory");
-
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     const element* k;                     // (batch, seqlen_kv, num_heads_q, head_dim), likewise
@@ -49,13 +45,6 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
 };
-static_assert(sizeof(Params) == 96 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, scores) == 16);
-static_assert(offsetof(Params, q_batch_stride) == 24 && offsetof(Params, q_row_stride) == 32);
-static_assert(offsetof(Params, q_head_stride) == 40 && offsetof(Params, k_batch_stride) == 48);
-static_assert(offsetof(Params, k_row_stride) == 56 && offsetof(Params, k_head_stride) == 64);
-static_assert(offsetof(Params, num_heads_q) == 72 && offsetof(Params, seqlen_q) == 76 && offsetof(Params, seqlen_kv) == 80);
-static_assert(offsetof(Params, head_dim) == 84 && offsetof(Params, num_row_blocks) == 88);
-static_assert(offsetof(Params, diagonal_offset) == 92);
 
 // A tile: kBlockM query rows of a head. The tiles of a head follow each other, so that they share its keys or values in L2.
 struct Tile {
@@ -64,6 +53,103 @@ struct Tile {
     int head;
     int first_row;
 };
+
+__device__ Tile find_tile(const Params& params, int index);
+__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params&, int row);
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+__device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+__device__ int row_keys(const Params& params);  // Floats of a row of S
+__device__ int64_t row_of_s(const Params& params, int head_of_batch, int row);  // Where a row of S begins, in floats
+// A block of a matrix in shared memory has rows of kColumns elements, which are written and read in chunks of 16 bytes
+template <int kColumns> __device__ shared_address chunk_address(shared_address block, int row, int chunk);
+// Starts the copy of a block of kRows rows
+template <int kRows, int kColumns> __device__ void copy_block(shared_address block, const element* source, int64_t row_stride, int rows,
+    int columns);
+// The A fragment of 16x16 elements
+template <int kColumns> __device__ void load_a(uint32_t (&fragment)[4], shared_address block, int row, int step, int lane);
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+// The keys that some row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// The keys that every row of [first_row, first_row + count) attends to
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a key that some row of [first_row, first_row + count) attends to
+__device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
+// Masks the keys that lie outside the range of their row
+template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane);
+// What happens to S between Q . K^T and softmax, block by block, masked or not
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
+// S of this warp's rows and the keys of a block
+__device__ void mma_qk(float (&scores)[kRowTiles][kKeyTiles][4], shared_address q_block, shared_address k_block, int warp, int lane);
+// Writes S of this warp's rows and the keys from `first_key` on
+__device__ void store_scores(const Params& params, const Tile& tile, const float (&scores)[kRowTiles][kKeyTiles][4], int first_key,
+    int warp, int lane);
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+naive_scores_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address q_block = to_shared(shared_memory);
+    const shared_address k_block = q_block + kKOffset;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    const Tile tile = find_tile(params, block_index());
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
+    const element* q = params.q + tile.batch * params.q_batch_stride +
+                       row_offset(params, tile, tile.first_row, params.q_row_stride, params.q_head_stride);
+    const element* k = params.k + tile.batch * params.k_batch_stride + tile.head * params.k_head_stride;
+
+    // No row attends to a key of the blocks behind these: their S takes no MMA, but it is written, and read, like any other.
+    for (int first_key = (blocks.last + 1) * kBlockN; first_key < params.seqlen_kv; first_key += kBlockN) {
+        float scores[kRowTiles][kKeyTiles][4];
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) scores[i][j][e] = -INFINITY;
+            }
+        }
+        store_scores(params, tile, scores, first_key, warp, lane);
+    }
+
+    if (blocks.last >= blocks.first) {
+        copy_block<kBlockM, kHeadDim>(q_block, q, params.q_row_stride, num_rows(params) - tile.first_row, params.head_dim);
+    }
+    for (int block = blocks.last; block >= blocks.first; --block) {
+        const int first_key = block * kBlockN;
+        copy_block<kBlockN, kHeadDim>(k_block, k + first_key * params.k_row_stride, params.k_row_stride,
+                                      params.seqlen_kv - first_key, params.head_dim);
+        cp_async_commit();
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+
+        float scores[kRowTiles][kKeyTiles][4];
+        mma_qk(scores, q_block, k_block, warp, lane);
+        barrier_sync(kThreads);  // every warp has finished with K
+        finish_scores(params, tile, scores, warp * kWarpRows, first_key, lane);
+        store_scores(params, tile, scores, first_key, warp, lane);
+    }
+}
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     Tile tile;
@@ -121,12 +207,6 @@ __device__ __forceinline__ void load_a(uint32_t (&fragment)[4], shared_address b
     ldmatrix_x4(fragment, chunk_address<kColumns>(block, row + lane % 16, 2 * step + lane / 16));
 }
 
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
 // The keys that a query attends to: those up to its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
@@ -165,12 +245,6 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
         }
     }
 }
-
-// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
-struct KvBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
 
 // The blocks with a key that some row of [first_row, first_row + count) attends to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
@@ -251,49 +325,13 @@ __device__ __forceinline__ void store_scores(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-naive_scores_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address q_block = to_shared(shared_memory);
-    const shared_address k_block = q_block + kKOffset;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-
-    const Tile tile = find_tile(params, block_index());
-    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
-    const element* q = params.q + tile.batch * params.q_batch_stride +
-                       row_offset(params, tile, tile.first_row, params.q_row_stride, params.q_head_stride);
-    const element* k = params.k + tile.batch * params.k_batch_stride + tile.head * params.k_head_stride;
-
-    // No row attends to a key of the blocks behind these: their S takes no MMA, but it is written, and read, like any other.
-    for (int first_key = (blocks.last + 1) * kBlockN; first_key < params.seqlen_kv; first_key += kBlockN) {
-        float scores[kRowTiles][kKeyTiles][4];
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) scores[i][j][e] = -INFINITY;
-            }
-        }
-        store_scores(params, tile, scores, first_key, warp, lane);
-    }
-
-    if (blocks.last >= blocks.first) {
-        copy_block<kBlockM, kHeadDim>(q_block, q, params.q_row_stride, num_rows(params) - tile.first_row, params.head_dim);
-    }
-    for (int block = blocks.last; block >= blocks.first; --block) {
-        const int first_key = block * kBlockN;
-        copy_block<kBlockN, kHeadDim>(k_block, k + first_key * params.k_row_stride, params.k_row_stride,
-                                      params.seqlen_kv - first_key, params.head_dim);
-        cp_async_commit();
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-
-        float scores[kRowTiles][kKeyTiles][4];
-        mma_qk(scores, q_block, k_block, warp, lane);
-        barrier_sync(kThreads);  // every warp has finished with K
-        finish_scores(params, tile, scores, warp * kWarpRows, first_key, lane);
-        store_scores(params, tile, scores, first_key, warp, lane);
-    }
-}
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "ldmatrix brings 16 keys at a time");
+static_assert(kSharedBytes == 16384, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 96 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, scores) == 16);
+static_assert(offsetof(Params, q_batch_stride) == 24 && offsetof(Params, q_row_stride) == 32);
+static_assert(offsetof(Params, q_head_stride) == 40 && offsetof(Params, k_batch_stride) == 48);
+static_assert(offsetof(Params, k_row_stride) == 56 && offsetof(Params, k_head_stride) == 64);
+static_assert(offsetof(Params, num_heads_q) == 72 && offsetof(Params, seqlen_q) == 76 && offsetof(Params, seqlen_kv) == 80);
+static_assert(offsetof(Params, head_dim) == 84 && offsetof(Params, num_row_blocks) == 88);
+static_assert(offsetof(Params, diagonal_offset) == 92);

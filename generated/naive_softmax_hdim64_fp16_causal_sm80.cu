@@ -30,52 +30,17 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
-static_assert(sizeof(Params) == 40 && offsetof(Params, scores) == 0 && offsetof(Params, row_sum) == 8);
-static_assert(offsetof(Params, lse) == 16 && offsetof(Params, seqlen_q) == 24 && offsetof(Params, seqlen_kv) == 28);
-static_assert(offsetof(Params, num_row_blocks) == 32 && offsetof(Params, scale_log2) == 36);
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
-// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
-__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
-
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
-
-// Floats of a row of S: one for each key, rounded up to whole 16-byte chunks of P.
-__device__ __forceinline__ int row_keys(const Params& params) { return (params.seqlen_kv + 7) / 8 * 8; }
-
-// Where a row of S begins, in floats. Heads are counted over the batch.
-__device__ __forceinline__ int64_t row_of_s(const Params& params, int head_of_batch, int row) {
-    return (int64_t(head_of_batch) * params.seqlen_q + row) * row_keys(params);
-}
-
-// Eight scores.
-__device__ __forceinline__ void load_scores(float (&scores)[8], const float* source) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint4 words = load_global_128(source + 4 * i);
-        scores[4 * i] = __uint_as_float(words.x);
-        scores[4 * i + 1] = __uint_as_float(words.y);
-        scores[4 * i + 2] = __uint_as_float(words.z);
-        scores[4 * i + 3] = __uint_as_float(words.w);
-    }
-}
-
-__device__ __forceinline__ float warp_max(float value) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, step));
-    return value;
-}
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffff, value, step);
-    return value;
-}
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+__device__ int row_keys(const Params& params);  // Floats of a row of S
+__device__ int64_t row_of_s(const Params& params, int head_of_batch, int row);  // Where a row of S begins, in floats
+__device__ void load_scores(float (&scores)[8], const float* source);  // Eight scores
+__device__ float warp_max(float value);
+__device__ float warp_sum(float value);
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
 naive_softmax_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
@@ -126,3 +91,47 @@ naive_softmax_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
         if (params.lse != nullptr) store_global_32(params.lse + index, natural_lse(row_max, sum));
     }
 }
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
+__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
+    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
+}
+
+// Floats of a row of S: one for each key, rounded up to whole 16-byte chunks of P.
+__device__ __forceinline__ int row_keys(const Params& params) { return (params.seqlen_kv + 7) / 8 * 8; }
+
+// Where a row of S begins, in floats. Heads are counted over the batch.
+__device__ __forceinline__ int64_t row_of_s(const Params& params, int head_of_batch, int row) {
+    return (int64_t(head_of_batch) * params.seqlen_q + row) * row_keys(params);
+}
+
+// Eight scores.
+__device__ __forceinline__ void load_scores(float (&scores)[8], const float* source) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint4 words = load_global_128(source + 4 * i);
+        scores[4 * i] = __uint_as_float(words.x);
+        scores[4 * i + 1] = __uint_as_float(words.y);
+        scores[4 * i + 2] = __uint_as_float(words.z);
+        scores[4 * i + 3] = __uint_as_float(words.w);
+    }
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, step));
+    return value;
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffff, value, step);
+    return value;
+}
+
+static_assert(sizeof(Params) == 40 && offsetof(Params, scores) == 0 && offsetof(Params, row_sum) == 8);
+static_assert(offsetof(Params, lse) == 16 && offsetof(Params, seqlen_q) == 24 && offsetof(Params, seqlen_kv) == 28);
+static_assert(offsetof(Params, num_row_blocks) == 32 && offsetof(Params, scale_log2) == 36);

@@ -269,6 +269,8 @@ def _statement(match: re.Match[str]) -> str:
 def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
     import jinja2
 
+    from flashgen.source.order import from_the_top
+
     class Lines(jinja2.BaseLoader):
         def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Any]:
             path = _find(template, folders)
@@ -288,7 +290,7 @@ def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
 
             return source, str(path), is_current
 
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=Lines(),
         undefined=jinja2.StrictUndefined,
         block_start_string=_BEGIN,
@@ -303,6 +305,8 @@ def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
         autoescape=False,
         optimized=False,  # an eighth of a first rendering goes into folding constants, of which there are few
     )
+    environment.filters["from_the_top"] = from_the_top
+    return environment
 
 
 def refuse_foreign(text: str, file: str) -> None:

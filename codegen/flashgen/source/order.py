@@ -1,0 +1,144 @@
+"""The order of a generated kernel: the algorithm first, the functions that it calls after it.
+
+A template writes each device function once, before its first use. The filter `from_the_top` brings the text
+into the order in which a kernel is read: constants and types, a prototype of each function, the roles and the
+kernel, then the functions and the assertions. A prototype has the first sentence of the function's comment.
+The order does not change the machine code.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+
+_WIDTH = 140  # of a line with a prototype
+_MARK = re.compile("\x04[^\x05]*\x05")  # where a line is from, at its end (`source.render`)
+_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|//.*')
+_NAME = re.compile(r"(\w+)\(")
+_SENTENCE = re.compile(r"(.*?\S)[.:](?= |$)")
+_DEFAULT = re.compile(r" = (?:[^,()]|\([^()]*\))+(?=[,)])")
+# Text that neither the simulator nor another compiler than CUDA's compiles: wgmma, in PTX.
+_PTX_BEGIN, _PTX_END = "#ifndef FLASHGEN_SIMULATOR", "#endif"
+
+
+@dataclass
+class _Unit:
+    """A declaration at namespace scope with the comment before it, or a blank line."""
+
+    comment: list[str]
+    lines: list[str]
+
+
+def from_the_top(text: str, *roles: str) -> str:
+    """The text of a kernel in reading order. ``roles`` are functions that stay before the kernel."""
+    first: list[str] = []
+    algorithm: list[str] = []
+    functions: list[str] = []
+    assertions: list[str] = []
+    last_prototype = None  # its end in `first`
+    for unit in _units(_marked(text)):
+        whole = [*unit.comment, *unit.lines]
+        begin = _bare(unit.lines[0]) if unit.lines else ""
+        signature = _signature(unit)
+        if signature is not None and ("__global__" in signature or _name(signature) in roles):
+            algorithm += ["", *whole]
+        elif signature is not None:
+            if last_prototype is not None and not any(first[last_prototype:]):
+                del first[last_prototype:]  # the blank lines between two prototypes
+            first += _prototype(signature, unit)
+            last_prototype = len(first)
+            functions += ["", *unit.comment, *_without_defaults(unit)]
+        elif begin.startswith(_PTX_BEGIN):
+            functions += ["", *whole]
+        elif begin.startswith("static_assert("):
+            assertions += whole
+        else:
+            first += whole
+    return "\n".join([*first, *algorithm, *functions, "", *assertions]) + "\n"
+
+
+def _marked(text: str) -> list[str]:
+    """The lines, with a mark on each line where the renderer marked the last line of a value of several."""
+    lines, mark = [], ""
+    for line in reversed(text.splitlines()):
+        match = _MARK.search(line)
+        if match or not line:
+            mark = match[0] if match else ""
+            lines.append(line)
+        else:
+            lines.append(line + mark)
+    return lines[::-1]
+
+
+def _units(text: list[str]) -> list[_Unit]:
+    units: list[_Unit] = []
+    unit = _Unit([], [])
+    for line in text:
+        if not unit.lines and _bare(line).startswith("//"):
+            unit.comment.append(line)
+            continue
+        unit.lines.append(line)
+        if _is_complete(unit.lines):
+            units.append(unit)
+            unit = _Unit([], [])
+    return [*units, unit]
+
+
+def _is_complete(lines: list[str]) -> bool:
+    begin = _bare(lines[0])
+    if begin.startswith(_PTX_BEGIN):
+        return _bare(lines[-1]).startswith(_PTX_END)
+    if not begin or begin.startswith("#"):
+        return True
+    code = "\n".join(_LITERAL.sub(_blank, _bare(line)) for line in lines).rstrip()
+    closed = code.count("{") == code.count("}") and code.count("(") == code.count(")")
+    return closed and code.endswith((";", "}"))
+
+
+def _blank(match: re.Match[str]) -> str:
+    return '""' if match[0].startswith('"') else ""
+
+
+def _bare(line: str) -> str:
+    return _MARK.sub("", line)
+
+
+def _signature(unit: _Unit) -> str | None:
+    """What is before the body of a function, on one line; None for what is no definition of one."""
+    code = " ".join(_LITERAL.sub(_blank, _bare(line)).strip() for line in unit.lines)
+    match = re.match(r'((?:template <[^{]*?> )?(?:__device__|extern "" __global__) [^;{]*\)) \{', code)
+    return match[1] if match else None
+
+
+def _name(signature: str) -> str:
+    match = _NAME.search(signature)
+    assert match is not None
+    return match[1]
+
+
+def _prototype(signature: str, unit: _Unit) -> list[str]:
+    mark = _MARK.search(unit.lines[0])
+    end = mark[0] if mark else ""
+    line = signature.replace("__forceinline__ ", "") + ";"
+    comment = _first_sentence(unit.comment)
+    if comment and len(line) + len(comment) + 4 <= _WIDTH:
+        return [f"{line}  // {comment}{end}"]
+    # A line ends between two parameters alone.
+    joined = re.sub(r"(?<!,) ", "\0", line)
+    lines = [part.replace("\0", " ") for part in textwrap.wrap(joined, _WIDTH, subsequent_indent="    ")]
+    if comment:
+        lines[:0] = textwrap.wrap(comment, _WIDTH, initial_indent="// ", subsequent_indent="// ")
+    return [line + end for line in lines]
+
+
+def _first_sentence(comment: list[str]) -> str:
+    text = " ".join(_bare(line).removeprefix("//").strip() for line in comment)
+    match = _SENTENCE.match(text)
+    return match[1] if match else text
+
+
+def _without_defaults(unit: _Unit) -> list[str]:
+    """The lines of a function, whose prototype has the defaults of its parameters."""
+    end = next(i for i, line in enumerate(unit.lines, 1) if "{" in line)
+    return [*(_DEFAULT.sub("", line) for line in unit.lines[:end]), *unit.lines[end:]]

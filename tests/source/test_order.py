@@ -1,0 +1,119 @@
+"""A kernel in reading order: prototypes, roles, kernel, functions, assertions."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flashgen.families.load import load_specs
+from flashgen.source.order import from_the_top
+from flashgen.source.render import render
+
+TEMPLATE = """\
+// Constants.
+constexpr int kRows = 4;
+static_assert(kRows == 4, "rows { are few");
+
+struct Tile {
+    int row;
+
+    __device__ __forceinline__ int last() const { return row + kRows; }
+};
+
+// Adds a row. The sum is
+// in fp32.
+template <int kColumns>
+__device__ __forceinline__ void add(Tile& tile, int count = kRows,
+                                    int step = 1) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) tile.row += step;  // } is no end
+}
+
+__device__ constexpr int twice(int n) { return 2 * n; }
+
+#ifndef FLASHGEN_SIMULATOR
+__device__ __forceinline__ void wgmma() {
+    asm volatile("{\\n");
+}
+#endif
+
+// The producer.
+__device__ void produce(Tile& tile) {
+    add<2>(tile);
+}
+
+extern "C" __global__ void __launch_bounds__(32)
+kernel(int n) {
+    Tile tile = {twice(n)};
+    produce(tile);
+}
+"""
+ORDERED = """\
+// Constants.
+constexpr int kRows = 4;
+
+struct Tile {
+    int row;
+
+    __device__ __forceinline__ int last() const { return row + kRows; }
+};
+
+template <int kColumns> __device__ void add(Tile& tile, int count = kRows, int step = 1);  // Adds a row
+__device__ constexpr int twice(int n);
+
+// The producer.
+__device__ void produce(Tile& tile) {
+    add<2>(tile);
+}
+
+extern "C" __global__ void __launch_bounds__(32)
+kernel(int n) {
+    Tile tile = {twice(n)};
+    produce(tile);
+}
+
+// Adds a row. The sum is
+// in fp32.
+template <int kColumns>
+__device__ __forceinline__ void add(Tile& tile, int count,
+                                    int step) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) tile.row += step;  // } is no end
+}
+
+__device__ constexpr int twice(int n) { return 2 * n; }
+
+#ifndef FLASHGEN_SIMULATOR
+__device__ __forceinline__ void wgmma() {
+    asm volatile("{\\n");
+}
+#endif
+
+static_assert(kRows == 4, "rows { are few");
+"""
+
+
+def test_the_algorithm_comes_before_the_functions_that_it_calls():
+    text = re.sub(r"\n{3,}", "\n\n", from_the_top(TEMPLATE, "produce"))
+    assert text == ORDERED
+
+
+def test_a_long_prototype_breaks_between_parameters():
+    parameters = ", ".join(f"const float (&parameter_{i})[kHeadDim / 2]" for i in range(8))
+    text = from_the_top(f"// Many.\n__device__ __forceinline__ void f({parameters}) {{\n}}\n")
+    comment, *lines = text.split("\n\n")[0].splitlines()
+    assert comment == "// Many"
+    assert len(lines) > 1
+    assert all(len(line) <= 140 for line in lines)
+    assert all(line.endswith((",", ");")) for line in lines)
+
+
+@pytest.mark.parametrize("spec", load_specs(), ids=lambda spec: spec.name)
+def test_shipped_kernels_have_no_function_before_the_roles(spec):
+    for step in spec.variants()[0].steps:
+        source = render(step)
+        before = source[: source.index("__global__")]
+        names = re.findall(r"^__device__ [^;{]*?(\w+)\([^;{]*\{", before, re.MULTILINE)
+        roles = ("produce", "consume", "put_values", "find_tiles", "read_mask", "main_loop")
+        assert [name for name in names if not name.startswith(roles)] == []
