@@ -25,56 +25,56 @@ constexpr int kAngles = kVector;  // cosines, and sines, that they take
 constexpr int kAngleWords = kAngles * int(sizeof(angle)) / 4;
 
 struct Params {
-    const element* k_new;                 // (batch, seqlen_new, num_heads_kv, head_dim); rows of elements are 16-byte aligned
-    const element* v_new;                 // (batch, seqlen_new, num_heads_kv, head_dim_v)
-    const int32_t* lengths;               // (sequences): the tokens that each has in the cache
-    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), or null: then num_heads_q is 0
-    const int32_t* pages;                 // (sequences, max_pages); entries past the new tokens are never read
-    const float* cos;                     // (num_positions, rotary_dim / 2), rows 16-byte aligned
-    const float* sin;                     // as cos
-    const int32_t* positions;             // (batch, seqlen_new): the row of cos and sin of each token, or null: its position
-    const int32_t* cu_seqlens_new;        // (sequences + 1), or null: where each sequence begins in packed tokens, and the end
-    element* k_cache;                     // (num_pages, page_size, num_heads_kv, head_dim)
-    element* v_cache;                     // (num_pages, page_size, num_heads_kv, head_dim_v)
-    int32_t* total_lengths;               // (sequences): lengths with the new tokens
-    element* q_rotated;                   // as q
+    const element* k_new;                 // (batch, seqlen_new, num_heads_kv, head_dim); rows 16-byte aligned
+    const element* v_new;                 // (batch, seqlen_new, num_heads_kv, head_dim_v); rows 16-byte aligned
+    const int32_t* lengths;               // (sequences,); tokens of each sequence in the cache
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned; may be null
+    const int32_t* pages;                 // (sequences, max_pages); may be null; entries past the last key are never read
+    const float* cos;                     // (num_positions, rotary_half); rows 16-byte aligned; may be null
+    const float* sin;                     // (num_positions, rotary_half); rows 16-byte aligned; may be null
+    const int32_t* positions;             // (batch, seqlen_new); may be null; the row of cos and sin of each token; null: its position
+    const int32_t* cu_seqlens_new;        // (boundaries,); may be null; where each sequence begins in packed tokens, and the end
+    element* k_cache;                     // (num_pages, page_size, num_heads_kv, head_dim); rows 16-byte aligned
+    element* v_cache;                     // (num_pages, page_size, num_heads_kv, head_dim_v); rows 16-byte aligned
+    int32_t* total_lengths;               // (sequences,); lengths with the new tokens
+    element* q_rotated;                   // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
     int64_t k_new_batch_stride;           // strides are in elements
     int64_t k_new_row_stride;
     int64_t k_new_head_stride;
-    int64_t v_new_batch_stride;
+    int64_t v_new_batch_stride;           // strides are in elements
     int64_t v_new_row_stride;
     int64_t v_new_head_stride;
-    int64_t q_batch_stride;
+    int64_t q_batch_stride;               // strides are in elements
     int64_t q_row_stride;
     int64_t q_head_stride;
-    int64_t pages_sequence_stride;
-    int64_t cos_row_stride;
-    int64_t sin_row_stride;
-    int64_t positions_batch_stride;
-    int64_t k_cache_page_stride;
+    int64_t pages_sequence_stride;        // strides are in elements
+    int64_t cos_row_stride;               // strides are in elements
+    int64_t sin_row_stride;               // strides are in elements
+    int64_t positions_batch_stride;       // strides are in elements
+    int64_t k_cache_page_stride;          // strides are in elements
     int64_t k_cache_row_stride;
     int64_t k_cache_head_stride;
-    int64_t v_cache_page_stride;
+    int64_t v_cache_page_stride;          // strides are in elements
     int64_t v_cache_row_stride;
     int64_t v_cache_head_stride;
-    int64_t q_rotated_batch_stride;
+    int64_t q_rotated_batch_stride;       // strides are in elements
     int64_t q_rotated_row_stride;
     int64_t q_rotated_head_stride;
     int32_t sequences;
     int32_t seqlen_new;                   // tokens of a batch entry of k_new
-    int32_t seqlen_q;                     // those of q
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
     int32_t num_heads_q;
     int32_t num_heads_kv;
-    int32_t head_dim;                     // a multiple of kVector
-    int32_t head_dim_v;                   // a multiple of kVector
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_pages;
-    int32_t page_size;
+    int32_t page_size;                    // keys of a page
     int32_t capacity;                     // tokens that a sequence may have
     int32_t num_positions;                // rows of cos and sin
-    int32_t rotary_dim;                   // a multiple of 16: the elements of a row that are rotated, the first ones
+    int32_t rotary_dim;                   // elements of a row that are rotated: the first, a multiple of 16
     int32_t q_step;                       // 1: query i is at lengths + i; 0: all are at lengths
-    int32_t row_chunks_log2;              // log2 of the threads of a row: the 16-byte chunks of the longest one, rounded up to a power of two
-    int32_t num_row_blocks;               // thread blocks of one batch entry
+    int32_t row_chunks_log2;              // of the threads of a row: its 16-byte chunks, rounded up to 2^n
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
 };
 
 __device__ void widen(float (&values)[kVector], uint4 chunk);  // The elements of a chunk as numbers, and back

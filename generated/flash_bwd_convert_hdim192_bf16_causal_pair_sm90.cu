@@ -22,18 +22,18 @@ constexpr int kPasses = kHeadDim / kWarpColumns;
 constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kPasses % 3 == 0 ? 3 : 1;
 
 struct Params {
-    const float* dq_accum;                // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
-    const int32_t* added;                 // a counter for each head of the grid of the main kernel: its thread blocks that will add no more to dq_accum
-    element* dq;                          // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
+    const float* dq_accum;                // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
+    const int32_t* added;                 // (heads of the main grid): CTAs that will add no more to dq_accum
+    element* dq;                          // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
     int64_t dq_batch_stride;              // strides are in elements
     int64_t dq_row_stride;
     int64_t dq_head_stride;
     int32_t num_heads_q;
     int32_t key_blocks_of_head;           // thread blocks of the main kernel for each head of its grid
-    int32_t seqlen_q;
-    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim
-    int32_t num_row_blocks;               // units of rows of one head
-    float softmax_scale;                  // dQ is softmax_scale dS K
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.

@@ -63,24 +63,24 @@ struct Params {
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
     tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
     tensor_map dout;                      // (head_dim_v, seqlen_q, num_heads_q, batch)
-    tensor_map dk;                        // as k
-    tensor_map dv;                        // as v
-    const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing, and past the last
-    const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
-    float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
-    int32_t* cleared;                     // a counter for each head of the grid: thread blocks that have cleared their part of its dq_accum
-    int32_t* added;                       // likewise: its thread blocks that will add no more to dq_accum
+    tensor_map dk;                        // (head_dim, seqlen_kv, num_heads_kv, batch)
+    tensor_map dv;                        // (head_dim_v, seqlen_kv, num_heads_kv, batch)
+    const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
+    const float* delta;                   // (heads, unit_rows): sum(dout * out) - dlse
+    float* dq_accum;                      // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
+    int32_t* cleared;                     // (heads of the main grid): CTAs that have cleared their part of dq_accum
+    int32_t* added;                       // (heads of the main grid): CTAs that will add no more to dq_accum
     int32_t num_heads_q;
     int32_t num_heads_kv;
-    int32_t seqlen_q;
-    int32_t seqlen_kv;
-    int32_t num_row_blocks;               // blocks of keys of one head
-    int32_t batch_size;
-    int32_t heads_per_section;            // heads of the grid whose blocks of keys are launched together
-    int32_t clear_distance;               // thread blocks clear dq_accum of the head that comes so many later in the grid; counted as heads_per_section
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t batch_size;                   // sequences
+    int32_t heads_per_section;            // heads of the grid whose tiles are launched together
+    int32_t clear_distance;               // CTAs of head h of the grid clear dq_accum of head h + clear_distance
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
-    float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
-    float softmax_scale;                  // dK is softmax_scale dS^T Q
+    float scale_log2;                     // softmax_scale * log2(e), above 0
+    float softmax_scale;                  // S is softmax_scale Q K^T
     float score_constant_0;               // (softmax_scale / cap) * (sign(cap))
 };
 

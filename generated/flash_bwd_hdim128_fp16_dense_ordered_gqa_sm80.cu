@@ -74,57 +74,57 @@ constexpr int kStashOffset = kStagesOffset + kStages * kStageBytes;
 constexpr int kSharedBytes = kStashOffset + 16;
 
 struct Params {
-    const element* dout;                  // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
-    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), likewise
-    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise
-    element* dk;                          // as k
-    element* dv;                          // as v
-    const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
-    const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing
-    float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
-    int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
-    float* dk_parts;                      // (batch, num_heads_kv * group_parts, num_row_blocks * kBlockN, kHeadDim), in tiles of 16 rows by 8 columns
-    float* dv_parts;                      // (batch, num_heads_kv * group_parts, num_row_blocks * kBlockN, kHeadDimV), likewise
-    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); not 0 = hidden
+    const element* dout;                  // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
+    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim); rows 16-byte aligned
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
+    element* dk;                          // (batch, seqlen_kv, num_heads_kv, head_dim); rows 16-byte aligned
+    element* dv;                          // (batch, seqlen_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
+    const float* delta;                   // (heads, unit_rows): sum(dout * out) - dlse
+    const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
+    float* dq_accum;                      // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
+    int32_t* turns;                       // (heads, blocks of queries): blocks of keys that have added to dq_accum
+    float* dk_parts;                      // dK of each part of a group, in tiles of 16 rows by 8 columns
+    float* dv_parts;                      // dV of each part of a group, in the same tiles
+    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); may be null; not 0 = hidden
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
-    int64_t q_batch_stride;
+    int64_t q_batch_stride;               // strides are in elements
     int64_t q_row_stride;
     int64_t q_head_stride;
-    int64_t k_batch_stride;
+    int64_t k_batch_stride;               // strides are in elements
     int64_t k_row_stride;
     int64_t k_head_stride;
-    int64_t v_batch_stride;
+    int64_t v_batch_stride;               // strides are in elements
     int64_t v_row_stride;
     int64_t v_head_stride;
-    int64_t dk_batch_stride;
+    int64_t dk_batch_stride;              // strides are in elements
     int64_t dk_row_stride;
     int64_t dk_head_stride;
-    int64_t dv_batch_stride;
+    int64_t dv_batch_stride;              // strides are in elements
     int64_t dv_row_stride;
     int64_t dv_head_stride;
-    int64_t mask_batch_stride;            // 0 where the mask is broadcast
+    int64_t mask_batch_stride;            // strides are in bytes, 0 where broadcast
     int64_t mask_row_stride;
     int64_t mask_head_stride;
     int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t group_parts;                  // parts of the query heads of a kv head
     int32_t heads_per_part;               // num_heads_q / num_heads_kv / group_parts
-    int32_t seqlen_q;
-    int32_t seqlen_kv;
-    int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
-    int32_t head_dim_v;                   // likewise, of v and dout
-    int32_t num_row_blocks;               // blocks of keys of one head
-    int32_t batch_size;
-    int32_t heads_per_section;            // heads of the grid whose blocks of keys are launched together
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t batch_size;                   // sequences
+    int32_t heads_per_section;            // heads of the grid whose tiles are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     int32_t window_left;                  // keys before the diagonal that a query attends to
     int32_t window_right;                 // and after it
-    int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 4 or 1
-    float softmax_scale;                  // dK is softmax_scale dS^T Q
-    float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
+    int32_t mask_vector_width;            // bytes to which its rows are aligned: 16, 8, 4 or 1
+    float softmax_scale;                  // S is softmax_scale Q K^T
+    float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.

@@ -76,26 +76,26 @@ struct Params {
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
     tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
     tensor_map dout;                      // (head_dim_v, seqlen_q, num_heads_q, batch)
-    tensor_map out;                       // as dout
-    tensor_map dq;                        // as q
-    tensor_map dk;                        // as k
-    tensor_map dv;                        // as v
-    const float* lse;                     // (batch, num_heads_q, seqlen_q), contiguous; natural logarithm
-    const float* dlse;                    // likewise, the gradient of lse; may be null
-    int32_t batch_size;
+    tensor_map out;                       // (head_dim_v, seqlen_q, num_heads_q, batch)
+    tensor_map dq;                        // (head_dim, seqlen_q, num_heads_q, batch)
+    tensor_map dk;                        // (head_dim, seqlen_kv, num_heads_kv, batch)
+    tensor_map dv;                        // (head_dim_v, seqlen_kv, num_heads_kv, batch)
+    const float* lse;                     // (batch, num_heads_q, seqlen_q); natural logarithm
+    const float* dlse;                    // (batch, num_heads_q, seqlen_q); may be null; the gradient of lse
+    int32_t batch_size;                   // sequences
     int32_t num_heads_q;
     int32_t num_heads_kv;
-    int32_t seqlen_q;
-    int32_t seqlen_kv;
-    int32_t num_row_blocks;               // tiles of keys of one head
-    int32_t num_row_blocks_beside;        // tiles of queries of one head
-    uint64_t num_row_blocks_divisor;      // for divisors see divide()
-    uint64_t num_row_blocks_beside_divisor;
-    uint64_t num_heads_q_divisor;
-    uint64_t num_heads_kv_divisor;
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks_beside;        // the same of the second kind of tiles
+    uint64_t num_row_blocks_divisor;      // of num_row_blocks; see divide()
+    uint64_t num_row_blocks_beside_divisor;// of num_row_blocks_beside; see divide()
+    uint64_t num_heads_q_divisor;         // of num_heads_q; see divide()
+    uint64_t num_heads_kv_divisor;        // of num_heads_kv; see divide()
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
-    float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
-    float softmax_scale;                  // dQ is softmax_scale dS K, dK is softmax_scale dS^T Q
+    float scale_log2;                     // softmax_scale * log2(e), above 0
+    float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31

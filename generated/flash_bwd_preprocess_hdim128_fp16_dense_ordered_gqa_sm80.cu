@@ -28,24 +28,24 @@ constexpr int kLanes = kVectors < 8 ? 4 : 8;              // threads of a row; 8
 constexpr int kSteps = (kVectors + kLanes - 1) / kLanes;  // vectors of a thread in a row
 
 struct Params {
-    const element* dout;                  // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
-    const element* out;                   // likewise
-    const float* lse;                     // (batch, num_heads_q, seqlen_q), contiguous; natural logarithm
-    const float* dlse;                    // likewise, the gradient of lse; may be null
-    float* delta;                         // (batch, num_heads_q, unit_rows)
-    float* lse_log2;                      // (batch, num_heads_q, unit_rows)
-    float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim)
-    int32_t* turns;                       // a counter for each block of queries of the main kernel
+    const element* dout;                  // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    const element* out;                   // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    const float* lse;                     // (batch, num_heads_q, seqlen_q); natural logarithm
+    const float* dlse;                    // (batch, num_heads_q, seqlen_q); may be null; the gradient of lse
+    float* delta;                         // (heads, unit_rows): sum(dout * out) - dlse
+    float* lse_log2;                      // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
+    float* dq_accum;                      // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
+    int32_t* turns;                       // (heads, blocks of queries): blocks of keys that have added to dq_accum
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
-    int64_t out_batch_stride;
+    int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
     int32_t num_heads_q;
-    int32_t seqlen_q;
-    int32_t head_dim_v;                   // of the call: a multiple of 8 (fp32: 4)
-    int32_t num_row_blocks;               // units of rows of one head
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
 };
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.

@@ -25,23 +25,23 @@ constexpr int kWarpColumns = 32;
 constexpr int kTileElements = 128;  // 16 rows by 8 columns
 
 struct Params {
-    const float* dk_parts;                // (batch, num_heads_kv * group_parts, part_rows, kHeadDim), in tiles of 16 rows by 8 columns
-    const float* dv_parts;                // (batch, num_heads_kv * group_parts, part_rows, kHeadDimV), likewise
-    element* dk;                          // (batch, seqlen_kv, num_heads_kv, head_dim), rows 16-byte aligned
-    element* dv;                          // (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise
+    const float* dk_parts;                // dK of each part of a group, in tiles of 16 rows by 8 columns
+    const float* dv_parts;                // dV of each part of a group, in the same tiles
+    element* dk;                          // (batch, seqlen_kv, num_heads_kv, head_dim); rows 16-byte aligned
+    element* dv;                          // (batch, seqlen_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
     int64_t dk_batch_stride;              // strides are in elements
     int64_t dk_row_stride;
     int64_t dk_head_stride;
-    int64_t dv_batch_stride;
+    int64_t dv_batch_stride;              // strides are in elements
     int64_t dv_row_stride;
     int64_t dv_head_stride;
     int32_t num_heads_kv;
     int32_t group_parts;                  // parts of the query heads of a kv head
-    int32_t seqlen_kv;
-    int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim
-    int32_t head_dim_v;                   // likewise, of v
-    int32_t num_row_blocks;               // 16 rows each, of one head
-    float softmax_scale;                  // dK is softmax_scale dS^T Q
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
 __device__ int part_rows(const Params& params);  // Keys of a part in the workspace

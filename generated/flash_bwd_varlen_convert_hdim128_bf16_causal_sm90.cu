@@ -22,18 +22,18 @@ constexpr int kPasses = kHeadDim / kWarpColumns;
 constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kPasses % 3 == 0 ? 3 : 1;
 
 struct Params {
-    const float* dq_accum;                // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim), in the order of dq_tiles
-    element* dq;                          // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
-    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
-    int64_t dq_batch_stride;              // strides are in elements; a batch stride is 0 where sequences are packed
+    const float* dq_accum;                // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
+    element* dq;                          // (batch_q, rows_q, num_heads_q, head_dim); rows 16-byte aligned
+    const int32_t* cu_seqlens_q;          // (boundaries,); may be null; null where queries are padded
+    int64_t dq_batch_stride;              // strides are in elements
     int64_t dq_row_stride;
     int64_t dq_head_stride;
     int32_t batch_size;                   // sequences
     int32_t num_heads_q;
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
-    int32_t seqlen_q;                     // the most queries of a sequence; of_sequence() puts its own here
-    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim
-    float softmax_scale;                  // dQ is softmax_scale dS K
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
 // The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so

@@ -58,33 +58,33 @@ constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
 constexpr int kSharedBytes = kBarrierOffset + 8 * (1 + 3 * kStages);
 
 struct Params {
-    tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch); packed sequences are rows of a batch of 1
-    tensor_map k;                         // (head_dim, rows_kv, num_heads_kv, batch), likewise
-    tensor_map v;                         // (head_dim_v, rows_kv, num_heads_kv, batch), likewise
-    tensor_map dout;                      // (head_dim_v, rows_q, num_heads_q, batch), likewise
-    element* dk;                          // (batch, rows_kv, num_heads_kv, head_dim), without batch where packed; rows 16-byte aligned
-    element* dv;                          // the same with head_dim_v
-    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
-    const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
-    const float* delta;                   // (num_heads_q, unit_rows<kRowUnit>): sum(dout * out) - dlse
-    const float* lse_log2;                // (num_heads_q, unit_rows<kRowUnit>); inf for a row that sees nothing, and past a sequence's last
-    float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim), in the order of dq_tiles
-    const int32_t* key_blocks;            // (thread blocks, 8): the block of keys of each thread block
-    int64_t dk_batch_stride;              // strides are in elements; a batch stride is 0 where sequences are packed
+    tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch_q)
+    tensor_map k;                         // (head_dim, rows_kv, num_heads_kv, batch_kv)
+    tensor_map v;                         // (head_dim_v, rows_kv, num_heads_kv, batch_kv)
+    tensor_map dout;                      // (head_dim_v, rows_q, num_heads_q, batch_q)
+    element* dk;                          // (batch_kv, rows_kv, num_heads_kv, head_dim); rows 16-byte aligned
+    element* dv;                          // (batch_kv, rows_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
+    const int32_t* cu_seqlens_q;          // (boundaries,); may be null; null where queries are padded
+    const int32_t* cu_seqlens_kv;         // (boundaries,); may be null; null where keys are not packed
+    const float* delta;                   // (heads, unit_rows): sum(dout * out) - dlse
+    const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
+    float* dq_accum;                      // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
+    const int32_t* key_blocks;            // (thread blocks, 8): the block of keys of each thread block of the main kernel
+    int64_t dk_batch_stride;              // strides are in elements
     int64_t dk_row_stride;
     int64_t dk_head_stride;
-    int64_t dv_batch_stride;
+    int64_t dv_batch_stride;              // strides are in elements
     int64_t dv_row_stride;
     int64_t dv_head_stride;
     int32_t batch_size;                   // sequences
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
-    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
-    int32_t seqlen_kv;                    // the most keys, likewise
-    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim
-    int32_t head_dim_v;                   // likewise, of v and dout
-    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset, to which with_lengths() adds seqlen_kv - seqlen_q
-    float softmax_scale;                  // dK is softmax_scale dS^T Q
-    float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    float softmax_scale;                  // S is softmax_scale Q K^T
+    float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
 // The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so

@@ -31,35 +31,35 @@ constexpr int kSteps = (kVectors + kLanes - 1) / kLanes;  // vectors of a thread
 constexpr int kBlockN = 128;  // keys of a thread block of the main kernel
 
 struct Params {
-    const element* dout;                  // (batch, rows_q, num_heads_q, head_dim_v), without batch where packed; rows 16-byte aligned
-    const element* out;                   // likewise
-    const float* lse;                     // (batch, num_heads_q, rows_q), without batch where packed; contiguous; natural logarithm
-    const float* dlse;                    // likewise, the gradient of lse; may be null
-    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
-    const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
-    const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
-    float* delta;                         // (num_heads_q, unit_rows<kRowUnit>)
-    float* lse_log2;                      // (num_heads_q, unit_rows<kRowUnit>)
-    float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim)
-    int32_t* key_blocks;                  // (num_key_blocks, 8): the block of keys of each thread block of the main kernel
-    int64_t dout_batch_stride;            // strides are in elements; a batch stride is 0 where sequences are packed
+    const element* dout;                  // (batch_q, rows_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    const element* out;                   // (batch_q, rows_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    const float* lse;                     // (batch_q, num_heads_q, rows_q); natural logarithm
+    const float* dlse;                    // (batch_q, num_heads_q, rows_q); may be null; the gradient of lse
+    const int32_t* cu_seqlens_q;          // (boundaries,); may be null; null where queries are padded
+    const int32_t* cu_seqlens_kv;         // (boundaries,); may be null; null where keys are not packed
+    const int32_t* kv_lengths;            // (batch,); may be null; null where cu_seqlens_kv has them, or all have seqlen_kv
+    float* delta;                         // (heads, unit_rows): sum(dout * out) - dlse
+    float* lse_log2;                      // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
+    float* dq_accum;                      // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
+    int32_t* key_blocks;                  // (thread blocks, 8): the block of keys of each thread block of the main kernel
+    int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
-    int64_t out_batch_stride;
+    int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
-    int64_t lse_batch_stride;             // also of dlse
+    int64_t lse_batch_stride;             // strides are in elements
     int64_t lse_head_stride;
     int32_t batch_size;                   // sequences
     int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
-    int32_t rows_kv;                      // of an entry of k
-    int32_t seqlen_q;                     // the most queries of a sequence; of_sequence() puts its own here
-    int32_t seqlen_kv;                    // the most keys of a sequence
-    int32_t num_key_blocks;               // entries of key_blocks: thread blocks of the main kernel, of which some may have no block
-    int32_t blocks_together;              // about how many blocks of keys of a sequence are launched together: of one head, or of several
-    int32_t head_dim_v;                   // of the call: a multiple of 8
+    int32_t rows_kv;                      // of an entry of k: all tokens where sequences are packed
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t num_key_blocks;               // entries of key_blocks, some of which may be empty
+    int32_t blocks_together;              // about how many blocks of keys of a sequence are launched together
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
 };
 
 // The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so

@@ -27,28 +27,28 @@ constexpr int kSumsOffset = kWarps * kHeadDimV * 4;  // shared memory: O of each
 constexpr int kSharedBytes = kSumsOffset + kWarps * 8;
 
 struct Params {
-    const float* part_outputs;            // (parts, kBlockM, kHeadDimV)
+    const float* part_outputs;            // (parts, kBlockM, kHeadDimV): O, not divided by row_sum; null where no tile is split
     const float* part_sums;               // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
-    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
     int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
     int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t group_size;                   // num_heads_q / num_heads_kv
-    int32_t seqlen_q;
-    int32_t head_dim_v;                   // of the call, at most kHeadDimV
-    int32_t num_row_blocks;               // rows of one head of the grid, as a tile is one row
-    int32_t num_tiles;                    // rows of all heads
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_tiles;                    // tiles of the grid
     int32_t kv_blocks_per_tile;
-    int32_t kv_blocks_per_share;
-    int32_t head_sets_log2;               // as in the kernel before this one
-    int32_t heads_per_set;
-    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
-    uint64_t num_row_blocks_divisor;
-    uint64_t group_size_divisor;
-    uint64_t kv_blocks_per_share_divisor;
+    int32_t kv_blocks_per_share;          // of a thread block; the last may have fewer
+    int32_t head_sets_log2;               // of the number of sets of heads: 1, 2 or 4
+    int32_t heads_per_set;                // heads of a batch entry in a set
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
+    uint64_t num_row_blocks_divisor;      // of num_row_blocks; see divide()
+    uint64_t group_size_divisor;          // of group_size; see divide()
+    uint64_t kv_blocks_per_share_divisor; // of kv_blocks_per_share; see divide()
 };
 
 constexpr float kLn2 = 0.6931471805599453f;

@@ -49,43 +49,43 @@ constexpr int kSumsOffset = kStageOffset + kStages * kStageBytes;
 constexpr int kSharedBytes = kSumsOffset + (kGroups - 1) * kGroupThreads * kRowTiles * 16;
 
 struct Params {
-    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
-    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), likewise
-    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
-    float* part_outputs;                  // (parts, kBlockM, kHeadDimV); null where no tile is split
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
+    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim); rows 16-byte aligned
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
+    float* part_outputs;                  // (parts, kBlockM, kHeadDimV): O, not divided by row_sum; null where no tile is split
     float* part_sums;                     // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
     int64_t q_batch_stride;               // strides are in elements
     int64_t q_row_stride;
     int64_t q_head_stride;
-    int64_t k_batch_stride;
+    int64_t k_batch_stride;               // strides are in elements
     int64_t k_row_stride;
     int64_t k_head_stride;
-    int64_t v_batch_stride;
+    int64_t v_batch_stride;               // strides are in elements
     int64_t v_row_stride;
     int64_t v_head_stride;
-    int64_t out_batch_stride;
+    int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
     int32_t num_heads_q;
     int32_t group_size;                   // num_heads_q / num_heads_kv
-    int32_t seqlen_q;
-    int32_t seqlen_kv;
-    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
-    int32_t head_dim_v;                   // likewise, of v and out
-    int32_t num_row_blocks;               // tiles of one head of the grid
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t first_kv_block;               // KV block of a sequence with which its tiles begin
     int32_t kv_blocks_per_tile;
-    int32_t kv_blocks_per_share;          // of one thread block; the last may have fewer
-    int32_t num_kv_blocks;                // of the tiles of a set of heads; for sets see share_of()
-    int32_t head_sets_log2;               // of how many sets there are: 1, 2 or 4
+    int32_t kv_blocks_per_share;          // of a thread block; the last may have fewer
+    int32_t num_kv_blocks;                // of the tiles of a set of heads; see share_of()
+    int32_t head_sets_log2;               // of the number of sets of heads: 1, 2 or 4
     int32_t heads_per_set;                // heads of a batch entry in a set
-    uint64_t heads_per_set_divisor;       // for divisors see divide()
-    uint64_t num_row_blocks_divisor;
-    uint64_t group_size_divisor;
-    uint64_t kv_blocks_per_tile_divisor;
-    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
+    uint64_t heads_per_set_divisor;       // of heads_per_set; see divide()
+    uint64_t num_row_blocks_divisor;      // of num_row_blocks; see divide()
+    uint64_t group_size_divisor;          // of group_size; see divide()
+    uint64_t kv_blocks_per_tile_divisor;  // of kv_blocks_per_tile; see divide()
+    float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.

@@ -57,18 +57,18 @@ struct Params {
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
     tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
     tensor_map out;                       // (head_dim_v, seqlen_q, num_heads_q, batch)
-    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
-    int32_t batch_size;
+    float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
+    int32_t batch_size;                   // sequences
     int32_t num_heads_q;
-    int32_t seqlen_q;
-    int32_t seqlen_kv;
-    int32_t num_tiles;
-    int32_t num_row_blocks;               // tiles of one head of the grid
-    int32_t rows_ahead;                   // rows of a head's first tile ahead of its first query, a multiple of 64
-    int32_t heads_per_section;            // heads whose tiles are launched together
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t num_tiles;                    // tiles of the grid
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t rows_ahead;                   // rows of a head's first tile before its first query
+    int32_t heads_per_section;            // heads of the grid whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
-    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
+    float scale_log2;                     // softmax_scale * log2(e), above 0
     const float* slope;                   // (batch, num_heads_q)
     int64_t slope_batch_stride;
     float softmax_scale;

@@ -63,29 +63,29 @@ struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
     tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
-    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
-    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); not 0 = hidden
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
+    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); may be null; not 0 = hidden
     int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
-    int64_t mask_batch_stride;            // 0 where the mask is broadcast
+    int64_t mask_batch_stride;            // strides are in bytes, 0 where broadcast
     int64_t mask_row_stride;
     int64_t mask_head_stride;
-    int32_t batch_size;
+    int32_t batch_size;                   // sequences
     int32_t num_heads_q;
-    int32_t seqlen_q;
-    int32_t seqlen_kv;
-    int32_t head_dim_v;                   // of the call, at most kHeadDimV
-    int32_t num_tiles;
-    int32_t num_row_blocks;               // tiles of one head of the grid
-    int32_t heads_per_section;            // heads whose tiles are launched together
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_tiles;                    // tiles of the grid
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t heads_per_section;            // heads of the grid whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
-    int32_t window_left;
-    int32_t window_right;
-    int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 8, 4 or 1
-    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
+    int32_t window_left;                  // keys before the diagonal that a query attends to
+    int32_t window_right;                 // and after it
+    int32_t mask_vector_width;            // bytes to which its rows are aligned: 16, 8, 4 or 1
+    float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.

@@ -46,38 +46,38 @@ constexpr int kStashBytes = 16;
 constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
 struct Params {
-    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
-    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), likewise
-    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
+    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim); rows 16-byte aligned
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
     int64_t q_batch_stride;               // strides are in elements
     int64_t q_row_stride;
     int64_t q_head_stride;
-    int64_t k_batch_stride;
+    int64_t k_batch_stride;               // strides are in elements
     int64_t k_row_stride;
     int64_t k_head_stride;
-    int64_t v_batch_stride;
+    int64_t v_batch_stride;               // strides are in elements
     int64_t v_row_stride;
     int64_t v_head_stride;
-    int64_t out_batch_stride;
+    int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
-    int32_t batch_size;
+    int32_t batch_size;                   // sequences
     int32_t num_heads_q;
-    int32_t seqlen_q;
-    int32_t seqlen_kv;
-    int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
-    int32_t head_dim_v;                   // likewise, of v and out
-    int32_t num_row_blocks;               // tiles of one head of the grid
-    int32_t heads_per_section;            // heads whose tiles are launched together
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t heads_per_section;            // heads of the grid whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
-    uint64_t section_tiles_divisor;       // of the tiles of a section
-    uint64_t section_heads_divisor;       // of heads_per_section
-    uint64_t last_section_heads_divisor;  // of the heads of the last section
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
+    uint64_t section_tiles_divisor;       // of the tiles of a section; see divide()
+    uint64_t section_heads_divisor;       // of heads_per_section; see divide()
+    uint64_t last_section_heads_divisor;  // of the heads of the last section; see divide()
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
-    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
+    float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.

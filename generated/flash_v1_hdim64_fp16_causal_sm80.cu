@@ -41,31 +41,31 @@ constexpr int kSharedBytes = kVOffset + kBlockN * kRowBytes;
 constexpr float kPBias = 7.0f;
 
 struct Params {
-    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
-    const element* k;                     // (batch, seqlen_kv, num_heads_q, head_dim), likewise
-    const element* v;                     // (batch, seqlen_kv, num_heads_q, head_dim_v), likewise
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), likewise
-    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
-    float* running_o;                     // (batch, num_heads_q, seqlen_q, head_dim_v), contiguous: O
-    float* row_sum;                       // (batch, num_heads_q, seqlen_q), contiguous: l
-    float* row_max;                       // (batch, num_heads_q, seqlen_q), contiguous: m
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
+    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim); rows 16-byte aligned
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
+    float* running_o;                     // (batch, num_heads_q, seqlen_q, head_dim_v): O so far
+    float* row_sum;                       // (batch, num_heads_q, seqlen_q): the sum of each row of P
+    float* row_max;                       // (batch, num_heads_q, seqlen_q): the maximum of each row of S
     int64_t q_batch_stride;               // strides are in elements
     int64_t q_row_stride;
     int64_t q_head_stride;
-    int64_t k_batch_stride;
+    int64_t k_batch_stride;               // strides are in elements
     int64_t k_row_stride;
     int64_t k_head_stride;
-    int64_t v_batch_stride;
+    int64_t v_batch_stride;               // strides are in elements
     int64_t v_row_stride;
     int64_t v_head_stride;
-    int64_t out_batch_stride;
+    int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
     int32_t num_heads_q;
-    int32_t seqlen_q;
-    int32_t seqlen_kv;
-    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
-    int32_t head_dim_v;                   // likewise, of v and out
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };

@@ -29,27 +29,27 @@ constexpr int kSumsOffset = kWarps * kHeadDimV * 4;  // shared memory: O of each
 constexpr int kSharedBytes = kSumsOffset + kWarps * 8;
 
 struct Params {
-    const float* part_outputs;            // (parts, kBlockM, kHeadDimV)
+    const float* part_outputs;            // (parts, kBlockM, kHeadDimV): O, not divided by row_sum; null where no tile is split
     const float* part_sums;               // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
-    element* out;                         // (batch, rows_q, num_heads_q, head_dim_v), without batch where packed; rows 16-byte aligned
-    float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
-    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
-    const int32_t* kv_lengths;            // (batch,)
-    int64_t out_batch_stride;             // strides are in elements; a batch stride is 0 where sequences are packed
+    element* out;                         // (batch_q, rows_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    float* lse;                           // (batch_q, num_heads_q, rows_q); may be null; natural logarithm
+    const int32_t* cu_seqlens_q;          // (boundaries,); may be null; null where queries are padded
+    const int32_t* kv_lengths;            // (batch,); may be null; null where cu_seqlens_kv has them, or all have seqlen_kv
+    int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
-    int64_t lse_batch_stride;
+    int64_t lse_batch_stride;             // strides are in elements
     int64_t lse_head_stride;
     int32_t group_size;                   // num_heads_q / num_heads_kv
-    int32_t rows_q;                       // of an entry of out: all tokens where sequences are packed
+    int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
     int32_t batch_size;                   // sequences
-    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
-    int32_t seqlen_kv;                    // the most keys, likewise
-    int32_t head_dim_v;                   // of the call, at most kHeadDimV
-    int32_t num_shares;                   // as in the kernel before this one
-    int32_t head_sets_log2;               // likewise
-    int32_t heads_per_set;                // likewise
-    uint64_t group_size_divisor;          // for divisors see divide()
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_shares;                   // thread blocks of a set of heads in the main kernel
+    int32_t head_sets_log2;               // of the number of sets of heads: 1, 2 or 4
+    int32_t heads_per_set;                // heads of a batch entry in a set
+    uint64_t group_size_divisor;          // of group_size; see divide()
 };
 
 constexpr float kLn2 = 0.6931471805599453f;

@@ -57,44 +57,44 @@ constexpr int kGroupRowFloats = kHeadDimV + 8;
 constexpr int kGroupSumsOffset = kStageOffset + kGroups * kBlockM * kGroupRowFloats * 4;
 
 struct Params {
-    const element* q;                     // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
-    const element* k;                     // (num_pages, page_size, num_heads_kv, head_dim), likewise
-    const element* v;                     // the same with head_dim_v
-    element* out;                         // (batch, rows_q, num_heads_q, head_dim_v), likewise
-    float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
-    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
-    const int32_t* kv_lengths;            // (batch,)
-    const int32_t* pages;                 // (batch, max_pages)
-    int64_t q_batch_stride;               // strides are in elements; a batch stride is 0 where sequences are packed
+    const element* q;                     // (batch_q, rows_q, num_heads_q, head_dim); rows 16-byte aligned
+    const element* k;                     // (batch_kv, rows_kv, num_heads_kv, head_dim); rows 16-byte aligned
+    const element* v;                     // (batch_kv, rows_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
+    element* out;                         // (batch_q, rows_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    float* lse;                           // (batch_q, num_heads_q, rows_q); may be null; natural logarithm
+    const int32_t* cu_seqlens_q;          // (boundaries,); may be null; null where queries are padded
+    const int32_t* kv_lengths;            // (batch,); may be null; null where cu_seqlens_kv has them, or all have seqlen_kv
+    const int32_t* pages;                 // (batch, max_pages); may be null; entries past the last key are never read
+    int64_t q_batch_stride;               // strides are in elements
     int64_t q_row_stride;
     int64_t q_head_stride;
-    int64_t k_batch_stride;               // of pages, as v_batch_stride is
+    int64_t k_batch_stride;               // strides are in elements
     int64_t k_row_stride;
     int64_t k_head_stride;
-    int64_t v_batch_stride;
+    int64_t v_batch_stride;               // strides are in elements
     int64_t v_row_stride;
     int64_t v_head_stride;
-    int64_t out_batch_stride;
+    int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
-    int64_t lse_batch_stride;
+    int64_t lse_batch_stride;             // strides are in elements
     int64_t lse_head_stride;
-    int64_t pages_batch_stride;
+    int64_t pages_batch_stride;           // strides are in elements
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
-    int32_t batch_kv;                     // pages
-    int32_t page_size;
-    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
-    int32_t seqlen_kv;                    // the most keys, likewise
-    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
-    int32_t head_dim_v;                   // likewise, of v and out
+    int32_t batch_kv;                     // entries of k: of a paged cache its pages
+    int32_t page_size;                    // keys of a page
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_heads_kv;
-    int32_t num_row_blocks;               // tiles of one head of the grid
-    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
-    uint64_t num_row_blocks_divisor;
-    uint64_t group_size_divisor;
-    uint64_t page_size_divisor;
-    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
+    uint64_t num_row_blocks_divisor;      // of num_row_blocks; see divide()
+    uint64_t group_size_divisor;          // of group_size; see divide()
+    uint64_t page_size_divisor;           // of page_size; see divide()
+    float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.

@@ -61,36 +61,36 @@ constexpr int kBoxSlotOffset = kTileOffset + kQStages * kTileBytes;
 constexpr int kSharedBytes = kBoxSlotOffset + 2 * kBoxes * kBoxSlotBytes;
 
 struct Params {
-    tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch); packed sequences are rows of a batch of 1
-    tensor_map k;                         // (head_dim, page_size, num_heads_kv, num_pages)
-    tensor_map v;                         // (head_dim_v, page_size, num_heads_kv, num_pages)
-    element* out;                         // (batch, rows_q, num_heads_q, head_dim_v), without batch where packed; rows 16-byte aligned
-    float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
-    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
-    const int32_t* kv_lengths;            // (batch,)
-    const int32_t* pages;                 // (batch, max_pages)
-    float* part_outputs;                  // (parts, kBlockM, kHeadDimV); null with a single thread block
+    tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch_q)
+    tensor_map k;                         // (head_dim, rows_kv, num_heads_kv, batch_kv)
+    tensor_map v;                         // (head_dim_v, rows_kv, num_heads_kv, batch_kv)
+    element* out;                         // (batch_q, rows_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    float* lse;                           // (batch_q, num_heads_q, rows_q); may be null; natural logarithm
+    const int32_t* cu_seqlens_q;          // (boundaries,); may be null; null where queries are padded
+    const int32_t* kv_lengths;            // (batch,); may be null; null where cu_seqlens_kv has them, or all have seqlen_kv
+    const int32_t* pages;                 // (batch, max_pages); may be null; entries past the last key are never read
+    float* part_outputs;                  // (parts, kBlockM, kHeadDimV): O, not divided by row_sum; null where no tile is split
     float* part_sums;                     // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
-    int64_t out_batch_stride;             // strides are in elements; a batch stride is 0 where sequences are packed
+    int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
-    int64_t lse_batch_stride;
+    int64_t lse_batch_stride;             // strides are in elements
     int64_t lse_head_stride;
-    int64_t pages_batch_stride;
+    int64_t pages_batch_stride;           // strides are in elements
     int32_t batch_size;                   // sequences
     int32_t num_heads_kv;
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
-    int32_t batch_kv;                     // pages
-    int32_t page_size;
-    uint64_t page_size_divisor;           // for divisors see divide()
-    uint64_t group_size_divisor;          // likewise
-    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
-    int32_t seqlen_kv;                    // the most keys, likewise
-    int32_t head_dim_v;                   // of the call, at most kHeadDimV
-    int32_t num_shares;                   // thread blocks
-    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset, to which with_lengths() adds seqlen_kv - seqlen_q
-    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
+    int32_t batch_kv;                     // entries of k: of a paged cache its pages
+    int32_t page_size;                    // keys of a page
+    uint64_t page_size_divisor;           // of page_size; see divide()
+    uint64_t group_size_divisor;          // of group_size; see divide()
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_shares;                   // thread blocks of a set of heads in the main kernel
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.

@@ -27,25 +27,25 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 struct Params {
-    const element* o1;                    // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
-    const float* lse1;                    // (batch, num_heads_q, seqlen_q), contiguous; natural logarithm, -inf or +inf for a row without keys
-    const element* o2;                    // as o1
-    const float* lse2;                    // as lse1
-    element* out;                         // as o1
-    float* lse_out;                       // as lse1, but always -inf for a row without keys
+    const element* o1;                    // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    const float* lse1;                    // (batch, num_heads_q, seqlen_q); natural logarithm; -inf or +inf for a row without keys
+    const element* o2;                    // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    const float* lse2;                    // (batch, num_heads_q, seqlen_q); as lse1
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    float* lse_out;                       // (batch, num_heads_q, seqlen_q); as lse1, but always -inf for a row without keys
     int64_t o1_batch_stride;              // strides are in elements
     int64_t o1_row_stride;
     int64_t o1_head_stride;
-    int64_t o2_batch_stride;
+    int64_t o2_batch_stride;              // strides are in elements
     int64_t o2_row_stride;
     int64_t o2_head_stride;
-    int64_t out_batch_stride;
+    int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
     int32_t num_heads_q;
-    int32_t seqlen_q;
-    int32_t head_dim_v;                   // a multiple of kVector
-    int32_t num_row_blocks;               // thread blocks of one batch entry
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
 };
 
 __device__ float load_lse(const float* lse);  // The LSE of a row

@@ -29,21 +29,21 @@ constexpr int kVOffset = kBlockM * kBlockN * sizeof(element);
 constexpr int kSharedBytes = kVOffset + kBlockN * kHeadDim * sizeof(element);
 
 struct Params {
-    const float* scores;                  // (batch, num_heads_q, seqlen_q, row_keys(params)), contiguous: P in its first half
-    const float* row_sum;                 // (batch, num_heads_q, seqlen_q), contiguous: the sum of each row of P
-    const element* v;                     // (batch, seqlen_kv, num_heads_q, head_dim_v), rows 16-byte aligned
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), likewise
+    const float* scores;                  // (batch, num_heads_q, seqlen_q, row_keys(params)): S, and then P
+    const float* row_sum;                 // (batch, num_heads_q, seqlen_q): the sum of each row of P
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
     int64_t v_batch_stride;               // strides are in elements
     int64_t v_row_stride;
     int64_t v_head_stride;
-    int64_t out_batch_stride;
+    int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
     int32_t num_heads_q;
-    int32_t seqlen_q;
-    int32_t seqlen_kv;
-    int32_t head_dim_v;                   // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
-    int32_t num_row_blocks;               // tiles of one head
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
 };
 

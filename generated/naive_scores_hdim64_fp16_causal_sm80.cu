@@ -29,20 +29,20 @@ constexpr int kKOffset = kBlockM * kHeadDim * sizeof(element);
 constexpr int kSharedBytes = kKOffset + kBlockN * kHeadDim * sizeof(element);
 
 struct Params {
-    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
-    const element* k;                     // (batch, seqlen_kv, num_heads_q, head_dim), likewise
-    float* scores;                        // (batch, num_heads_q, seqlen_q, row_keys(params)), contiguous: S
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
+    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim); rows 16-byte aligned
+    float* scores;                        // (batch, num_heads_q, seqlen_q, row_keys(params)): S, and then P
     int64_t q_batch_stride;               // strides are in elements
     int64_t q_row_stride;
     int64_t q_head_stride;
-    int64_t k_batch_stride;
+    int64_t k_batch_stride;               // strides are in elements
     int64_t k_row_stride;
     int64_t k_head_stride;
     int32_t num_heads_q;
-    int32_t seqlen_q;
-    int32_t seqlen_kv;
-    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
-    int32_t num_row_blocks;               // tiles of one head
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
 };
 

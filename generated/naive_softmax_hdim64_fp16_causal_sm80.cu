@@ -22,12 +22,12 @@ constexpr int kWarps = 4;  // each has a row
 constexpr float kPBias = 7.0f;
 
 struct Params {
-    float* scores;                        // (batch, num_heads_q, seqlen_q, row_keys(params)), contiguous: S, and then P
-    float* row_sum;                       // (batch, num_heads_q, seqlen_q), contiguous: the sum of each row of P
-    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
-    int32_t seqlen_q;
-    int32_t seqlen_kv;
-    int32_t num_row_blocks;               // tiles of one head
+    float* scores;                        // (batch, num_heads_q, seqlen_q, row_keys(params)): S, and then P
+    float* row_sum;                       // (batch, num_heads_q, seqlen_q): the sum of each row of P
+    float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
+    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 

@@ -240,7 +240,8 @@ class Spec:
             present = (param for param in params if param.present(values))
             left = iter(boxes)
             self._params_at[key] = tuple(
-                param._replace(box=next(left)) if param.ctype == TENSOR_MAP else param for param in present
+                param._replace(when=(), box=next(left) if param.ctype == TENSOR_MAP else None)
+                for param in present
             )
         return self._params_at[key]
 

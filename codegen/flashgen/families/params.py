@@ -44,8 +44,8 @@ class Param(NamedTuple):
     """One member of the parameter struct. ``ctype`` is one of ``CTYPES``; ``doc`` is its comment in the C
     struct.
 
-    ``when`` lists, per axis or tile key, the values for which the member exists; empty means always. ``box``
-    is that of a tensor map in a variant, and None for any other type.
+    ``when`` lists, per axis or tile key, the values for which the member exists; empty means always, as it is
+    in a variant. ``box`` is that of a tensor map in a variant, and None for any other type.
     """
 
     name: str

@@ -21,6 +21,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Number = int | Annotated[str, msgspec.Meta(description="an expression")]
 _INSIDE = "the name of a file below the folders of templates, without / at its start and without .."
+Doc = Annotated[str, msgspec.Meta(pattern=r"^[^\n\\]*$", description="one line without a backslash")]
 FileName = Annotated[str, msgspec.Meta(pattern=INSIDE, description=_INSIDE)]
 # NVRTC has options that read and write files, so only these are passed on: they change the code, and no file.
 _OPTIONS = (
@@ -80,11 +81,13 @@ class BoxRow(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ParamRow(msgspec.Struct, forbid_unknown_fields=True):
-    """One member of the parameter struct."""
+    """One member of the parameter struct. With a ``type`` the row declares it; without, it changes what is
+    declared for all families: ``doc`` replaces the comment, and ``when`` the condition on each of its axes.
+    """
 
     name: Name
-    type: Literal[CTYPES]
-    doc: Annotated[str, msgspec.Meta(pattern=r"^[^\n\\]*$", description="one line without a backslash")] = ""
+    type: Literal[CTYPES] | None = None
+    doc: Doc | None = None
     when: dict[str, Any] = {}
     box: BoxRow | None = None
 

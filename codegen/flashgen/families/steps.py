@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashgen.families.expression import Expression
 from flashgen.families.grid import Visits
-from flashgen.families.model import Resources, Step, as_values
-from flashgen.families.params import CTYPES, TENSOR_MAP, VECTOR_WIDTH, Param
-from flashgen.families.schema import File, ParamRow, StepRow, expression_names, tile_types, when_type
+from flashgen.families.model import Resources, Step
+from flashgen.families.paramrows import limits, members
+from flashgen.families.schema import File, StepRow, expression_names, tile_types, when_type
 from flashgen.families.tensormaps import Boxes
 from flashgen.operators import OPERATORS
 
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 # What a family of one kernel says at the top of its file.
 _OF_A_STEP = ("template", "threads", "smem_bytes", "grid", "params")
 _MAY_HAVE = ("visits", "dependent_launch", "score_seam")
-# The types of pointers to arrays of a dtype, and of numbers.
-_ELEMENT = ("element*",)
-_BYTES = ("uint8_t*",)
-_POINTERS = {"fp32": ("float*",), "uint8": _BYTES, "bool": _BYTES, "int32": ("int32_t*",)}
-_NUMBERS = tuple(ctype for ctype in CTYPES if not ctype.endswith("*") and ctype != TENSOR_MAP)
 
 
 def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tuple[list[StepTable], int]:
@@ -79,18 +74,18 @@ class StepTable:
         self._document, self._keys = document, keys
         self._names = expression_names(file, axes)
         self._reads = {"max_smem"}
-        params = _params(document, file, condition, keys, row.params)
+        listed = members(document, file, axes, condition, (*keys, "params"), row.params)
         self.step = Step(
             row.name if keys else "",
             row.template,
-            params,
+            tuple(member.param for member in listed),
             tuple(row.grid.covers),
             tuple(row.grid.beside),
             row.grid.schedule,
             row.dependent_launch,
             row.score_seam,
             row.combines,
-            _limits(document, condition, (*keys, "when"), row.when),
+            limits(document, condition, (*keys, "when"), row.when),
         )
         parts = {"shares": "shares are", "tile_per_cluster": "parts of a cluster's tile are"}
         if row.grid.schedule in parts and row.visits is None and not row.combines:
@@ -131,7 +126,7 @@ class StepTable:
             self._visits = [
                 self._expression(("visits", key), getattr(row.visits, key)) for key in Visits._fields
             ]
-        self._boxes = Boxes(document, (*keys, "params"), self._names, params, row.params)
+        self._boxes = Boxes(document, self._names, listed)
         self._reads |= self._boxes.reads
         self._found: dict[tuple[str | int, ...], Resources] = {}
 
@@ -200,55 +195,3 @@ class StepTable:
             raise self._document.error((*self._keys, *keys), str(error)) from None
         self._reads |= expression.reads
         return expression
-
-
-def _params(
-    document: Document, file: File, condition: type, step: Keys, given: list[Any]
-) -> tuple[Param, ...]:
-    params: list[Param] = []
-    if not given:
-        raise document.error((*step, "params"), "found []; expected a list that is not empty")
-    for i, each in enumerate(given):
-        keys = (*step, "params", i)
-        row = document.convert(keys, each, ParamRow)
-        if row.type == TENSOR_MAP and row.box is None:
-            raise document.error(keys, f"the key `box` is missing; a {TENSOR_MAP} needs it")
-        if row.type != TENSOR_MAP and row.box is not None:
-            raise document.error((*keys, "box"), f"only a {TENSOR_MAP} has a box")
-        param = Param(row.name, row.type, row.doc, _limits(document, condition, (*keys, "when"), row.when))
-        if any(other.name == row.name and not param.excludes(other) for other in params):
-            raise document.error(
-                (*keys, "name"),
-                f"a second parameter is called `{row.name}`, and no key of `when` keeps the two apart",
-            )
-        wanted = _type_of(file, row.name)
-        if wanted and row.type.removeprefix("const ") not in wanted:
-            raise document.error((*keys, "type"), f"found {row.type!r}; allowed: {', '.join(wanted)}")
-        params.append(param)
-    return tuple(params)
-
-
-def _limits(
-    document: Document, condition: type, keys: Keys, given: dict[str, Any]
-) -> tuple[tuple[str, tuple[str | int, ...]], ...]:
-    """The values of axes and tile keys that a ``when``, of the type ``condition``, names."""
-    if not given:
-        return ()
-    when = document.convert(keys, given, condition)
-    limits = ((key, getattr(when, key)) for key in condition.__struct_fields__)
-    return tuple((key, tuple(as_values(limit))) for key, limit in limits if limit is not None)
-
-
-def _type_of(file: File, name: str) -> tuple[str, ...]:
-    """The types that the parameter ``name`` may have, without ``const``; none where any will do."""
-    arguments = {argument.name: argument for argument in OPERATORS[file.operator].arguments}
-    if name in file.workspace:
-        return _POINTERS.get(file.workspace[name].dtype, _ELEMENT)
-    if name.removesuffix(VECTOR_WIDTH) in arguments and name.endswith(VECTOR_WIDTH):
-        return ("int32_t",)
-    if name not in arguments:
-        return _NUMBERS
-    dtypes = arguments[name].dtypes
-    if not dtypes:
-        return (*_ELEMENT, TENSOR_MAP)
-    return tuple(dict.fromkeys(each for dtype in dtypes for each in _POINTERS.get(dtype, _ELEMENT)))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashgen.families.expression import Expression
-from flashgen.families.params import TENSOR_MAP, Box, Param
+from flashgen.families.params import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
+    from flashgen.families.paramrows import Member
     from flashgen.families.yamlfile import Document, Keys
 
 # Limits of ``cuTensorMapEncodeTiled``. SWIZZLES are the bytes of a box's rows for which there is a swizzle.
@@ -21,25 +22,18 @@ MAX_BOX = 256
 class Boxes:
     """The boxes of one step, as expressions. Raises SpecError for one that is no expression."""
 
-    def __init__(
-        self,
-        document: Document,
-        keys: Keys,
-        names: frozenset[str],
-        params: tuple[Param, ...],
-        rows: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """``rows`` are the ``params`` as the file gives them, at ``keys``; ``names`` may stand in a box."""
-        self._document, self._keys, self._names = document, keys, names
+    def __init__(self, document: Document, names: frozenset[str], members: Iterable[Member]) -> None:
+        """``names`` may stand in a box of the ``members``."""
+        self._document, self._names = document, names
         self._maps = [
             (
-                param,
-                (*keys, i, "box"),
-                self._expression(i, given, "columns"),
-                self._expression(i, given, "rows"),
+                member.param,
+                (*member.keys, "box"),
+                self._expression((*member.keys, "box", "columns"), member.box.columns),
+                self._expression((*member.keys, "box", "rows"), member.box.rows),
             )
-            for i, (param, given) in enumerate(zip(params, rows, strict=True))
-            if param.ctype == TENSOR_MAP
+            for member in members
+            if member.box is not None
         ]
         # The axes and tile keys on which the boxes depend.
         self.reads = {"dtype", "element_bytes"} if self._maps else set()
@@ -57,11 +51,11 @@ class Boxes:
             if param.present(values)
         )
 
-    def _expression(self, index: int, given: Mapping[str, Any], key: str) -> Expression:
+    def _expression(self, keys: Keys, text: str | int) -> Expression:
         try:
-            return Expression(given["box"][key], self._names)
+            return Expression(text, self._names)
         except ValueError as error:
-            raise self._document.error((*self._keys, index, "box", key), str(error)) from None
+            raise self._document.error(keys, str(error)) from None
 
     def _box(
         self,

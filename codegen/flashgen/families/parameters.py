@@ -1,0 +1,255 @@
+"""Every kernel parameter, declared once for all families: its type, its comment, and which variants have it.
+
+Pointers and strides follow from the operator's argument table, pointers to the workspace from the spec. Other
+numbers are the rows of `NUMBERS`. `schedule.parameters` gives their values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashgen.families.params import TENSOR_MAP, VECTOR_WIDTH
+from flashgen.operators.arguments import ROW_ALIGNMENT, shown_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from flashgen.families.schema import BufferRow
+    from flashgen.operators.arguments import Argument
+    from flashgen.operators.operator import Operator
+
+DIVISOR = "_divisor"
+# What follows the name of an array in the name of all of its strides.
+STRIDES = "_strides"
+# The types of pointers to arrays of a dtype; elements have those of the call.
+POINTERS = {"fp32": "float*", "uint8": "uint8_t*", "bool": "uint8_t*", "int32": "int32_t*"}
+ELEMENT = "element*"
+
+When = dict[str, tuple[str, ...]]
+
+_DENSE: When = {"mask_type": ("dense",)}
+_DIAGONAL: When = {"mask_type": ("causal", "local", "dense")}
+_WINDOW: When = {"mask_type": ("local", "dense")}
+_GROUPED: When = {"gqa": ("gqa", "packed")}
+_PAGED: When = {"pages": ("paged",)}
+_UNPAGED: When = {"pages": ("none",)}
+_ROTATED: When = {"rotary": ("halves", "interleaved")}
+_ORDERED: When = {"dq_order": ("ordered",)}
+_CLEARS_AHEAD: When = {"mask_type": ("none", "causal", "local")}
+_FIXED_SPLITS: When = {"splits": ("fixed",)}
+_EQUAL_SHARES: When = {"splits": ("none", "any")}
+
+
+class Declared(NamedTuple):
+    """A parameter. ``when`` lists, per axis, the values for which variants have it; an axis that a spec lacks
+    has the operator's default.
+    """
+
+    ctype: str
+    doc: str = ""
+    when: Mapping[str, tuple[str, ...]] = {}
+
+
+class Note(NamedTuple):
+    """What neither the argument table nor a workspace says of an array: its comment, and ``when`` as in
+    `Declared`.
+    """
+
+    doc: str = ""
+    when: Mapping[str, tuple[str, ...]] = {}
+
+
+ARRAYS = {
+    "lse": Note("natural logarithm"),
+    "dlse": Note("the gradient of lse"),
+    "mask": Note("not 0 = hidden", _DENSE),
+    "cu_seqlens_q": Note("null where queries are padded"),
+    "cu_seqlens_kv": Note("null where keys are not packed", _UNPAGED),
+    "kv_lengths": Note("null where cu_seqlens_kv has them, or all have seqlen_kv"),
+    "index": Note("the entry of the keys of each sequence; null: its number", _UNPAGED),
+    "pages": Note("entries past the last key are never read", _PAGED),
+    "lengths": Note("tokens of each sequence in the cache"),
+    "total_lengths": Note("lengths with the new tokens"),
+    "cu_seqlens_new": Note("where each sequence begins in packed tokens, and the end"),
+    "cos": Note("", _ROTATED),
+    "sin": Note("", _ROTATED),
+    "positions": Note("the row of cos and sin of each token; null: its position", _ROTATED),
+    "q_rotated": Note("", _ROTATED),
+    "lse1": Note("natural logarithm; -inf or +inf for a row without keys"),
+    "lse2": Note("as lse1"),
+    "lse_out": Note("as lse1, but always -inf for a row without keys"),
+    # Of workspaces. Gradients have whole units of rows of each head of the batch: unit_rows().
+    "delta": Note("(heads, unit_rows): sum(dout * out) - dlse"),
+    "lse_log2": Note("(heads, unit_rows): lse in log2 units; inf for a row that sees nothing"),
+    "dq_accum": Note("(heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles"),
+    "turns": Note("(heads, blocks of queries): blocks of keys that have added to dq_accum", _ORDERED),
+    "cleared": Note("(heads of the main grid): CTAs that have cleared their part of dq_accum", _CLEARS_AHEAD),
+    "added": Note("(heads of the main grid): CTAs that will add no more to dq_accum", _CLEARS_AHEAD),
+    "dk_parts": Note("dK of each part of a group, in tiles of 16 rows by 8 columns", _GROUPED),
+    "dv_parts": Note("dV of each part of a group, in the same tiles", _GROUPED),
+    "key_blocks": Note("(thread blocks, 8): the block of keys of each thread block of the main kernel"),
+    "part_outputs": Note(
+        "(parts, kBlockM, kHeadDimV): O, not divided by row_sum; null where no tile is split"
+    ),
+    "part_sums": Note("(parts, kBlockM, 2): row_max, log2 domain, and row_sum"),
+    "scores": Note("(batch, num_heads_q, seqlen_q, row_keys(params)): S, and then P"),
+    "row_sum": Note("(batch, num_heads_q, seqlen_q): the sum of each row of P"),
+    "row_max": Note("(batch, num_heads_q, seqlen_q): the maximum of each row of S"),
+    "running_o": Note("(batch, num_heads_q, seqlen_q, head_dim_v): O so far"),
+}
+
+NUMBERS = {
+    # Sizes of the call. Where lengths vary, those of a sequence are the most that one may have.
+    "batch_size": Declared("int32_t", "sequences"),
+    "num_heads_q": Declared("int32_t"),
+    "num_heads_kv": Declared("int32_t"),
+    "group_size": Declared("int32_t", "num_heads_q / num_heads_kv", _GROUPED),
+    "seqlen_q": Declared("int32_t", "queries of a sequence; where lengths vary, the most"),
+    "seqlen_kv": Declared("int32_t", "keys of a sequence; where lengths vary, the most"),
+    "rows_q": Declared("int32_t", "of an entry of q: all tokens where sequences are packed"),
+    "rows_kv": Declared("int32_t", "of an entry of k: all tokens where sequences are packed", _UNPAGED),
+    "batch_kv": Declared("int32_t", "entries of k: of a paged cache its pages"),
+    "page_size": Declared("int32_t", "keys of a page", _PAGED),
+    "head_dim": Declared("int32_t", "of q and k in the call: whole chunks of 16 bytes"),
+    "head_dim_v": Declared("int32_t", "of v and out in the call: whole chunks of 16 bytes"),
+    # Of a call that appends to a cache.
+    "sequences": Declared("int32_t"),
+    "seqlen_new": Declared("int32_t", "tokens of a batch entry of k_new"),
+    "num_pages": Declared("int32_t"),
+    "capacity": Declared("int32_t", "tokens that a sequence may have"),
+    "num_positions": Declared("int32_t", "rows of cos and sin", _ROTATED),
+    "rotary_dim": Declared(
+        "int32_t", "elements of a row that are rotated: the first, a multiple of 16", _ROTATED
+    ),
+    "q_step": Declared("int32_t", "1: query i is at lengths + i; 0: all are at lengths", _ROTATED),
+    "row_chunks_log2": Declared("int32_t", "of the threads of a row: its 16-byte chunks, rounded up to 2^n"),
+    # The grid.
+    "num_row_blocks": Declared("int32_t", "tiles along the first dimension of the grid"),
+    "num_row_blocks_beside": Declared("int32_t", "the same of the second kind of tiles"),
+    "num_tiles": Declared("int32_t", "tiles of the grid"),
+    "rows_ahead": Declared("int32_t", "rows of a head's first tile before its first query"),
+    "heads_per_section": Declared("int32_t", "heads of the grid whose tiles are launched together"),
+    "num_sections": Declared("int32_t", "the last has the heads that are left"),
+    "num_heads_divisor": Declared("uint64_t", "of the heads of a batch entry in the grid; see divide()"),
+    "section_tiles_divisor": Declared("uint64_t", "of the tiles of a section; see divide()"),
+    "section_heads_divisor": Declared("uint64_t", "of heads_per_section; see divide()"),
+    "last_section_heads_divisor": Declared("uint64_t", "of the heads of the last section; see divide()"),
+    # Shares and splits of the keys.
+    "first_kv_block": Declared("int32_t", "KV block of a sequence with which its tiles begin"),
+    "num_kv_blocks": Declared("int32_t", "of the tiles of a set of heads; see share_of()"),
+    "kv_blocks_per_tile": Declared("int32_t"),
+    "kv_blocks_per_share": Declared("int32_t", "of a thread block; the last may have fewer"),
+    "num_shares": Declared("int32_t", "thread blocks of a set of heads in the main kernel"),
+    "kv_blocks_per_split": Declared("int32_t", "at least; the last of a tile may have fewer", _FIXED_SPLITS),
+    "splits_per_tile": Declared("int32_t", "at most", _FIXED_SPLITS),
+    "head_sets_log2": Declared("int32_t", "of the number of sets of heads: 1, 2 or 4", _EQUAL_SHARES),
+    "heads_per_set": Declared("int32_t", "heads of a batch entry in a set", _EQUAL_SHARES),
+    # Tiles of keys, in gradients.
+    "group_parts": Declared("int32_t", "parts of the query heads of a kv head", _GROUPED),
+    "heads_per_part": Declared("int32_t", "num_heads_q / num_heads_kv / group_parts", _GROUPED),
+    "cleared_heads": Declared(
+        "int32_t", "query heads, over the batch, whose dq_accum this kernel clears", _CLEARS_AHEAD
+    ),
+    "clear_distance": Declared(
+        "int32_t", "CTAs of head h of the grid clear dq_accum of head h + clear_distance", _CLEARS_AHEAD
+    ),
+    "key_blocks_of_head": Declared(
+        "int32_t", "thread blocks of the main kernel for each head of its grid", _CLEARS_AHEAD
+    ),
+    "num_key_blocks": Declared("int32_t", "entries of key_blocks, some of which may be empty"),
+    "blocks_together": Declared(
+        "int32_t", "about how many blocks of keys of a sequence are launched together"
+    ),
+    # The mask and the scale.
+    "diagonal_offset": Declared("int32_t", "query i is aligned with key i + diagonal_offset", _DIAGONAL),
+    "window_left": Declared("int32_t", "keys before the diagonal that a query attends to", _WINDOW),
+    "window_right": Declared("int32_t", "and after it", _WINDOW),
+    "softmax_scale": Declared("float", "S is softmax_scale Q K^T"),
+    "scale_log2": Declared("float", "softmax_scale * log2(e), above 0"),
+}
+
+
+def declared(name: str, operator: Operator, workspace: Mapping[str, BufferRow]) -> dict[str, Declared]:
+    """The parameter called ``name``, or all those that ``ARRAY_strides`` stands for; empty: there is none."""
+    argument = _argument(name.removesuffix(STRIDES), operator)
+    if argument is not None and name.endswith(STRIDES):
+        return _strides(argument)
+    found = _one(name, operator, workspace)
+    return {} if found is None else {name: found}
+
+
+def tensor_map(name: str, operator: Operator) -> Declared:
+    """The declaration of an array of elements where a tensor map describes it: dimensions in TMA's order."""
+    outer, *middle, last = _argument(name, operator).symbols
+    note = ARRAYS.get(name, Note())
+    return Declared(TENSOR_MAP, _comment(shown_shape((last, *middle, outer)), note.doc), note.when)
+
+
+def takes_tensor_map(name: str, operator: Operator) -> bool:
+    """Whether a tensor map can describe the array: it has elements of the call."""
+    argument = _argument(name, operator)
+    return argument is not None and not argument.dtypes
+
+
+def names(operator: Operator, workspace: Mapping[str, BufferRow]) -> tuple[str, ...]:
+    """What a spec may name: arrays, all strides of one, and numbers."""
+    arrays = tuple(argument.name for argument in operator.arguments)
+    strides = tuple(name + STRIDES for name in arrays if _strides(_argument(name, operator)))
+    return (*arrays, *workspace, *strides, *NUMBERS)
+
+
+def _one(name: str, operator: Operator, workspace: Mapping[str, BufferRow]) -> Declared | None:
+    if name in workspace:
+        note = ARRAYS.get(name, Note())
+        return Declared(POINTERS.get(workspace[name].dtype, ELEMENT), note.doc, note.when)
+    argument = _argument(name, operator)
+    if argument is not None:
+        return _pointer(argument)
+    if name in NUMBERS:
+        return NUMBERS[name]
+    argument = _argument(name.removesuffix(VECTOR_WIDTH), operator)
+    if argument is not None:
+        note = ARRAYS.get(argument.name, Note())
+        return Declared("int32_t", "bytes to which its rows are aligned: 16, 8, 4 or 1", note.when)
+    if name.endswith(DIVISOR):
+        base = name.removesuffix(DIVISOR)
+        number = _one(base, operator, workspace)
+        if number is None or number.ctype != "int32_t":
+            return None
+        return Declared("uint64_t", f"of {base}; see divide()", number.when)
+    if name in operator.symbols:
+        return Declared("int32_t")
+    return next((found[name] for of in operator.arguments if name in (found := _strides(of))), None)
+
+
+def _argument(name: str, operator: Operator) -> Argument | None:
+    position = operator.positions.get(name)
+    return None if position is None else operator.arguments[position]
+
+
+def _pointer(argument: Argument) -> Declared:
+    note = ARRAYS.get(argument.name, Note())
+    ctype = POINTERS.get(argument.dtype(""), ELEMENT)
+    parts = [shown_shape(argument.symbols)]
+    if argument.layout == "rows" and argument.alignment == ROW_ALIGNMENT:
+        parts.append("rows 16-byte aligned")
+    if argument.optional:
+        parts.append("may be null")
+    parts.append(note.doc)
+    return Declared(ctype if argument.is_output else f"const {ctype}", _comment(*parts), note.when)
+
+
+def _strides(argument: Argument) -> dict[str, Declared]:
+    """The strides of an array in the order of the struct: heads come last."""
+    ordered = sorted(argument.stride_names(), key=lambda name: name.endswith("_head_stride"))
+    doc = (
+        "strides are in bytes, 0 where broadcast"
+        if argument.layout == "broadcast"
+        else "strides are in elements"
+    )
+    when = ARRAYS.get(argument.name, Note()).when
+    return {name: Declared("int64_t", "" if i else doc, when) for i, name in enumerate(ordered)}
+
+
+def _comment(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
