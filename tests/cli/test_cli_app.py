@@ -10,7 +10,7 @@ from flashgen.cli.app import COMMANDS, CommandGroup, main
 from flashgen.errors import BadParam
 from flashgen.host.paths import specs_dir
 
-HEAVY = ("rich", "jinja2", "numpy", "cupy", "torch", "msgspec", "yaml")
+HEAVY = ("rich", "jinja2", "numpy", "cupy", "torch", "yaml")
 
 
 def python(code):

@@ -160,7 +160,7 @@ from flashgen.toolchain.cache import CubinCache
 from flashgen.families.load import load_spec
 spec = load_spec(sys.argv[1], CubinCache(Path(sys.argv[2])), sys.argv[3])
 print([v.tile_value("block_n") for v in spec.variants() if v.tile_name == "tuned"])
-print({"yaml", "msgspec", "filelock", "flashgen.families.check"} & set(sys.modules))
+print({"yaml", "filelock", "flashgen.families.check"} & set(sys.modules))
 """
     done = subprocess.run(
         [sys.executable, "-c", program, tiny, cache.root, H200.name],

@@ -230,8 +230,8 @@ def test_a_first_call_imports_nothing_but_flashgen_and_what_compiling_takes(tmp_
     ]
     compiling, cached = (set(each.stdout.split()) for each in found)
     assert cached == {"flashgen"}
-    # All of what else the first call of a new kernel waits for; msgspec may need typing_extensions.
-    needed = {"filelock", "flashgen", "jinja2", "markupsafe", "msgspec", "yaml"}
+    # All of what else the first call of a new kernel waits for.
+    needed = {"filelock", "flashgen", "jinja2", "markupsafe", "yaml"}
     assert {name for name in compiling if not name.startswith("_")} - {"typing_extensions"} == needed
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.families.schema import AxisValues, DefaultAxis, File, Name
+from flashgen.families.schema import AXIS_VALUES, DEFAULT_AXIS, NAME, File
 
 if TYPE_CHECKING:
     from flashgen.families.yamlfile import Document
@@ -48,7 +48,7 @@ def read_axes(document: Document, file: File) -> Axes:
     values: dict[str, Values] = {}
     allowed: dict[str, tuple[str, dict[Value, Values]]] = {}
     for axis, given in file.axes.items():
-        document.convert(("axes", axis), axis, Name)
+        document.convert(("axes", axis), axis, NAME)
         if isinstance(given, dict):
             of, table = allowed[axis] = _with_default(document, axis, given, lists)
             further = (value for own in table.values() for value in own)
@@ -68,7 +68,7 @@ def read_axes(document: Document, file: File) -> Axes:
 
 
 def _list(document: Document, keys: tuple[str, ...], given: Any) -> Values:
-    values = tuple(document.convert(keys, given, AxisValues))
+    values = tuple(document.convert(keys, given, AXIS_VALUES))
     if len(set(values)) < len(values):
         raise document.error(keys, f"a value occurs twice in {given}")
     return values
@@ -78,7 +78,7 @@ def _with_default(
     document: Document, axis: str, given: Any, lists: dict[str, Values]
 ) -> tuple[str, dict[Value, Values]]:
     """The axis whose value is the default of ``axis``, and what ``axis`` can be at each value of that one."""
-    row = document.convert(("axes", axis), given, DefaultAxis)
+    row = document.convert(("axes", axis), given, DEFAULT_AXIS)
     if row.default not in lists:
         why = f"`{row.default}` is no axis before this one with a list of values; allowed: {', '.join(lists)}"
         raise document.error(("axes", axis, "default"), why)

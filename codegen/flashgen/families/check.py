@@ -10,7 +10,7 @@ from flashgen.families.axes import read_axes
 from flashgen.families.expression import Expression
 from flashgen.families.grid import GROUP_PARTS, NUM_PARTS, Buffer
 from flashgen.families.model import Content
-from flashgen.families.schema import File, Positive, ShortName, Target
+from flashgen.families.schema import FILE, POSITIVE, SHORT_NAME, TARGET, File, Target
 from flashgen.families.searchspace import SearchSpace
 from flashgen.families.steps import read_steps
 from flashgen.families.tiletable import TileTable, check_names
@@ -52,7 +52,7 @@ def check(path: Path, text: bytes, tuned: Tuned | None = None) -> Content:
 def examine(path: Path, text: bytes) -> Checked:
     """Check ``text``, the content of ``path``. Raises SpecError where it is wrong."""
     document = extends.document(path, text)
-    file = document.convert((), document.value, File)
+    file = document.convert((), document.value, FILE)
     axes = read_axes(document, file)
     targets = _targets(document, file)
     check_names(document, file, axes.values)
@@ -78,7 +78,7 @@ def examine(path: Path, text: bytes) -> Checked:
         family={
             "family": file.family,
             "header": file.header,
-            "options": tuple(file.options),
+            "options": file.options,
             "on_request": file.dispatch.prefer == "on_request",
             "start": file.dispatch.start,
             "fill": file.dispatch.fill,
@@ -90,17 +90,17 @@ def examine(path: Path, text: bytes) -> Checked:
             name: {
                 "min_arch": target.min_arch,
                 "max_smem": target.max_smem,
-                "archs": tuple(target.compile_for),
+                "archs": target.compile_for,
                 "priority": priority,
             }
             for priority, (name, target) in enumerate(targets.items())
         },
         rows=tuple(
             {
-                "tile": tuple((key, getattr(row, key)) for key in file.tile_keys),
-                "tile_name": row.name or "",
-                "efficiency": row.efficiency,
-                "no_spills": row.no_spills if isinstance(row.no_spills, bool) else tuple(row.no_spills),
+                "tile": tuple((key, row[key]) for key in file.tile_keys),
+                "tile_name": row["name"] or "",
+                "efficiency": row["efficiency"],
+                "no_spills": row["no_spills"],
             }
             for row in table.rows
         ),
@@ -112,8 +112,8 @@ def examine(path: Path, text: bytes) -> Checked:
 def _targets(document: Document, file: File) -> dict[str, Target]:
     targets = {}
     for name, given in file.targets.items():
-        document.convert(("targets", name), name, ShortName)
-        targets[name] = document.convert(("targets", name), given, Target)
+        document.convert(("targets", name), name, SHORT_NAME)
+        targets[name] = document.convert(("targets", name), given, TARGET)
     if not targets:
         raise document.error(("targets",), "there is no target")
     return targets
@@ -122,7 +122,7 @@ def _targets(document: Document, file: File) -> dict[str, Target]:
 def _element_bytes(document: Document, file: File, axes: dict[str, Values]) -> dict[str, int]:
     given, dtypes = file.element_bytes, axes["dtype"]
     for dtype, size in given.items():
-        document.convert(("element_bytes", dtype), size, Positive)
+        document.convert(("element_bytes", dtype), size, POSITIVE)
         if dtype not in dtypes:
             allowed = ", ".join(map(str, dtypes))
             raise document.error(("element_bytes", dtype), f"not a value of axes.dtype; allowed: {allowed}")

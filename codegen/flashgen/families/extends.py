@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.errors import SpecError
 from flashgen.families.bases import bases
 from flashgen.families.model import as_values
-from flashgen.families.schema import DefaultAxis, Name
+from flashgen.families.schema import DEFAULT_AXIS, NAME
 from flashgen.families.yamlfile import Document
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def document(path: Path, text: bytes) -> Document:
     found = bases(path, text)
     made = Document(*found[-1]) if found else Document(path, text)
     if "extends" in made.value:  # `bases`, which parses no YAML, did not find it
-        name = made.convert(("extends",), made.value["extends"], Name).strip()
+        name = made.convert(("extends",), made.value["extends"], NAME).strip()
         raise made.error(("extends",), f"write it as a line `extends: {name}` that is not indented")
     for place, content in [*reversed(found[:-1]), (path, text)] if found else ():
         made = Extended(place, content, made)
@@ -85,7 +85,7 @@ class Extended(Document):
             if isinstance(given, list):
                 domain[name] = given
             elif isinstance(given, dict):
-                row = self.convert(("axes", name), given, DefaultAxis)
+                row = self.convert(("axes", name), given, DEFAULT_AXIS)
                 further = [each for value in row.also.values() for each in as_values(value)]
                 domain[name] = [*domain.get(row.default, ()), *further]
         if isinstance(self.value.get("targets"), dict):

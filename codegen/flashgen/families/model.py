@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from flashgen.families.grid import Buffer, Visits
+    from flashgen.families.kinds import Keys
     from flashgen.families.params import Box, Param
-    from flashgen.families.yamlfile import Keys
 
 # Axis values in spec order, then the target.
 Point = tuple[Any, ...]

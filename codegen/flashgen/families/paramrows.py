@@ -10,14 +10,15 @@ from flashgen.families import parameters
 from flashgen.families.model import as_values
 from flashgen.families.parameters import ELEMENT, POINTERS, Declared
 from flashgen.families.params import CTYPES, TENSOR_MAP, VECTOR_WIDTH, Param
-from flashgen.families.schema import BoxRow, File, ParamRow
+from flashgen.families.schema import PARAM, BoxRow, File, ParamRow
 from flashgen.operators import OPERATORS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.families.axes import Values
-    from flashgen.families.yamlfile import Document, Keys
+    from flashgen.families.kinds import Keys, Record
+    from flashgen.families.yamlfile import Document
     from flashgen.operators.operator import Operator
 
 # A parameter by its name. A step that only reads an array of the workspace has it `const`.
@@ -37,7 +38,7 @@ class Member(NamedTuple):
 
 
 def members(
-    document: Document, file: File, axes: Mapping[str, Values], condition: type, keys: Keys, rows: list[Any]
+    document: Document, file: File, axes: Mapping[str, Values], condition: Record, keys: Keys, rows: list[Any]
 ) -> tuple[Member, ...]:
     """The members of a struct in their order, from the ``rows`` at ``keys``. Raises SpecError."""
     if not rows:
@@ -60,17 +61,16 @@ def members(
     return tuple(found)
 
 
-def limits(document: Document, condition: type, keys: Keys, when: dict[str, Any]) -> Limits:
+def limits(document: Document, condition: Record, keys: Keys, when: dict[str, Any]) -> Limits:
     """The values of axes and tile keys that a ``when``, of the type ``condition``, names."""
     if not when:
         return ()
     checked = document.convert(keys, when, condition)
-    limited = ((key, getattr(checked, key)) for key in condition.__struct_fields__)
-    return tuple((key, tuple(as_values(limit))) for key, limit in limited if limit is not None)
+    return tuple((key, tuple(as_values(limit))) for key, limit in checked.items() if limit is not None)
 
 
 def _members(
-    document: Document, file: File, axes: Mapping[str, Values], condition: type, keys: Keys, row: Any
+    document: Document, file: File, axes: Mapping[str, Values], condition: Record, keys: Keys, row: Any
 ) -> list[Member]:
     if isinstance(row, str):
         match = _NAMED.fullmatch(row)
@@ -81,7 +81,7 @@ def _members(
         const, name = match.groups()
         row = ParamRow(name)
     else:
-        row, const = document.convert(keys, row, ParamRow), None
+        row, const = document.convert(keys, row, PARAM), None
     own = limits(document, condition, (*keys, "when"), row.when)
     if row.type is not None:
         if row.type == TENSOR_MAP and row.box is None:

@@ -1,28 +1,41 @@
-"""The shape of a spec file, as types that msgspec checks it against."""
+"""The keys of a spec file, and the kind of each one's value."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
-
-import msgspec
+from typing import Annotated, Any, NamedTuple
 
 from flashgen.families.grid import SCHEDULES
+from flashgen.families.kinds import (
+    ANYTHING,
+    FLAG,
+    Choice,
+    Decimal,
+    Either,
+    Field,
+    Integer,
+    Kind,
+    ListOf,
+    MapOf,
+    Record,
+    Text,
+    optional,
+    record,
+)
 from flashgen.families.params import CTYPES
 from flashgen.host.paths import INSIDE
 from flashgen.operators import OPERATORS
 
-# Errors say that what a description says is expected.
 _NAME = "a name of lower-case letters, digits and _ that begins with a letter"
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$", description=_NAME)]
+NAME = Text(_NAME, r"^[a-z][a-z0-9_]*$")
 _SHORT_NAME = "a name of lower-case letters and digits that begins with a letter"
-ShortName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9]*$", description=_SHORT_NAME)]
-Arch = Annotated[str, msgspec.Meta(pattern=r"^sm_[0-9]+[af]?$", description="an architecture, such as sm_90")]
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-Number = int | Annotated[str, msgspec.Meta(description="an expression")]
+SHORT_NAME = Text(_SHORT_NAME, r"^[a-z][a-z0-9]*$")
+ARCH = Text("an architecture, such as sm_90", r"^sm_[0-9]+[af]?$")
+COUNT = Integer(0)
+POSITIVE = Integer(1)
+RATE = Decimal(above=0, most=1e6)
+NUMBER = Either(Integer(), Text("an expression"))
+DOC = Text("one line without a backslash", r"^[^\n\\]*$")
 _INSIDE = "the name of a file below the folders of templates, without / at its start and without .."
-Doc = Annotated[str, msgspec.Meta(pattern=r"^[^\n\\]*$", description="one line without a backslash")]
-FileName = Annotated[str, msgspec.Meta(pattern=INSIDE, description=_INSIDE)]
+FILE_NAME = Text(_INSIDE, INSIDE)
 # NVRTC has options that read and write files, so only these are passed on: they change the code, and no file.
 _OPTIONS = (
     r"--?(use_fast_math|restrict|extra-device-vectorization|device-int128|device-debug|generate-line-info)",
@@ -41,11 +54,11 @@ _OPTION = (
     "--ptxas-options=-O3, --ptxas-options=--allow-expensive-optimizations=true, -DNAME=VALUE, -UNAME, "
     "--diag-suppress=N, -w, -lineinfo or -G"
 )
-Option = Annotated[
-    str, msgspec.Meta(pattern=rf"\A(?:{'|'.join(f'(?:{each})' for each in _OPTIONS)})\Z", description=_OPTION)
-]
-AxisValue = Count | ShortName
-AxisValues = Annotated[list[AxisValue], msgspec.Meta(min_length=1)]
+OPTION = Text(_OPTION, rf"\A(?:{'|'.join(f'(?:{option})' for option in _OPTIONS)})\Z")
+AXIS_VALUES = ListOf(Either(COUNT, SHORT_NAME), least=1)
+_MAPPING = MapOf(ANYTHING)
+_LIST = ListOf(ANYTHING)
+_ARCHS = ListOf(ARCH, least=1)
 
 # Names with a meaning in templates, tile rows or expressions; no axis or tile key may take one.
 RESERVED = frozenset(
@@ -58,176 +71,177 @@ RESERVED = frozenset(
 )
 
 
-class Target(msgspec.Struct, forbid_unknown_fields=True):
+class Target(NamedTuple):
     """A class of devices that share tiles. ``max_smem`` is in bytes a block."""
 
-    min_arch: Arch
-    max_smem: Positive
-    compile_for: Annotated[list[Arch], msgspec.Meta(min_length=1)]
+    min_arch: Annotated[str, ARCH]
+    max_smem: Annotated[int, POSITIVE]
+    compile_for: Annotated[tuple[str, ...], _ARCHS]
 
 
-class DefaultAxis(msgspec.Struct, forbid_unknown_fields=True):
+class DefaultAxis(NamedTuple):
     """An axis with the value of another, ``default``, and at some of these with further ones, ``also``."""
 
-    default: str
-    also: dict[str, Any] = {}
+    default: Annotated[str, Text()]
+    also: Annotated[Mapping[str, Any], _MAPPING] = {}
 
 
-class BoxRow(msgspec.Struct, forbid_unknown_fields=True):
+class BoxRow(NamedTuple):
     """What one TMA load or store moves, as expressions."""
 
-    columns: Number
-    rows: Number
+    columns: Annotated[int | str, NUMBER]
+    rows: Annotated[int | str, NUMBER]
 
 
-class ParamRow(msgspec.Struct, forbid_unknown_fields=True):
+class ParamRow(NamedTuple):
     """One member of the parameter struct. With a ``type`` the row declares it; without, it changes what is
     declared for all families: ``doc`` replaces the comment, and ``when`` the condition on each of its axes.
     """
 
-    name: Name
-    type: Literal[CTYPES] | None = None
-    doc: Doc | None = None
-    when: dict[str, Any] = {}
-    box: BoxRow | None = None
+    name: Annotated[str, NAME]
+    type: Annotated[str | None, optional(Choice(CTYPES))] = None
+    doc: Annotated[str | None, optional(DOC)] = None
+    when: Annotated[Mapping[str, Any], _MAPPING] = {}
+    box: Annotated[BoxRow | None, optional(record(BoxRow))] = None
 
 
-class Range(msgspec.Struct, forbid_unknown_fields=True, rename={"first": "from", "last": "to"}):
+class Range(NamedTuple):
     """The values ``first``, ``first + step``, ... up to ``last`` of a tile key."""
 
-    first: Count
-    last: Count
-    step: Positive
+    first: int
+    last: int
+    step: int
 
 
-class GridRow(msgspec.Struct, forbid_unknown_fields=True):
+_RANGE = Record(
+    {"from": Field(COUNT), "to": Field(COUNT), "step": Field(POSITIVE)},
+    lambda **given: Range(given["from"], given["to"], given["step"]),
+)
+
+
+class GridRow(NamedTuple):
     """What a launch covers: the extent of a tile in each dimension, and how blocks go through the tiles."""
 
-    covers: Annotated[dict[str, Number], msgspec.Meta(min_length=1)]
-    schedule: Literal[SCHEDULES] = "tile_per_block"
-    blocks_per_sm: Number = 1
-    from_last_row: Number = 0
-    split_gain: Number = 0
-    part_time: Number = 0
-    cluster: Number = 1
-    step_rows: Number = 0
-    in_turns: Number = 0
-    beside: dict[str, Number] = {}
-    kinds: Number = 1
+    covers: Annotated[Mapping[str, int | str], MapOf(NUMBER, least=1)]
+    schedule: Annotated[str, Choice(SCHEDULES)] = "tile_per_block"
+    blocks_per_sm: Annotated[int | str, NUMBER] = 1
+    from_last_row: Annotated[int | str, NUMBER] = 0
+    split_gain: Annotated[int | str, NUMBER] = 0
+    part_time: Annotated[int | str, NUMBER] = 0
+    cluster: Annotated[int | str, NUMBER] = 1
+    step_rows: Annotated[int | str, NUMBER] = 0
+    in_turns: Annotated[int | str, NUMBER] = 0
+    beside: Annotated[Mapping[str, int | str], MapOf(NUMBER)] = {}
+    kinds: Annotated[int | str, NUMBER] = 1
 
 
-class VisitsRow(msgspec.Struct, forbid_unknown_fields=True):
+class VisitsRow(NamedTuple):
     """How a tile walks the scores; see `grid.Visits`."""
 
-    rows: Number
-    keys: Number
-    mma_rows: Number
-    mma: Number
+    rows: Annotated[int | str, NUMBER]
+    keys: Annotated[int | str, NUMBER]
+    mma_rows: Annotated[int | str, NUMBER]
+    mma: Annotated[int | str, NUMBER]
 
 
-class StepRow(msgspec.Struct, forbid_unknown_fields=True):
+class StepRow(NamedTuple):
     """One kernel of a family whose calls take several. Dispatch chooses by the one that is ``main``. Calls
     that split no tile, and no group of query heads, pass over one that ``combines``. Only variants with the
     values of ``when`` have the step.
     """
 
-    name: ShortName
-    template: FileName
-    threads: Number
-    smem_bytes: Number
-    grid: GridRow
-    params: Annotated[list[Any], msgspec.Meta(min_length=1)]
-    visits: VisitsRow | None = None
-    dependent_launch: bool = False
-    score_seam: bool = False
-    main: bool = False
-    combines: bool = False
-    when: dict[str, Any] = {}
+    name: Annotated[str, SHORT_NAME]
+    template: Annotated[str, FILE_NAME]
+    threads: Annotated[int | str, NUMBER]
+    smem_bytes: Annotated[int | str, NUMBER]
+    grid: Annotated[GridRow, record(GridRow)]
+    params: Annotated[tuple[Any, ...], ListOf(ANYTHING, least=1)]
+    visits: Annotated[VisitsRow | None, optional(record(VisitsRow))] = None
+    dependent_launch: Annotated[bool, FLAG] = False
+    score_seam: Annotated[bool, FLAG] = False
+    main: Annotated[bool, FLAG] = False
+    combines: Annotated[bool, FLAG] = False
+    when: Annotated[Mapping[str, Any], _MAPPING] = {}
 
 
-class BufferRow(msgspec.Struct, forbid_unknown_fields=True):
+class BufferRow(NamedTuple):
     """An array of the workspace. Its extents are expressions, also over sizes of the call."""
 
-    dtype: Literal["fp16", "bf16", "fp32", "int32", "element"]
-    shape: Annotated[list[Number], msgspec.Meta(min_length=1)]
+    dtype: Annotated[str, Choice(("fp16", "bf16", "fp32", "int32", "element"))]
+    shape: Annotated[tuple[int | str, ...], ListOf(NUMBER, least=1)]
 
 
-class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
+class Dispatch(NamedTuple):
     """Whether dispatch offers the family to calls, to which of them, and four numbers of the rule by which it
     chooses.
     """
 
-    prefer: Literal["least_time", "on_request"] = "least_time"
-    start: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
-    fill: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    passes: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
-    alone_gbps: Annotated[float, msgspec.Meta(gt=0, le=10_000)] = 50.0
-    rows_at_most: Positive | None = None
+    prefer: Annotated[str, Choice(("least_time", "on_request"))] = "least_time"
+    start: Annotated[float, Decimal(least=0, most=100)] = 0.0
+    fill: Annotated[float, Decimal(least=0, most=1)] = 0.0
+    passes: Annotated[float, Decimal(least=0, most=10_000)] = 0.0
+    alone_gbps: Annotated[float, Decimal(above=0, most=10_000)] = 50.0
+    rows_at_most: Annotated[int | None, optional(POSITIVE)] = None
 
 
-class File(msgspec.Struct, forbid_unknown_fields=True):
-    """The whole file. Members typed Any are checked one by one, most of them once the axes are known.
+class File(NamedTuple):
+    """The whole file. What can be anything is checked part by part, most of it once the axes are known.
 
     A family of one kernel says what a step says at the top of the file, and leaves ``steps`` out.
     """
 
-    family: Name
-    operator: Literal[tuple(OPERATORS)]
-    header: FileName
-    axes: dict[str, Any]
-    targets: dict[str, Any]
-    element_bytes: dict[str, Any]
-    tile_keys: Annotated[list[Name], msgspec.Meta(min_length=1)]
-    tiles: list[Any]
-    algorithm: ShortName | None = None
-    template: FileName | None = None
-    threads: Number | None = None
-    smem_bytes: Number | None = None
-    grid: GridRow | None = None
-    visits: VisitsRow | None = None
-    params: list[Any] | None = None
-    dependent_launch: bool = False
-    score_seam: bool = False
-    steps: list[Any] = []
-    workspace: dict[Name, BufferRow] = {}
-    description: str = ""
-    tile_values: dict[Name, Annotated[list[ShortName], msgspec.Meta(min_length=1)]] = {}
-    exclude: list[Any] = []
-    commit: list[Any] = []
-    tune: list[Any] = []
-    no_spills: bool = False
-    dispatch: Dispatch = msgspec.field(default_factory=Dispatch)
-    options: list[Option] = []
-    extends: Name | None = None
+    family: Annotated[str, NAME]
+    operator: Annotated[str, Choice(OPERATORS)]
+    header: Annotated[str, FILE_NAME]
+    axes: Annotated[Mapping[str, Any], _MAPPING]
+    targets: Annotated[Mapping[str, Any], _MAPPING]
+    element_bytes: Annotated[Mapping[str, Any], _MAPPING]
+    tile_keys: Annotated[tuple[str, ...], ListOf(NAME, least=1)]
+    tiles: Annotated[tuple[Any, ...], _LIST]
+    algorithm: Annotated[str | None, optional(SHORT_NAME)] = None
+    template: Annotated[str | None, optional(FILE_NAME)] = None
+    threads: Annotated[int | str | None, optional(NUMBER)] = None
+    smem_bytes: Annotated[int | str | None, optional(NUMBER)] = None
+    grid: Annotated[GridRow | None, optional(record(GridRow))] = None
+    visits: Annotated[VisitsRow | None, optional(record(VisitsRow))] = None
+    params: Annotated[tuple[Any, ...] | None, optional(_LIST)] = None
+    dependent_launch: Annotated[bool, FLAG] = False
+    score_seam: Annotated[bool, FLAG] = False
+    steps: Annotated[tuple[Any, ...], _LIST] = ()
+    workspace: Annotated[Mapping[str, BufferRow], MapOf(record(BufferRow), NAME)] = {}
+    description: Annotated[str, Text()] = ""
+    tile_values: Annotated[Mapping[str, tuple[str, ...]], MapOf(ListOf(SHORT_NAME, least=1), NAME)] = {}
+    exclude: Annotated[tuple[Any, ...], _LIST] = ()
+    commit: Annotated[tuple[Any, ...], _LIST] = ()
+    tune: Annotated[tuple[Any, ...], _LIST] = ()
+    no_spills: Annotated[bool, FLAG] = False
+    dispatch: Annotated[Dispatch, record(Dispatch)] = Dispatch()
+    options: Annotated[tuple[str, ...], ListOf(OPTION)] = ()
+    extends: Annotated[str | None, optional(NAME)] = None
 
 
-def conditions(name: str, domain: Mapping[str, Sequence[Any]], fields: Iterable[Any] = ()) -> type:
-    """A type whose keys are those of ``domain``, each holding one of its values, several, or left out.
+FILE, TARGET, DEFAULT_AXIS, PARAM, STEP = map(record, (File, Target, DefaultAxis, ParamRow, StepRow))
 
-    ``fields`` adds further keys, written as for ``msgspec.defstruct``.
+
+def conditions(domain: Mapping[str, Sequence[Any]], fields: Mapping[str, Field] = {}) -> Record:
+    """A mapping whose keys are those of ``domain``, each with one of its values, several, or left out.
+
+    ``fields`` are further keys.
     """
-    limits = []
-    for axis, values in domain.items():
-        value = Literal[tuple(values)]
-        limits.append((axis, value | Annotated[list[value], msgspec.Meta(min_length=1)] | None, None))
-    return msgspec.defstruct(name, [*limits, *fields], forbid_unknown_fields=True, kw_only=True)
+    limits = {axis: Field(_some_of(Choice(values)), None) for axis, values in domain.items()}
+    return Record(limits | dict(fields))
 
 
-def tile_types(file: File) -> dict[str, Any]:
-    """The type of each tile key's value: one of its names in ``tile_values``, or a number."""
+def tile_kinds(file: File) -> dict[str, Kind]:
+    """The kind of each tile key's value: one of its names in ``tile_values``, or a number."""
     return {
-        key: Literal[tuple(file.tile_values[key])] if key in file.tile_values else Count
-        for key in file.tile_keys
+        key: Choice(file.tile_values[key]) if key in file.tile_values else COUNT for key in file.tile_keys
     }
 
 
-def when_type(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Any]) -> type:
-    """The type of the condition of a parameter or a step: values of axes and of tile keys."""
-    limits = [
-        (key, value | Annotated[list[value], msgspec.Meta(min_length=1)] | None, None)
-        for key, value in keys.items()
-    ]
-    return conditions("When", domain, limits)
+def when_kind(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Kind]) -> Record:
+    """The condition of a parameter or a step: values of axes and of tile keys."""
+    return conditions(domain, {key: Field(_some_of(value), None) for key, value in keys.items()})
 
 
 def expression_names(file: File, axes: Iterable[str]) -> frozenset[str]:
@@ -235,35 +249,45 @@ def expression_names(file: File, axes: Iterable[str]) -> frozenset[str]:
     return frozenset((*axes, *file.tile_keys, "element_bytes", "max_smem"))
 
 
-def tile_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Any], no_spills: bool) -> type:
-    """The type of a row of the tile table: conditions, the tile keys, and what else a row may say.
+def tile_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Kind], no_spills: bool) -> Record:
+    """A row of the tile table: conditions, the tile keys, and what else a row may say.
 
     ``no_spills`` is what holds for a row that does not say it.
     """
-    promise = bool | Annotated[list[Arch], msgspec.Meta(min_length=1)]
-    extra = [("name", ShortName | None, None), ("efficiency", Rate, 1.0), ("no_spills", promise, no_spills)]
-    return conditions("Tile", domain, [*keys.items(), *extra])
+    further = {
+        "name": Field(optional(SHORT_NAME), None),
+        "efficiency": Field(RATE, 1.0),
+        "no_spills": Field(Either(FLAG, _ARCHS), no_spills),
+    }
+    return conditions(domain, {key: Field(kind) for key, kind in keys.items()} | further)
 
 
-def tune_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Any]) -> type:
-    """The type of a row of ``tune``: conditions, and for tile keys the values to try."""
-    fields = []
-    for key, value in keys.items():
-        choice = value | Annotated[list[value], msgspec.Meta(min_length=1)] | None
-        fields.append((key, choice | Range if value is Count else choice, None))
-    return conditions("Tune", domain, fields)
+def tune_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Kind]) -> Record:
+    """A row of ``tune``: conditions, and for tile keys the values to try."""
+    fields = {}
+    for key, kind in keys.items():
+        further = (_RANGE,) if kind is COUNT else ()
+        fields[key] = Field(Either(_some_of(kind), *further), None)
+    return conditions(domain, fields)
 
 
-class TunedFile(msgspec.Struct, forbid_unknown_fields=True):
+class TunedFile(NamedTuple):
     """A file of tiles that were measured on one GPU; its rows are checked one by one."""
 
-    gpu: str
-    tiles: list[Any]
+    gpu: Annotated[str, Text()]
+    tiles: Annotated[tuple[Any, ...], _LIST]
 
 
-def tuned_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Any]) -> type:
-    """The type of such a row: one point, its tile, and how that was measured."""
-    fields = [(axis, Literal[tuple(values)]) for axis, values in domain.items()]
-    fields += keys.items()
-    fields += [("efficiency", Rate), ("measured", dict[str, Any], {})]
-    return msgspec.defstruct("Tuned", fields, forbid_unknown_fields=True, kw_only=True)
+TUNED_FILE = record(TunedFile)
+
+
+def tuned_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Kind]) -> Record:
+    """A row of such a file: one point, its tile, and how that was measured."""
+    fields = {axis: Field(Choice(values)) for axis, values in domain.items()}
+    fields |= {key: Field(kind) for key, kind in keys.items()}
+    return Record(fields | {"efficiency": Field(RATE), "measured": Field(_MAPPING, {})})
+
+
+def _some_of(kind: Kind) -> Either:
+    """One value of a kind, several, or null."""
+    return optional(Either(kind, ListOf(kind, least=1)))

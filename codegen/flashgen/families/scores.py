@@ -7,16 +7,16 @@ seam takes every modification, when a call asks for it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping  # noqa: TC003
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-import msgspec
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from flashgen.errors import SpecError
 from flashgen.families.bases import SCORES_FILE
+from flashgen.families.kinds import ANYTHING, Choice, Either, ListOf, MapOf, Text, record
 from flashgen.families.load import spec_folders, yaml_files
 from flashgen.families.params import score_params
-from flashgen.families.schema import Name
+from flashgen.families.schema import NAME
 from flashgen.families.yamlfile import Document
 from flashgen.host.paths import read_file
 from flashgen.operators import OPERATORS
@@ -28,7 +28,6 @@ from flashgen.operators.scores import DIMENSIONS, NAMES, TYPES, Score, ScorePara
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
     from pathlib import Path
 
     from flashgen.families.variant import Variant
@@ -61,23 +60,23 @@ _CALL_WORDS = (
 _MODIFIED = ("attention", "attention_backward", "varlen", "varlen_backward")
 
 
-class _Row(msgspec.Struct, forbid_unknown_fields=True):
+class _Row(NamedTuple):
     """A modification: its formula, and the type of each parameter, ahead of it the dimensions of an array."""
 
-    score: str
-    params: dict[Name, str | list[str]] = {}
+    score: Annotated[str, Text()]
+    params: Annotated[Mapping[str, str | tuple[str, ...]], MapOf(Either(Text(), ListOf(Text())), NAME)] = {}
 
 
-class _CommitRow(msgspec.Struct, forbid_unknown_fields=True):
+class _CommitRow(NamedTuple):
     """A kernel whose source is kept in the repository: a modification of a variant."""
 
-    variant: str
-    score: Name
+    variant: Annotated[str, Text()]
+    score: Annotated[str, NAME]
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    scores: dict[Name, Any]
-    commit: list[_CommitRow] = []
+class _File(NamedTuple):
+    scores: Annotated[Mapping[str, Any], MapOf(ANYTHING, NAME)]
+    commit: Annotated[tuple[_CommitRow, ...], ListOf(record(_CommitRow))] = ()
 
 
 class Scores(NamedTuple):
@@ -119,7 +118,7 @@ def read_scores(path: Path) -> Scores:
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error}") from error
     document = Document(path, text)
-    file = document.convert((), document.value, _File)
+    file = document.convert((), document.value, record(_File))
     by_name = {name: _score(document, name, given) for name, given in file.scores.items()}
     for i, row in enumerate(file.commit):
         if row.score not in by_name:
@@ -144,7 +143,7 @@ def _score(document: Document, name: str, given: Any) -> Score:
     keys = ("scores", name)
     if any(name in (axis.known or ()) for axis in OPERATORS["attention"].axes.values()):
         raise document.error(keys, f"`{name}` is a value of an axis; kernels would share names")
-    row = document.convert(keys, given, _Row)
+    row = document.convert(keys, given, record(_Row))
     params = tuple(_param(document, (*keys, "params", each), each, of) for each, of in row.params.items())
     names = dict(NAMES) | {p.name: TYPES[p.type][0] for p in params if not p.dimensions}
     arrays = {p.name: (p.dimensions, TYPES[p.type][0]) for p in params if p.dimensions}
@@ -172,22 +171,22 @@ def _members(param: ScoreParam) -> tuple[str, ...]:
     return (param.name, *strides, *param.symbols)
 
 
-def _param(document: Document, keys: tuple[str, ...], name: str, given: str | list[str]) -> ScoreParam:
+def _param(document: Document, keys: tuple[str, ...], name: str, given: str | tuple[str, ...]) -> ScoreParam:
     operator = OPERATORS["attention"]
     if name in reserved_names() or name.startswith(CONSTANT):
         raise document.error(keys, f"`{name}` has a meaning of its own; choose another name")
-    if isinstance(given, list) and len(given) < 2:
+    if isinstance(given, tuple) and len(given) < 2:
         allowed = f"[dimensions, type], with dimensions {', '.join(DIMENSIONS)} or names of your own"
         raise document.error(keys, f"an array has dimensions: {allowed}")
-    *dimensions, type = given if isinstance(given, list) else [given]
-    document.convert(keys, type, Literal[tuple(TYPES)])
+    *dimensions, type = given if isinstance(given, tuple) else [given]
+    document.convert(keys, type, Choice(TYPES))
     param = ScoreParam(name, type, tuple(dimensions))
     for dimension, symbol in zip(dimensions, param.symbols, strict=True):
-        document.convert(keys, dimension, Name)
+        document.convert(keys, dimension, NAME)
         if dimension == "score":
             raise document.error(keys, "no dimension is called `score`")
         if dimensions.count(dimension) > 1:
-            raise document.error(keys, f"the dimension {dimension} occurs twice in {given}")
+            raise document.error(keys, f"the dimension {dimension} occurs twice in {[*given]}")
         if dimension not in DIMENSIONS and symbol in operator.symbols:
             raise document.error(keys, f"its dimension would be called {symbol}, as one of attention's")
     if len(set(_members(param))) < len(_members(param)):

@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from flashgen.families.model import as_values
-from flashgen.families.schema import File, Range, tile_types, tune_row
+from flashgen.families.schema import File, Range, tile_kinds, tune_row
 from flashgen.families.tiletable import Matcher
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class SearchSpace:
         points: Iterable[Point],
     ) -> None:
         domain = {**axes, "target": tuple(file.targets)}
-        kind = tune_row(domain, tile_types(file))
+        kind = tune_row(domain, tile_kinds(file))
         rows = [document.convert(("tune", i), given, kind) for i, given in enumerate(file.tune)]
         self._choices = [_choices(document, i, row, file.tile_keys) for i, row in enumerate(rows)]
         self._matching = Matcher(domain, rows)
@@ -61,7 +61,7 @@ def _choices(document: Document, index: int, row: Any, keys: Iterable[str]) -> d
     """The values of each tile key that the row names."""
     choices: dict[str, Sequence[int | str]] = {}
     for key in keys:
-        given = getattr(row, key)
+        given = row[key]
         if isinstance(given, Range):
             if given.last < given.first:
                 why = f"from {given.first} to {given.last} is empty; `to` is at least `from`"

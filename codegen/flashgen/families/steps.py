@@ -8,7 +8,7 @@ from flashgen.families.expression import Expression
 from flashgen.families.grid import Visits
 from flashgen.families.model import Resources, Step
 from flashgen.families.paramrows import limits, members
-from flashgen.families.schema import File, StepRow, expression_names, tile_types, when_type
+from flashgen.families.schema import STEP, File, StepRow, expression_names, tile_kinds, when_kind
 from flashgen.families.tensormaps import Boxes
 from flashgen.operators import OPERATORS
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from flashgen.errors import SpecError
     from flashgen.families.axes import Values
-    from flashgen.families.yamlfile import Document, Keys
+    from flashgen.families.kinds import Keys, Record
+    from flashgen.families.yamlfile import Document
 
 # What a family of one kernel says at the top of its file.
 _OF_A_STEP = ("template", "threads", "smem_bytes", "grid", "params")
@@ -26,7 +27,7 @@ _MAY_HAVE = ("visits", "dependent_launch", "score_seam")
 
 def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tuple[list[StepTable], int]:
     """The steps of a family, and which of them dispatch chooses. Raises SpecError where they are wrong."""
-    condition = when_type(axes, tile_types(file))
+    condition = when_kind(axes, tile_kinds(file))
     if not file.steps:
         for key in _OF_A_STEP:
             if getattr(file, key) is None:
@@ -36,7 +37,7 @@ def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tu
     for key in (*_OF_A_STEP, *_MAY_HAVE):
         if getattr(file, key):
             raise document.error((key,), "each of `steps` has its own; leave this one out")
-    rows = [document.convert(("steps", i), row, StepRow) for i, row in enumerate(file.steps)]
+    rows = [document.convert(("steps", i), row, STEP) for i, row in enumerate(file.steps)]
     names = [row.name for row in rows]
     for i, name in enumerate(names):
         if name in names[:i]:
@@ -67,7 +68,7 @@ class StepTable:
         document: Document,
         file: File,
         axes: Mapping[str, Values],
-        condition: type,
+        condition: Record,
         keys: Keys,
         row: StepRow,
     ) -> None:

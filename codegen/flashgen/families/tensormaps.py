@@ -10,8 +10,9 @@ from flashgen.families.params import Box
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from flashgen.families.kinds import Keys
     from flashgen.families.paramrows import Member
-    from flashgen.families.yamlfile import Document, Keys
+    from flashgen.families.yamlfile import Document
 
 # Limits of ``cuTensorMapEncodeTiled``. SWIZZLES are the bytes of a box's rows for which there is a swizzle.
 DTYPES = ("fp16", "bf16", "fp32")

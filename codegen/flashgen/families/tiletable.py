@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from flashgen.families.kinds import Choice, Field, Kind, optional
 from flashgen.families.model import Entry, as_values
-from flashgen.families.schema import RESERVED, File, Target, conditions, tile_row, tile_types
+from flashgen.families.schema import RESERVED, File, Target, conditions, tile_kinds, tile_row
 from flashgen.families.variant import DEFAULT_TILE, TUNED_TILE, name_part
 
 if TYPE_CHECKING:
@@ -40,13 +41,13 @@ class TileTable:
         self._document, self._file, self._axes = document, file, axes.values
         self._targets, self._element_bytes, self._steps = targets, element_bytes, steps
         domain = {**axes.values, "target": tuple(targets)}
-        self.rows = self._load("tiles", tile_row(domain, tile_types(file), file.no_spills))
-        self._tiles = [{key: getattr(row, key) for key in file.tile_keys} for row in self.rows]
+        self.rows = self._load("tiles", tile_row(domain, tile_kinds(file), file.no_spills))
+        self._tiles = [{key: row[key] for key in file.tile_keys} for row in self.rows]
         self._by_name = self._names()
         self._matching = Matcher(domain, self.rows)
-        self._excluded = Matcher(domain, self._load("exclude", conditions("Exclude", domain)))
-        tile = ("name", Literal[tuple(self._by_name)] | None, None)
-        self._commit = self._load("commit", conditions("Commit", domain, [tile]))
+        self._excluded = Matcher(domain, self._load("exclude", conditions(domain)))
+        name = Field(optional(Choice(self._by_name)), None)
+        self._commit = self._load("commit", conditions(domain, {"name": name}))
         self._committed = Matcher(domain, self._commit)
         self._used: set[int] = set()
         self.entries: dict[Point, tuple[Entry, ...]] = {
@@ -62,20 +63,20 @@ class TileTable:
                 raise document.error(("tiles", index), why)
             self._check_promise(index)
 
-    def _load(self, key: str, type: type) -> list[Any]:
-        return [self._document.convert((key, i), row, type) for i, row in enumerate(getattr(self._file, key))]
+    def _load(self, key: str, kind: Kind) -> list[Any]:
+        return [self._document.convert((key, i), row, kind) for i, row in enumerate(getattr(self._file, key))]
 
     def _names(self) -> dict[str, int]:
         """Per tile name the bit mask of its rows, the default name first."""
         masks = {DEFAULT_TILE: 0}
         for index, row in enumerate(self.rows):
-            if row.name == DEFAULT_TILE:
+            if row["name"] == DEFAULT_TILE:
                 why = f"`{DEFAULT_TILE}` stands for rows without a name; leave the name out"
                 raise self._document.error(("tiles", index, "name"), why)
-            if row.name == TUNED_TILE:
+            if row["name"] == TUNED_TILE:
                 why = f"`{TUNED_TILE}` stands for rows that `flashgen tune` measured; choose another name"
                 raise self._document.error(("tiles", index, "name"), why)
-            name = row.name or DEFAULT_TILE
+            name = row["name"] or DEFAULT_TILE
             masks[name] = masks.get(name, 0) | 1 << index
         return masks
 
@@ -91,7 +92,7 @@ class TileTable:
                 error = partial(self._document.error, ("tiles", index))
                 steps = self.resources(self._tiles[index], point, error)
                 listed = committed and any(
-                    committed >> i & 1 and row.name in (None, name) for i, row in enumerate(self._commit)
+                    committed >> i & 1 and row["name"] in (None, name) for i, row in enumerate(self._commit)
                 )
                 entries.append(Entry(index, bool(listed), steps))
             elif name == DEFAULT_TILE:
@@ -114,7 +115,7 @@ class TileTable:
 
     def _check_promise(self, index: int) -> None:
         """That ``no_spills`` names architectures that `flashgen build` would find wanting."""
-        named, admitted = self.rows[index].no_spills, self.rows[index].target
+        named, admitted = self.rows[index]["no_spills"], self.rows[index]["target"]
         names = self._targets if admitted is None else as_values(admitted)
         targets = [self._targets[name] for name in names]
         compiled = list(dict.fromkeys(arch for target in targets for arch in target.compile_for))
@@ -175,7 +176,7 @@ class Matcher:
         for axis, values in domain.items():
             bits = dict.fromkeys(values, 0)
             for index, row in enumerate(rows):
-                limit = getattr(row, axis)
+                limit = row[axis]
                 for value in values if limit is None else as_values(limit):
                     bits[value] |= 1 << index
             self._bits.append(bits)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import SpecError
 from flashgen.families.model import Content, Entry
-from flashgen.families.schema import TunedFile, tile_types, tuned_row
+from flashgen.families.schema import TUNED_FILE, tile_kinds, tuned_row
 from flashgen.families.variant import TUNED_TILE
 from flashgen.families.yamlfile import Document
 
@@ -37,24 +37,24 @@ def read(tuned: Tuned, file: File, content: Content, table: TileTable) -> tuple[
     damaged, or another GPU's.
     """
     document = Document(tuned.path, tuned.text)
-    given = document.convert((), document.value, TunedFile)
+    given = document.convert((), document.value, TUNED_FILE)
     if given.gpu != tuned.gpu:
         raise document.error(("gpu",), f"found {given.gpu!r}; the GPU is {tuned.gpu!r}")
-    kind = tuned_row({**content.axes, "target": tuple(content.targets)}, tile_types(file))
+    kind = tuned_row({**content.axes, "target": tuple(content.targets)}, tile_kinds(file))
     rows: dict[Point, TunedRow] = {}
     problems = []
     for index, value in enumerate(given.tiles):
         error = partial(document.error, ("tiles", index))
         try:
             made = document.convert(("tiles", index), value, kind)
-            point = (*(getattr(made, axis) for axis in content.axes), made.target)
+            point = (*(made[axis] for axis in content.axes), made["target"])
             if point not in content.entries:
                 raise error(f"{table.describe(point)}: the spec has no kernel for this point")
             if point in rows:
                 raise error(f"a second row for {table.describe(point)}")
-            tile = {key: getattr(made, key) for key in file.tile_keys}
+            tile = {key: made[key] for key in file.tile_keys}
             entry = _entry(tuned, table, tile, point, error)
-            rows[point] = TunedRow(point, tile, made.efficiency, made.measured, entry)
+            rows[point] = TunedRow(point, tile, made["efficiency"], made["measured"], entry)
         except SpecError as wrong:
             problems.append(without_path(tuned, wrong))
     return list(rows.values()), problems

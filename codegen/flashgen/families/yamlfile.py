@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import yaml
-from msgspec import inspect
 
 from flashgen.errors import SpecError
-from flashgen.host import forks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-T = TypeVar("T")
-Keys = tuple[str | int, ...]
+    from flashgen.families.kinds import Keys, Kind
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _scalars = yaml.constructor.SafeConstructor()
@@ -29,16 +24,6 @@ _SCALARS = {
 # Bytes of a file, values in it, aliases written out, and how deeply they are nested: the largest shipped spec
 # has some 20,000 bytes.
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1_000_000, 100_000, 30
-_preparing = forks.guard()
-_AT = re.compile(r"^(.*?)(?: - at `(key` in `)?\$(.*)`)?$", re.DOTALL)
-_STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")
-_PLAIN = {
-    inspect.StrType: "a text",
-    inspect.BoolType: "true or false",
-    inspect.ListType: "a list",
-    inspect.DictType: "a mapping",
-    inspect.StructType: "a mapping",
-}
 
 
 class Document:
@@ -102,36 +87,9 @@ class Document:
         """A line of the text, by its number from 0."""
         return self._text.decode().split("\n")[index]
 
-    def convert(self, keys: Keys, value: Any, type: type[T]) -> T:
-        """``value``, which stands at ``keys``, checked against ``type``; SpecError where they differ."""
-        try:
-            return _converted(value, type)
-        except msgspec.ValidationError as error:
-            raise self._explain(keys, value, type, str(error)) from None
-
-    def _explain(self, keys: Keys, whole: Any, type: Any, said: str) -> SpecError:
-        """The error of ``whole``, of which msgspec has ``said`` what is wrong."""
-        what, of_key, path = _AT.match(said).groups()
-        value, info, steps = whole, inspect.type_info(type), ()
-        for name, index in _STEP.findall((path or "") + ("[...]" if of_key else "")):
-            if index == "...":  # some key of a mapping
-                step = next(key for key in value if _says(_with_only(whole, steps, key), type) == said)
-            else:
-                step = name or int(index)
-            steps = (*steps, step)
-            value, mapping, info = value[step], info, _descend(info, step)
-        if of_key:
-            value, info = steps[-1], _bare(mapping).key_type
-        unknown = re.match(r"Object contains unknown field `(.*)`", what)
-        missing = re.match(r"Object missing required field `(.*)`", what)
-        if unknown:
-            allowed = ", ".join(f.encode_name for f in _struct(info).fields)
-            return self.error((*keys, *steps, unknown[1]), f"unknown key; allowed: {allowed}")
-        if missing:
-            return self.error((*keys, *steps), f"the key `{missing[1]}` is missing")
-        allowed = ", ".join(str(v) for v in _literals(info))
-        expected = f"allowed: {allowed}" if allowed else f"expected {_words(info)}"
-        return self.error((*keys, *steps), f"found {value!r}; {expected}")
+    def convert(self, keys: Keys, value: Any, kind: Kind) -> Any:
+        """``value``, which is at ``keys``, as that kind reads it; SpecError where it is of another."""
+        return kind.read(self, keys, value)
 
     def _line(self, keys: Keys) -> int:
         """Line, from 1, of the deepest key of ``keys`` that the file has."""
@@ -186,79 +144,3 @@ def _shortened(text: str) -> str:
 def _scalar(node: yaml.Node) -> Any:
     construct = _SCALARS.get(node.tag)
     return construct(node) if construct else node.value
-
-
-def _converted(value: Any, type: type[T]) -> T:
-    """``value`` as that type. msgspec prepares a type when it is first used, and threads must not do so at
-    once.
-    """
-    with _preparing:
-        return msgspec.convert(value, type)
-
-
-def _says(value: Any, type: Any) -> str:
-    """What msgspec says is wrong with it."""
-    try:
-        _converted(value, type)
-    except msgspec.ValidationError as error:
-        return str(error)
-    return ""
-
-
-def _with_only(value: Any, steps: Keys, key: str) -> Any:
-    """``value`` with no other key in the mapping at ``steps``."""
-    if not steps:
-        return {key: value[key]}
-    copy = value.copy()
-    copy[steps[0]] = _with_only(value[steps[0]], steps[1:], key)
-    return copy
-
-
-def _bare(info: Any) -> Any:
-    """A type without the words that describe it."""
-    return info.type if isinstance(info, inspect.Metadata) else info
-
-
-def _members(info: Any) -> list[Any]:
-    """The types that a value may be of, but for the null of what is left out."""
-    if isinstance(info, inspect.UnionType):
-        return [each for each in info.types if not isinstance(each, inspect.NoneType)]
-    return [info]
-
-
-def _descend(info: Any, step: str | int) -> Any:
-    wanted = (inspect.ListType,) if isinstance(step, int) else (inspect.StructType, inspect.DictType)
-    found = next(bare for each in _members(_bare(info)) if isinstance(bare := _bare(each), wanted))
-    if isinstance(found, inspect.ListType):
-        return found.item_type
-    if isinstance(found, inspect.DictType):
-        return found.value_type
-    return next(field.type for field in found.fields if field.encode_name == step)
-
-
-def _struct(info: Any) -> Any:
-    return next(each for each in _members(_bare(info)) if isinstance(each, inspect.StructType))
-
-
-def _literals(info: Any) -> tuple[Any, ...]:
-    found = []
-    for each in map(_bare, _members(_bare(info))):
-        if isinstance(each, inspect.LiteralType):
-            found += each.values
-        elif isinstance(each, inspect.ListType):
-            found += _literals(each.item_type)
-    return tuple(dict.fromkeys(found))
-
-
-def _words(info: Any) -> str:
-    """What values of a type are, for a message."""
-    if isinstance(info, inspect.Metadata):
-        return (info.extra_json_schema or {}).get("description") or _words(info.type)
-    if isinstance(info, inspect.UnionType):
-        return ", or ".join(dict.fromkeys(map(_words, _members(info))))
-    if isinstance(info, (inspect.IntType, inspect.FloatType)):
-        bounds = {"of {:g} or more": info.ge, "above {:g}": info.gt, "at most {:g}": info.le}
-        limits = " and ".join(words.format(bound) for words, bound in bounds.items() if bound is not None)
-        return f"{'an integer' if isinstance(info, inspect.IntType) else 'a number'} {limits}".strip()
-    several = " that is not empty" if getattr(info, "min_length", None) else ""
-    return _PLAIN[type(info)] + several

@@ -1,0 +1,217 @@
+"""Kinds of values in a YAML file. Each checks a value at its place, and says what is allowed there."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_type_hints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from flashgen.errors import SpecError
+
+Keys = tuple[str | int, ...]
+
+
+class Place(Protocol):
+    """What makes an error of the keys that lead to a value, and a message: a ``yamlfile.Document``."""
+
+    def error(self, keys: Keys, message: str) -> SpecError: ...
+
+
+class Kind:
+    """A kind of values: ``words`` describe them, and ``choices`` lists them where they are few."""
+
+    words = "anything"
+    choices: tuple[Any, ...] = ()
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value is of this kind; of a list or a mapping, whatever it holds."""
+        return True
+
+    def read(self, place: Place, keys: Keys, value: Any) -> Any:
+        """The value at ``keys``, checked to the last member. Raises SpecError."""
+        if not self.accepts(value):
+            raise self.misfit(place, keys, value)
+        return value
+
+    def misfit(self, place: Place, keys: Keys, value: Any) -> SpecError:
+        """The error of a value of another kind."""
+        allowed = (
+            f"allowed: {', '.join(map(str, self.choices))}" if self.choices else f"expected {self.words}"
+        )
+        return place.error(keys, f"found {value!r}; {allowed}")
+
+
+class Text(Kind):
+    def __init__(self, words: str = "a text", pattern: str = "") -> None:
+        self.words = words
+        self._matches = re.compile(pattern).search
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, str) and self._matches(value) is not None
+
+
+class Flag(Kind):
+    words = "true or false"
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, bool)
+
+
+class Integer(Kind):
+    def __init__(self, least: int | None = None) -> None:
+        self.words = "an integer" if least is None else f"an integer of {least} or more"
+        self._least = least
+
+    def accepts(self, value: Any) -> bool:
+        return type(value) is int and (self._least is None or value >= self._least)
+
+
+class Decimal(Kind):
+    """A number up to ``most``, and from ``least`` on or ``above`` it."""
+
+    def __init__(self, *, least: float | None = None, above: float | None = None, most: float) -> None:
+        lowest = f"above {above:g}" if least is None else f"of {least:g} or more"
+        self.words = f"a number {lowest} and at most {most:g}"
+        self._least, self._above, self._most = least, above, most
+
+    def accepts(self, value: Any) -> bool:
+        if type(value) not in (int, float) or not value <= self._most:
+            return False
+        return value > self._above if self._least is None else value >= self._least
+
+    def read(self, place: Place, keys: Keys, value: Any) -> float:
+        return float(super().read(place, keys, value))
+
+
+class Choice(Kind):
+    """One of some integers and texts."""
+
+    def __init__(self, choices: Iterable[str | int]) -> None:
+        self.choices = tuple(sorted(choices, key=lambda choice: (isinstance(choice, str), choice)))
+        self._known = frozenset(self.choices)
+
+    def accepts(self, value: Any) -> bool:
+        return type(value) in (int, str) and value in self._known
+
+
+class Null(Kind):
+    """What is left out, though its key is there."""
+
+    def accepts(self, value: Any) -> bool:
+        return value is None
+
+
+class ListOf(Kind):
+    def __init__(self, item: Kind, least: int = 0) -> None:
+        self.words = "a list that is not empty" if least else "a list"
+        self.choices = item.choices
+        self._item, self._least = item, least
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, list)
+
+    def read(self, place: Place, keys: Keys, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list) or len(value) < self._least:
+            raise self.misfit(place, keys, value)
+        return tuple([self._item.read(place, (*keys, i), item) for i, item in enumerate(value)])
+
+
+class MapOf(Kind):
+    """A mapping whose keys are of one kind and whose values are of another."""
+
+    def __init__(self, value: Kind, key: Kind | None = None, least: int = 0) -> None:
+        self.words = "a mapping that is not empty" if least else "a mapping"
+        self._value, self._key, self._least = value, key, least
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, dict)
+
+    def read(self, place: Place, keys: Keys, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or len(value) < self._least:
+            raise self.misfit(place, keys, value)
+        if self._key is not None:
+            for key in value:
+                self._key.read(place, (*keys, key), key)
+        return {key: self._value.read(place, (*keys, key), item) for key, item in value.items()}
+
+
+class Either(Kind):
+    """A value of one of several kinds, the first that accepts it."""
+
+    def __init__(self, *members: Kind) -> None:
+        self.words = ", or ".join(dict.fromkeys(m.words for m in members if not isinstance(m, Null)))
+        self.choices = tuple(dict.fromkeys(choice for member in members for choice in member.choices))
+        self._members = members
+
+    def accepts(self, value: Any) -> bool:
+        return any(member.accepts(value) for member in self._members)
+
+    def read(self, place: Place, keys: Keys, value: Any) -> Any:
+        for member in self._members:
+            if member.accepts(value):
+                return member.read(place, keys, value)
+        raise self.misfit(place, keys, value)
+
+
+REQUIRED: Any = object()
+
+
+class Field(NamedTuple):
+    """A key of a record, which may be left out where it has a ``default``."""
+
+    kind: Kind
+    default: Any = REQUIRED
+
+
+class Record(Kind):
+    """A mapping with certain keys, read as what ``make`` makes of them: by default a dictionary."""
+
+    words = "a mapping"
+
+    def __init__(self, fields: Mapping[str, Field], make: Callable[..., Any] = dict) -> None:
+        self.fields = dict(fields)
+        self._make = make
+        self._defaults = {
+            key: field.default for key, field in fields.items() if field.default is not REQUIRED
+        }
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, dict)
+
+    def read(self, place: Place, keys: Keys, value: Any) -> Any:
+        super().read(place, keys, value)
+        read = dict(self._defaults)
+        for key, item in value.items():
+            field = self.fields.get(key)
+            if field is None:
+                raise place.error((*keys, key), f"unknown key; allowed: {', '.join(self.fields)}")
+            read[key] = field.kind.read(place, (*keys, key), item)
+        for key in self.fields:
+            if key not in read:
+                raise place.error(keys, f"the key `{key}` is missing")
+        return self._make(**read)
+
+
+def fields_of(cls: type) -> dict[str, Field]:
+    """The fields of a NamedTuple whose annotations have kinds: ``start: Annotated[float, RATE] = 0.0``."""
+    defaults = cls._field_defaults
+    return {
+        name: Field(hint.__metadata__[0], defaults.get(name, REQUIRED))
+        for name, hint in get_type_hints(cls, include_extras=True).items()
+    }
+
+
+def record(cls: type) -> Record:
+    """The kind of mappings that are read as such a NamedTuple."""
+    return Record(fields_of(cls), cls)
+
+
+ANYTHING = Kind()
+FLAG = Flag()
+
+
+def optional(kind: Kind) -> Either:
+    """That kind, or null."""
+    return Either(kind, Null())
