@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from flashgen.families.load import load_spec
-from flashgen.operators.attention import ATTENTION
+from flashgen.operators.attention import operator_for
 from flashgen.runtime.arrays import view
 from flashgen.runtime.plans import Plan
 from flashgen.schedule.plan import plan_steps
@@ -15,7 +15,7 @@ SPEC = load_spec(Path(__file__).parent / "fixtures" / "steps" / "specs" / "row_s
 def plan_of(arrays, runner, device):
     """A plan of the family for q, k and v; ``runner(planned, main)`` makes the backend."""
     views = [view(x, name) for x, name in zip(arrays, "qkv", strict=True)]
-    problem = ATTENTION.normalise(
+    problem = operator_for(None).normalise(
         (*views, None, None, None), (False, None, (-1, -1), False, "auto", None), (None,)
     )
     return Plan(problem, runner(plan_steps(problem, MAIN, device), MAIN), (*arrays, None, None, None))

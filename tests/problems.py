@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from flashgen.operators.attention import ATTENTION, AttentionProblem
+from flashgen.operators.attention import AttentionProblem, operator_for
 
-NAMES = tuple(argument.name for argument in ATTENTION.arguments)
+NAMES = tuple(argument.name for argument in operator_for(None).arguments)
 
 
 def problem(**fields):

@@ -466,14 +466,15 @@ def test_the_reference_has_the_parameters_that_the_launcher_knows():
     arrays = problem.operator.positions.keys()
     known = set(arrays)
     for spec in load_specs():
-        if spec.operator != "attention":
+        if spec.operator != "attention" or spec.has_lengths:
             continue
         main = next(variant for variant in spec.variants() if variant.is_main)
         shares = shares_of(problem, main, gpu) if main.grid.shares else None
         for step in main.steps:
             known |= set(parameters(problem, step, gpu, shares))
     known |= {f"{array}_vector_width" for array in arrays}
-    described = first_cells(re.split("The launcher knows|`varlen` has these", section("Parameters"))[1])
+    text = re.split("The launcher knows|With lengths `attention` has", section("Parameters"))[1]
+    described = first_cells(text)
     # Rows about several arrays name one and list the rest.
     for array in ("k", "v", "out"):
         described |= {f"{array}_{axis}_stride" for axis in ("batch", "row", "head")}
@@ -481,15 +482,15 @@ def test_the_reference_has_the_parameters_that_the_launcher_knows():
     assert described == known
 
 
-def test_the_reference_has_the_parameters_of_varlen():
+def test_the_reference_has_the_parameters_with_lengths():
     text = section("Parameters").split("The launcher knows")[1]
     described = first_cells(text)
     for array in ("k", "v", "out"):
         described |= {f"{array}_{axis}_stride" for axis in ("batch", "row", "head")}
-    main = [v for spec in load_specs() if spec.operator == "varlen" for v in spec.variants() if v.is_main]
+    main = [v for spec in load_specs() if spec.has_lengths for v in spec.variants() if v.is_main]
     named = {param.name for variant in main for step in variant.steps for param in step.params}
     assert named - described == {"part_outputs", "part_sums"}  # of the workspace
-    assert not OPERATORS["varlen"].symbols - described
+    assert not OPERATORS["attention"].symbols - described
 
 
 def test_the_reference_has_the_types_and_the_reserved_names():

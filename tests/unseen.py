@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 
+from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.masks import visible_keys
 from flashgen.operators.sequences import sequences
-from flashgen.operators.varlen import LENGTH_ARRAYS
 from flashgen.simulator.example import outputs
 
 # What engines leave in pages that they recycle: all bits set, which is a NaN in each dtype, and infinities.
@@ -35,7 +35,7 @@ def seen_rows(example):
     known = problem.operator.positions.keys()
     lengths = {name: array(example, name) if name in known else None for name in LENGTH_ARRAYS}
     table = lengths["pages"]
-    rows = np.zeros((problem.batch_kv, problem.rows_kv), bool)
+    rows = np.zeros((problem.lengths.batch_kv, problem.lengths.rows_kv), bool)
     entries = None if table is None else np.zeros(table.shape, bool)
     for each in sequences(problem, lengths):
         keys = visible_keys(problem.of_sequence(each.q_length, each.kv_length)).any(axis=0)
@@ -43,9 +43,9 @@ def seen_rows(example):
             rows[each.kv_entry, each.kv_begin : each.kv_begin + each.kv_length] |= keys
             continue
         (of_sequence,) = np.nonzero(keys)
-        places = of_sequence // problem.rows_kv
+        places = of_sequence // problem.lengths.rows_kv
         entries[each.number, places] = True
-        rows[table[each.number, places], of_sequence % problem.rows_kv] = True
+        rows[table[each.number, places], of_sequence % problem.lengths.rows_kv] = True
     return rows, entries
 
 

@@ -43,7 +43,7 @@ WRONG = {
         "operator: attention",
         "operator: convolution",
         "operator:",
-        ["operator: ", "'convolution'", "allowed: append, attention, attention_backward, merge, varlen"],
+        ["operator: ", "'convolution'", "allowed: append, attention, attention_backward, merge"],
     ),
     "option that writes a file": (
         "no_spills: true",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 VARIANTS = {
     v.name: v
     for spec in load_specs()
-    if spec.operator == "attention" and not spec.on_request
+    if spec.operator == "attention" and not spec.has_lengths and not spec.on_request
     for v in spec.variants()
     if v.is_main
 }

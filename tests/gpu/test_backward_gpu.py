@@ -46,7 +46,11 @@ FEW = (("sm80", 64), ("sm80", 128), ("sm90", 64), ("sm90", 128), ("sm90", 192), 
 
 @functools.cache
 def specs(target):
-    return [s for s in load_specs() if s.operator == "attention_backward" and target in s.targets]
+    return [
+        s
+        for s in load_specs()
+        if s.operator == "attention_backward" and not s.has_lengths and target in s.targets
+    ]
 
 
 def variant_for(problem, target, tile="", order=None):

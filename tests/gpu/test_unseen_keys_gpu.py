@@ -42,7 +42,7 @@ def shapes(variant):
     if not variant.rows_at_most:
         many = {"seqlen_q": 200, "seqlen_kv": 900, **heads}
     window = (many["seqlen_kv"] // 3, 0)
-    if variant.operator.startswith("varlen"):
+    if variant.has_lengths:
         return [Shape(**many, batch=5, window=window)] if variant.mask_type != "causal" else []
     if variant.mask_type == "causal":
         return [Shape(**many, top_left=True)]

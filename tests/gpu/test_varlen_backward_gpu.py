@@ -51,7 +51,7 @@ NAMES = (
 MAIN = {
     variant.name.removeprefix("flash_bwd_varlen_hdim"): variant
     for spec in load_specs()
-    if spec.operator == "varlen_backward"
+    if spec.operator == "attention_backward" and spec.has_lengths
     for variant in spec.variants()
     if variant.is_main
 }

@@ -21,7 +21,7 @@ SPLIT = "flash_varlen_split"
 VARIANTS = [
     variant
     for spec in load_specs()
-    if spec.operator == "varlen"
+    if spec.operator == "attention" and spec.has_lengths
     for variant in spec.variants()
     if variant.is_main
     and variant.head_dim in (64, 128, 256)

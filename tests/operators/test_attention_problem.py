@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from flashgen import errors
 from flashgen.operators.arguments import ArrayView, check_memory
-from flashgen.operators.attention import ARGUMENTS, normalise
+from flashgen.operators.attention import normalise, operator_for
 from flashgen.operators.contract import MAX_SCALE, MAX_SEQLEN, MIN_SCALE
+
+ARGUMENTS = operator_for(None).arguments
 
 
 def view(shape, dtype="fp16", *, strides=None, device=0):
@@ -286,7 +288,12 @@ def test_pointers():
             continue
         for value, error in ((0, errors.NullPointer), (good[position] + 8, errors.BadTensorStrides)):
             with pytest.raises(error, match=f"^{name} "):
-                check_memory(ARGUMENTS, extents, (*good[:position], value, *good[position + 1 :]), (4,))
+                check_memory(
+                    ARGUMENTS,
+                    extents,
+                    (*good[:position], value, *good[position + 1 :]),
+                    (4,),
+                )
 
 
 def test_an_empty_array_needs_no_memory():

@@ -13,9 +13,9 @@ from flashgen.families.load import load_spec, load_specs
 from flashgen.families.model import Spec
 from flashgen.families.scores import load_scores
 from flashgen.operators.arguments import view_of_shape
+from flashgen.operators.attention import normalise as varlen
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import SplitEvery
-from flashgen.operators.varlen import normalise as varlen
 from flashgen.schedule.dispatch import candidates, cost, offers, runs_on, select
 from flashgen.schedule.explain import explain
 from flashgen.schedule.grid import launch_of, rows, tiles

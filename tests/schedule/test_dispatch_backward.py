@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from flashgen.families.load import load_specs
 from flashgen.families.scores import load_scores
-from flashgen.operators import varlen_backward
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
 from flashgen.schedule.dispatch import cost, offers, select
@@ -36,7 +35,7 @@ SPECS = load_specs()
 PACKED = {
     variant.name: variant
     for spec in SPECS
-    if spec.operator == "varlen_backward"
+    if spec.operator == "attention_backward" and spec.has_lengths
     for variant in spec.variants()
     if variant.is_main
 }
@@ -204,7 +203,7 @@ def packed(head_dim, dtype="bf16", tokens=1000, sequences=8, bound=None, **optio
     lse = view_of_shape((4, tokens), "fp32", 0)
     cu = view_of_shape((sequences + 1,), "int32", 0)
     given = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": bound, "max_seqlen_kv": bound}
-    return varlen_backward.normalise(q, q, k, k, q, lse, **given, **options)
+    return normalise(q, q, k, k, q, lse, **given, **options)
 
 
 def taken_packed(head_dim, **options):

@@ -11,9 +11,8 @@ from test_dispatch import H200
 
 from flashgen.families.load import load_specs
 from flashgen.operators.arguments import Expected, view_of_shape
-from flashgen.operators.attention import normalise as rectangle
+from flashgen.operators.attention import normalise
 from flashgen.operators.splits import SplitEvery
-from flashgen.operators.varlen import normalise
 from flashgen.schedule.dispatch import cost, offers, select
 from flashgen.schedule.plan import plan_steps
 from flashgen.tools.bench.grids import GRIDS
@@ -110,7 +109,7 @@ def test_tiles_that_fill_their_last_wave_are_whole(batch, queries, keys, varlen)
         problem = chunks(batch, queries, keys, causal=True)
     else:
         q, kv = (view_of_shape((batch, n, heads, 128), "bf16", 0) for n, heads in ((queries, 32), (keys, 8)))
-        problem = rectangle(q, kv, kv, causal=True)
+        problem = normalise(q, kv, kv, causal=True)
     variant = chosen(problem)
     assert (variant.target, variant.grid.schedule.startswith("persistent")) == ("sm90", True)
     assert variant.tile_value("block_m") == 128
@@ -133,7 +132,7 @@ def plain_and_with_lengths(batch, queries, keys, heads, head_dim, causal):
     q = view_of_shape((batch, queries, heads[0], head_dim), "bf16", 0)
     kv = view_of_shape((batch, keys, heads[1], head_dim), "bf16", 0)
     lengths = view_of_shape((batch,), "int32", 0)
-    return rectangle(q, kv, kv, causal=causal), normalise(q, kv, kv, kv_lengths=lengths, causal=causal)
+    return normalise(q, kv, kv, causal=causal), normalise(q, kv, kv, kv_lengths=lengths, causal=causal)
 
 
 @settings(max_examples=120, deadline=None)

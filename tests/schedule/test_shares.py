@@ -10,9 +10,9 @@ from test_dispatch import CONTIGUOUS, GEFORCE, H200, problem
 from flashgen.errors import BadTensorShape
 from flashgen.families.load import load_specs
 from flashgen.operators.arguments import view_of_shape
+from flashgen.operators.attention import normalise as varlen
 from flashgen.operators.masks import UNBOUNDED, visible_keys
 from flashgen.operators.splits import SplitEvery
-from flashgen.operators.varlen import normalise as varlen
 from flashgen.schedule.dispatch import cost, offers, select
 from flashgen.schedule.grid import launch_of
 from flashgen.schedule.parameters import parameters

@@ -12,7 +12,7 @@ from problems import replace
 VARIANTS = {
     (variant.target, variant.head_dim, variant.mask_type, variant.gqa): variant
     for spec in load_specs()
-    if spec.operator == "attention" and spec.name != "flash_split_sm90"
+    if spec.operator == "attention" and not spec.has_lengths and spec.name != "flash_split_sm90"
     for variant in spec.variants()
     if variant.dtype == "fp16" and variant.head_dim == variant.head_dim_v and not variant.tile_name
 }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 VARIANTS = {
     variant.name: variant
     for spec in load_specs()
-    if spec.operator == "attention" and not spec.on_request
+    if spec.operator == "attention" and not spec.has_lengths and not spec.on_request
     for variant in spec.variants()
     if supports(variant) and variant.is_main
 }

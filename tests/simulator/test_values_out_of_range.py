@@ -79,13 +79,14 @@ def cut(variant, example):
     """The example with values in range, of which the call has the result."""
     problem, lengths = example.problem, dict(example.lengths)
     lengths["kv_lengths"] = lengths["kv_lengths"].clip(0, problem.seqlen_kv)
-    if not problem.paged:
-        lengths["index"] = lengths["index"].clip(0, problem.batch_kv - 1)
+    if not problem.lengths.paged:
+        lengths["index"] = lengths["index"].clip(0, problem.lengths.batch_kv - 1)
         return dataclasses.replace(example, lengths=lengths)
     k, v = example.k, example.v
     if any(param.ctype == TENSOR_MAP for param in variant.params):  # zeros follow the last page
         k, v = (np.concatenate([x, np.zeros_like(x[:1])]) for x in (k, v))
-        problem = dataclasses.replace(problem, batch_kv=len(k))
+        lengths_of = dataclasses.replace(problem.lengths, batch_kv=len(k))
+        problem = dataclasses.replace(problem, lengths=lengths_of)
     lengths["pages"] = lengths["pages"].clip(0, len(k) - 1)
     return dataclasses.replace(example, problem=problem, k=k, v=v, lengths=lengths)
 
@@ -100,10 +101,12 @@ def test_lengths_pages_and_indices_are_cut_to_their_range(name, shape, compiler,
         numbers = rng.standard_normal(x.shape, np.float32)
         x[...] = bfloat16_bits(numbers) if variant.dtype == "bf16" else numbers
     problem = example.problem
-    plant(rng, example.lengths[places], -5, -1, problem.batch_kv, MOST, LEAST)
-    for bound in (problem.capacity, problem.capacity // 2):
-        plant(rng, example.lengths["kv_lengths"], -1, bound + 1, problem.capacity + 1, MOST, LEAST)
-        bounded = dataclasses.replace(problem, seqlen_kv=bound, most_keys=bound)
+    plant(rng, example.lengths[places], -5, -1, problem.lengths.batch_kv, MOST, LEAST)
+    capacity = problem.lengths.capacity(problem.batch)
+    for bound in (capacity, capacity // 2):
+        plant(rng, example.lengths["kv_lengths"], -1, bound + 1, capacity + 1, MOST, LEAST)
+        cut_at = dataclasses.replace(problem.lengths, most_keys=bound)
+        bounded = dataclasses.replace(problem, seqlen_kv=bound, lengths=cut_at)
         called = dataclasses.replace(example, problem=bounded)
         simulate(variant, called, fresh_seed)
         assert cut(variant, called).judge().ok
@@ -136,7 +139,7 @@ def test_rows_that_no_sequence_has_are_not_touched(name, shape, compiler, fresh_
     example = example_with(variant, shape, fresh_seed, *packed_keys)
     bound = shape.seqlen_q // 2
     example = dataclasses.replace(example, problem=dataclasses.replace(example.problem, seqlen_q=bound))
-    rows = example.problem.rows_q
+    rows = example.problem.lengths.rows_q
     for planted in (False, True):
         if planted:
             plant(rng, example.lengths["cu_seqlens_q"], rng.integers(rows), rows + 1, MOST, LEAST)

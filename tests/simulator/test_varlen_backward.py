@@ -21,7 +21,7 @@ from simulator.faults_varlen_backward import FAULTS, LEAKS
 MAIN = {
     variant.name.removeprefix("flash_bwd_varlen_hdim"): variant
     for spec in load_specs()
-    if spec.operator == "varlen_backward"
+    if spec.operator == "attention_backward" and spec.has_lengths
     for variant in spec.variants()
     if variant.is_main
 }
@@ -33,15 +33,15 @@ def example_of(name, shape, seed, packed_q=None, packed_kv=None, behind=False):
     """
     for each in range(seed, seed + 100):
         example = make(MAIN[name], shape, each)
-        if packed_q not in (None, example.problem.packed_q):
+        if packed_q not in (None, example.problem.lengths.packed_q):
             continue
-        if packed_kv not in (None, example.problem.packed_kv):
+        if packed_kv not in (None, example.problem.lengths.packed_kv):
             continue
         if not behind or all(
             rows > example.array(cu)[-1]
             for cu, rows in (
-                ("cu_seqlens_q", example.problem.rows_q),
-                ("cu_seqlens_kv", example.problem.rows_kv),
+                ("cu_seqlens_q", example.problem.lengths.rows_q),
+                ("cu_seqlens_kv", example.problem.lengths.rows_kv),
             )
         ):
             return example
@@ -162,9 +162,9 @@ def test_lengths_may_change_after_the_grid_is_fixed(packed_kv, name, compiler, f
     # Sequences may now be as long as all tokens.
     problem = dataclasses.replace(
         example.problem,
-        seqlen_q=example.problem.rows_q,
-        seqlen_kv=example.problem.rows_kv,
-        diagonal_offset=example.problem.rows_kv - example.problem.rows_q,
+        seqlen_q=example.problem.lengths.rows_q,
+        seqlen_kv=example.problem.lengths.rows_kv,
+        diagonal_offset=example.problem.lengths.rows_kv - example.problem.lengths.rows_q,
     )
     example = dataclasses.replace(example, problem=problem)
     example.forward()

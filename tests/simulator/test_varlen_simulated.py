@@ -21,7 +21,7 @@ from simulator.faults import ASYNC, BOUNDS, NUMBERS, WRONG, fault
 VARIANTS = {
     variant.name: variant
     for spec in load_specs()
-    if spec.operator == "varlen"
+    if spec.operator == "attention" and spec.has_lengths
     for variant in spec.variants()
     if variant.is_main
 }
@@ -100,7 +100,7 @@ def example_of(variant, shape, seed, packed_q=None, packed_kv=None, page_size=No
     for each in range(seed, seed + 100):
         example = make(variant, shape, each)
         asked = (packed_q, packed_kv, page_size)
-        found = (example.problem.packed_q, example.problem.packed_kv, example.k.shape[1])
+        found = (example.problem.lengths.packed_q, example.problem.lengths.packed_kv, example.k.shape[1])
         if all(a in (None, b) for a, b in zip(asked, found, strict=True)):
             return example
     raise AssertionError("no seed packs sequences so")
@@ -244,7 +244,7 @@ def test_lengths_may_change_after_the_grid_is_fixed(name, compiler, fresh_seed):
     cu[1:-1] = np.sort(rng.integers(0, cu[-1] + 1, len(cu) - 2))
     kv_lengths[...] = rng.integers(0, kv_lengths + 1)
     # Sequences may now be as long as all tokens.
-    problem = dataclasses.replace(example.problem, seqlen_q=example.problem.rows_q)
+    problem = dataclasses.replace(example.problem, seqlen_q=example.problem.lengths.rows_q)
     assert verdict_of(variant, dataclasses.replace(example, problem=problem), fresh_seed) is None
 
 

@@ -73,7 +73,7 @@ def test_lengths_may_change_after_the_grid_is_fixed(compiler, fresh_seed):
     cu[1:-1] = np.sort(rng.integers(0, cu[-1] + 1, len(cu) - 2))
     kv_lengths[...] = rng.integers(0, kv_lengths + 1)
     # Sequences may now be as long as all tokens.
-    problem = dataclasses.replace(example.problem, seqlen_q=example.problem.rows_q)
+    problem = dataclasses.replace(example.problem, seqlen_q=example.problem.lengths.rows_q)
     example = dataclasses.replace(example, problem=problem)
     for multiprocessors in (FEW_SMS, MANY_SMS):
         assert checked(variant, example, fresh_seed, multiprocessors) is None

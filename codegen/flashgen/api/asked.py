@@ -16,6 +16,7 @@ from flashgen.api.kvcache import FIELDS, KVCache
 from flashgen.errors import BadParam, NullPointer
 from flashgen.operators.arguments import flag, length_bound, shown
 from flashgen.operators.attention import operator_for
+from flashgen.operators.lengths import MASK_WITH_LENGTHS, refuse_bounds
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, splits_of
 
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
 Asked = tuple["Operator", tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 # What a call says of the lengths of sequences.
 LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-# What is wrong with a call whose gradients would need both.
-MASK_WITH_LENGTHS = (
-    "a mask was given with kv_lengths or cu_seqlens; gradients of sequences of several lengths take causal "
-    "or window_size"
-)
 
 
 def asked(
@@ -75,16 +71,15 @@ def asked(
         if kv_lengths is None:
             raise NullPointer("lengths of the KVCache is None; expected an int32 array, (batch,)")
     elif kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
-        _refuse_bounds(max_seqlen_q, max_seqlen_kv)
+        if max_seqlen_q is not None or max_seqlen_kv is not None:
+            refuse_bounds(max_seqlen_q, max_seqlen_kv)
         given = (q, k, v, mask, out, None, *arrays_of_score)
         return operator_for(modification), given, (*options, modification), scalars
     arrays_of_lengths = cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages
     given = (q, k, v, *arrays_of_lengths, mask, out, None, *arrays_of_score)
     bounds = length_bound("max_seqlen_q", max_seqlen_q), length_bound("max_seqlen_kv", max_seqlen_kv)
     options = (*options, *bounds, modification)
-    from flashgen.operators.varlen import operator_for as varlen_for  # other first calls need not wait for it
-
-    return varlen_for(modification), given, options, scalars
+    return operator_for(modification, lengths=True), given, options, scalars
 
 
 def asked_backward(
@@ -108,21 +103,20 @@ def asked_backward(
     kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = lengths
     if isinstance(given[2], KVCache):
         raise BadParam("k is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be")
-    if kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
-        _refuse_bounds(max_seqlen_q, max_seqlen_kv)
-        from flashgen.operators.backward import operator_for as backward_for  # other calls need not wait
+    from flashgen.operators.backward import operator_for as backward_for  # other first calls need not wait
 
+    if kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
+        if max_seqlen_q is not None or max_seqlen_kv is not None:
+            refuse_bounds(max_seqlen_q, max_seqlen_kv)
         options = (*masking, modification, deterministic)
         return backward_for(modification), (*given, *arrays_of_score), options, scalars
     dout, q, k, v, mask, *rest = given
     if mask is not None:
         raise BadParam(MASK_WITH_LENGTHS)
-    from flashgen.operators.varlen_backward import operator_for as varlen_for  # likewise
-
     given = (dout, q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, *rest, *arrays_of_score)
     bounds = length_bound("max_seqlen_q", max_seqlen_q), length_bound("max_seqlen_kv", max_seqlen_kv)
     options = (*masking, *bounds, modification, deterministic)
-    return varlen_for(modification), given, options, scalars
+    return backward_for(modification, lengths=True), given, options, scalars
 
 
 def _is_key(causal: Any, mask_type: Any, window_size: Any) -> bool:
@@ -150,16 +144,6 @@ def _as_key(causal: Any, mask_type: Any, window_size: Any) -> tuple[Any, ...]:
     would find the plan of 1. Raises BadParam.
     """
     return flag("causal", causal), mask_type_name(mask_type), window_of(window_size)
-
-
-def _refuse_bounds(max_seqlen_q: Any, max_seqlen_kv: Any) -> None:
-    """Raise BadParam for a bound in a call without lengths."""
-    for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
-        if bound is not None:
-            raise BadParam(
-                f"{name} is {bound}, but no lengths were given; it is a bound of kv_lengths, cu_seqlens_q "
-                "and cu_seqlens_kv"
-            )
 
 
 def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None, softcap: Any = None) -> dict[str, str]:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward, named_score, names_given
+from flashgen.api.asked import LENGTHS, asked, asked_backward, named_score, names_given
 from flashgen.api.calls import call
 from flashgen.errors import BadParam, DeviceTypeNotSupported, FlashgenError, NullPointer, rename
 from flashgen.operators.arguments import ROW_ALIGNMENT, Expected, flag, length_bound, shown
 from flashgen.operators.contract import check_rank, scale_of
+from flashgen.operators.lengths import MASK_WITH_LENGTHS
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
 from flashgen.runtime.arrays import kind_of

@@ -71,28 +71,33 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
     from flashgen.schedule.dispatch import offers
 
     here = device(problem.device)
-    specs = specs_for(here, problem.operator.name)
+    specs = specs_for(here, problem.operator.name, problem.lengths_on_device)
     return prepare(problem, problem.device, offers(problem, here, specs, algorithm))
 
 
-def specs_for(device: Device, operator: str | None = None) -> tuple[Spec, ...]:
-    """The specs that calls on a device choose among, with what is tuned for it: all, or those of an operator,
-    which the first call of a process need not wait for others to see. Folders of the caller are read whole.
+def specs_for(device: Device, operator: str | None = None, has_lengths: bool = False) -> tuple[Spec, ...]:
+    """The specs that calls on a device choose among, with what is tuned for it: all, or those of an operator
+    for calls with or without lengths, which the first call of a process need not wait for others to see.
+    Folders of the caller are read whole.
     """
     folders, tuned = os.environ.get("FLASHGEN_SPECS", ""), os.environ.get("FLASHGEN_TUNED", "")
-    return _specs(folders, tuned, device.name, None if folders else operator)
+    return _specs(folders, tuned, device.name, None if folders else operator, has_lengths)
 
 
 @lru_cache(maxsize=32)
 def _specs(
-    folders: str, tuned: str = "", gpu: str | None = None, operator: str | None = None
+    folders: str,
+    tuned: str = "",
+    gpu: str | None = None,
+    operator: str | None = None,
+    has_lengths: bool = False,
 ) -> tuple[Spec, ...]:
     """The shipped specs and those in ``folders``, with what is tuned for ``gpu``; ``folders`` and ``tuned``
     are the values of FLASHGEN_SPECS and FLASHGEN_TUNED. Read once for each set of these."""
     from flashgen.families.load import load_specs
     from flashgen.toolchain import cache as caches
 
-    specs = load_specs(cache=caches.default(), gpu=gpu, operator=operator)
+    specs = load_specs(cache=caches.default(), gpu=gpu, operator=operator, has_lengths=has_lengths)
     if folders:
         from flashgen.source.render import warn_of_unused_overrides
 

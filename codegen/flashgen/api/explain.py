@@ -81,7 +81,7 @@ def explain(
     algorithm = options.pop("algorithm", None)
     of_arrays = {name: x for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
     problem = _shaped(operator, of_arrays | options, dtype)
-    specs = specs_for(device, problem.operator.name)
+    specs = specs_for(device, problem.operator.name, problem.lengths_on_device)
     check_files(specs)
     return explained(problem, device, specs, algorithm)
 

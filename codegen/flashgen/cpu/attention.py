@@ -2,7 +2,8 @@
 
 Rows of queries are cut into blocks, and for each the keys are walked in blocks with a running maximum and
 sum, as in Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; memory beyond inputs and outputs is that
-of one block of scores for each thread. The query heads of one kv head share a block.
+of one block of scores for each thread. The query heads of one kv head share a block. With lengths, sequences
+are computed one after another.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.cpu.threads import for_each
+from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reference import modification_of
+from flashgen.operators.sequences import arrays_of, sequences
 from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
@@ -28,11 +31,38 @@ BLOCK_KEYS = 256
 
 
 def run(problem: AttentionProblem, arrays: Arrays, stream: int) -> None:
-    """Compute the outputs among ``arrays``, which are in the operator's order."""
+    """Compute the outputs among ``arrays``, which are in the operator's order. Raises BadParam for lengths
+    that contradict the arrays, before anything is written.
+    """
     check_writable(problem, arrays)
-    q, k, v, mask, out, lse, *score_arrays = (None if x is None else host_array(x) for x in arrays)
-    score = modification_of(problem, score_arrays, single=True)
-    attention(problem, q, k, v, mask, out=out, lse=lse, score=score)
+    named, score = named_on_host(problem, arrays)
+    if problem.lengths is None:
+        attention(problem, **named, score=score)
+        return
+    lengths = {name: named.pop(name) for name in LENGTH_ARRAYS}
+    for sequence in sequences(problem, lengths):
+        part = problem.of_sequence(sequence.q_length, sequence.kv_length)
+        attention(
+            part,
+            **arrays_of(problem, sequence, named),
+            score=score and score._replace(offset=part.seqlen_kv - part.seqlen_q),
+            first_batch=sequence.number,
+        )
+
+
+def named_on_host(
+    problem: AttentionProblem, arrays: Arrays
+) -> tuple[dict[str, np.ndarray | None], ScoreOfCall | None]:
+    """The arrays of a call by name, with elements of bfloat16 as their bits; the arrays of its score
+    modification are in the latter.
+    """
+    arguments = problem.operator.arguments
+    named = {
+        argument.name: None if x is None else bits(host_array(x))
+        for argument, x in zip(arguments, arrays, strict=True)
+    }
+    tables = [named.pop(param.name) for param in (problem.score.arrays if problem.score else ())]
+    return named, modification_of(problem, tables, single=True)
 
 
 def attention(

@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flashgen.cpu.attention import BLOCK_KEYS, BLOCK_ROWS, bits, store
+from flashgen.cpu.attention import BLOCK_KEYS, BLOCK_ROWS, named_on_host, store
 from flashgen.cpu.threads import for_each
-from flashgen.operators.backward import ARGUMENTS, BACKWARD
+from flashgen.operators.backward import LENGTH_ARRAYS
+from flashgen.operators.contract import MASK
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import widened
-from flashgen.operators.reference import modification_of
-from flashgen.runtime.hostarrays import check_writable, host_array
+from flashgen.operators.sequences import arrays_of, sequences
+from flashgen.runtime.hostarrays import check_writable
 
 if TYPE_CHECKING:
     from flashgen.operators.backward import BackwardProblem
     from flashgen.operators.scores import ScoreOfCall
     from flashgen.runtime.plans import Arrays
-
-_MASK = BACKWARD.arguments[BACKWARD.position("mask")]
 
 
 class Call(NamedTuple):
@@ -49,20 +48,31 @@ class Call(NamedTuple):
 
 
 def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
-    """Compute the outputs among ``arrays``, which are in the operator's order."""
+    """Compute the outputs among ``arrays``, which are in the operator's order. Raises BadParam for lengths
+    that contradict the arrays, before anything is written.
+    """
     check_writable(problem, arrays)
-    given, score_arrays = arrays[: len(ARGUMENTS)], arrays[len(ARGUMENTS) :]
-    host = {
-        argument.name: None if x is None else bits(host_array(x))
-        for argument, x in zip(ARGUMENTS, given, strict=True)
-    }
-    mask = host.pop("mask")
-    if mask is not None:
-        mask = np.broadcast_to(mask, _MASK.extents(problem.sizes))
-    if not problem.batched:
-        host = {name: None if x is None else x[None] for name, x in host.items()}
-    score = modification_of(problem, [host_array(x) for x in score_arrays], single=True)
-    gradients(problem, Call(**host, mask=mask, score=score))
+    named, score = named_on_host(problem, arrays)
+    if problem.lengths is None:
+        mask = named.pop("mask")
+        if mask is not None:
+            mask = np.broadcast_to(mask, MASK.extents(problem.sizes))
+        if not problem.batched:
+            named = {name: None if x is None else x[None] for name, x in named.items()}
+        gradients(problem, Call(**named, mask=mask, score=score))
+        return
+    in_order = sequences(problem, {name: named.pop(name) for name in LENGTH_ARRAYS})
+    for name in ("dq", "dk", "dv"):
+        named[name][...] = 0  # also rows outside all sequences
+    for sequence in in_order:
+        part = problem.of_sequence(sequence.q_length, sequence.kv_length)
+        call = Call(
+            **arrays_of(problem, sequence, named),
+            mask=None,
+            score=score and score._replace(offset=part.seqlen_kv - part.seqlen_q),
+            first_batch=sequence.number,
+        )
+        gradients(part, call)
 
 
 def gradients(problem: BackwardProblem, call: Call) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SCORES_FILE = "scores.yaml"
 _EXTENDS = re.compile(rb"^extends[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
 _OPERATOR = re.compile(rb"^operator[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
+_LENGTHS = re.compile(rb"^['\"]?lengths['\"]?[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
 
 
 def whole_text(path: Path, text: bytes) -> bytes:
@@ -28,12 +29,16 @@ def whole_text(path: Path, text: bytes) -> bytes:
     return b"\0".join([os.fsencode(path.stem), text, *(content for _, content in bases(path, text))])
 
 
-def is_of(operator: str, path: Path, text: bytes) -> bool:
-    """Whether the spec ``path`` is of this operator; True as well where its texts do not say."""
-    for content in (text, *(content for _, content in bases(path, text))):
-        if match := _OPERATOR.search(content):
-            return match[1].decode() == operator
-    return True
+def is_of(operator: str, has_lengths: bool, path: Path, text: bytes) -> bool:
+    """Whether the spec ``path`` is of this operator, for calls with or without lengths; True as well where
+    its texts do not say.
+    """
+    texts = [text, *(content for _, content in bases(path, text))]
+    operators, lengths = (
+        [match[1].decode() for content in texts if (match := pattern.search(content))]
+        for pattern in (_OPERATOR, _LENGTHS)
+    )
+    return not operators or (operators[0] == operator and (lengths[:1] == ["device"]) == has_lengths)
 
 
 def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:

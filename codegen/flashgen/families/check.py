@@ -14,7 +14,7 @@ from flashgen.families.schema import FILE, POSITIVE, SHORT_NAME, TARGET, File, T
 from flashgen.families.searchspace import SearchSpace
 from flashgen.families.steps import read_steps
 from flashgen.families.tiletable import TileTable, check_names
-from flashgen.operators import OPERATORS
+from flashgen.operators import OPERATORS, operator_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,6 +53,9 @@ def examine(path: Path, text: bytes) -> Checked:
     """Check ``text``, the content of ``path``. Raises SpecError where it is wrong."""
     document = extends.document(path, text)
     file = document.convert((), document.value, FILE)
+    if file.has_lengths and not OPERATORS[file.operator].of_lengths:
+        taking = ", ".join(name for name, operator in OPERATORS.items() if operator.of_lengths)
+        raise document.error(("lengths",), f"calls of {file.operator} have none; only those of {taking} do")
     axes = read_axes(document, file)
     targets = _targets(document, file)
     check_names(document, file, axes.values)
@@ -68,6 +71,7 @@ def examine(path: Path, text: bytes) -> Checked:
     space = SearchSpace(document, file, axes.values, table.entries)
     content = Content(
         operator=file.operator,
+        has_lengths=file.has_lengths,
         algorithm=file.algorithm or "",
         description=file.description,
         axes=axes.values,
@@ -137,7 +141,7 @@ def _element_bytes(document: Document, file: File, axes: dict[str, Values]) -> d
 
 def _check_claims(document: Document, file: File, axes: dict[str, Values]) -> None:
     """That the operator says of each axis how a call gives its value, and takes every value."""
-    claimed = OPERATORS[file.operator].axes
+    claimed = operator_of(file.operator, file.has_lengths).axes
     for axis, values in axes.items():
         if axis not in claimed:
             why = (
@@ -157,7 +161,7 @@ def _check_claims(document: Document, file: File, axes: dict[str, Values]) -> No
 
 def _workspace(document: Document, file: File, axes: dict[str, Values]) -> tuple[Buffer, ...]:
     """The slices of the workspace, their extents checked as expressions."""
-    operator = OPERATORS[file.operator]
+    operator = operator_of(file.operator, file.has_lengths)
     taken = {argument.name for argument in operator.arguments}
     known = (*axes, *file.tile_keys, *operator.symbols, *operator.grid_dimensions)
     names = frozenset((*known, NUM_PARTS, GROUP_PARTS))

@@ -87,7 +87,8 @@ class Step(NamedTuple):
 class Content(NamedTuple):
     """What a checked spec file says, in plain values.
 
-    ``algorithm`` is the name by which a call may ask for the family, and empty where it has none.
+    ``has_lengths`` is whether kernels read the lengths of sequences on the device. ``algorithm`` is the name
+    by which a call may ask for the family, and empty where it has none.
     Variants are put together from ``family``, which all of them share, from their step, their target, their
     tile row and their entry. ``steps`` are in the order of a call; ``main`` is the one whose variant dispatch
     chooses. ``targets`` are in order of preference; ``entries`` has the tiles of each point, the default one
@@ -96,6 +97,7 @@ class Content(NamedTuple):
     """
 
     operator: str
+    has_lengths: bool
     algorithm: str
     description: str
     axes: dict[str, tuple[str | int, ...]]
@@ -113,8 +115,9 @@ class Content(NamedTuple):
 class Spec:
     """One loaded spec file.
 
-    ``name`` is the file's stem, ``operator`` the name of what its kernels compute, ``algorithm`` the name by
-    which a call may ask for them (empty: none). ``axes`` maps each axis to its values; ``targets`` names the
+    ``name`` is the file's stem, ``operator`` the name of what its kernels compute, ``has_lengths`` whether
+    they read the lengths of sequences on the device, ``algorithm`` the name by which a call may ask for them
+    (empty: none). ``axes`` maps each axis to its values; ``targets`` names the
     targets, preferred first. ``content`` is what ``check.check`` made of ``text``, and may have tuned tiles
     besides.
     """
@@ -125,6 +128,7 @@ class Spec:
         self.content = content
         self.family: str = content.family["family"]
         self.operator = content.operator
+        self.has_lengths = content.has_lengths
         self.algorithm = content.algorithm
         self.on_request: bool = content.family["on_request"]
         self.score_seam = any(step.score_seam for step in content.steps)
@@ -199,6 +203,7 @@ class Spec:
             spec=self.name,
             spec_dir=str(self.path.parent),
             operator=self.operator,
+            has_lengths=self.has_lengths,
             step=step.name,
             template=step.template,
             dependent_launch=step.dependent_launch,

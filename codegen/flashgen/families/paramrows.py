@@ -11,7 +11,7 @@ from flashgen.families.model import as_values
 from flashgen.families.parameters import ELEMENT, POINTERS, Declared
 from flashgen.families.params import CTYPES, TENSOR_MAP, VECTOR_WIDTH, Param
 from flashgen.families.schema import PARAM, BoxRow, File, ParamRow
-from flashgen.operators import OPERATORS
+from flashgen.operators import operator_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,7 +89,7 @@ def _members(
         if row.type != TENSOR_MAP and row.box is not None:
             raise document.error((*keys, "box"), f"only a {TENSOR_MAP} has a box")
         return [Member(Param(row.name, row.type, row.doc or "", own), keys, row.box)]
-    operator, found = OPERATORS[file.operator], []
+    operator, found = operator_of(file.operator, file.has_lengths), []
     for name, declared in _declared(document, file, keys, row).items():
         stated = dict(own)
         left = {axis: values for axis, values in declared.when.items() if axis not in stated}
@@ -111,7 +111,7 @@ def _members(
 
 
 def _declared(document: Document, file: File, keys: Keys, row: ParamRow) -> dict[str, Declared]:
-    operator = OPERATORS[file.operator]
+    operator = operator_of(file.operator, file.has_lengths)
     if row.box is not None:
         if not parameters.takes_tensor_map(row.name, operator):
             raise document.error(
@@ -149,7 +149,7 @@ def _default(axis: str, operator: Operator) -> str | int | None:
 
 def _types_of(file: File, name: str) -> tuple[str, ...]:
     """The types that the parameter ``name`` may have, without ``const``."""
-    operator = OPERATORS[file.operator]
+    operator = operator_of(file.operator, file.has_lengths)
     if name in file.workspace:
         return (POINTERS.get(file.workspace[name].dtype, ELEMENT),)
     if name.endswith(VECTOR_WIDTH) and name.removesuffix(VECTOR_WIDTH) in operator.positions:

@@ -198,6 +198,7 @@ class File(NamedTuple):
     element_bytes: Annotated[Mapping[str, Any], _MAPPING]
     tile_keys: Annotated[tuple[str, ...], ListOf(NAME, least=1)]
     tiles: Annotated[tuple[Any, ...], _LIST]
+    lengths: Annotated[str, Choice(("none", "device"))] = "none"
     algorithm: Annotated[str | None, optional(SHORT_NAME)] = None
     template: Annotated[str | None, optional(FILE_NAME)] = None
     threads: Annotated[int | str | None, optional(NUMBER)] = None
@@ -218,6 +219,11 @@ class File(NamedTuple):
     dispatch: Annotated[Dispatch, record(Dispatch)] = Dispatch()
     options: Annotated[tuple[str, ...], ListOf(OPTION)] = ()
     extends: Annotated[str | None, optional(NAME)] = None
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether its kernels read the lengths of sequences on the device."""
+        return self.lengths == "device"
 
 
 FILE, TARGET, DEFAULT_AXIS, PARAM, STEP = map(record, (File, Target, DefaultAxis, ParamRow, StepRow))

@@ -57,7 +57,7 @@ _CALL_WORDS = (
     *("cache", "append", "rotary", "total_lengths", "q_rotated"),
 )
 # The operators that a modification is for.
-_MODIFIED = ("attention", "attention_backward", "varlen", "varlen_backward")
+_MODIFIED = ("attention", "attention_backward")
 
 
 class _Row(NamedTuple):

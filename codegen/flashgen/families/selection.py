@@ -113,14 +113,14 @@ def find_by_axes(variants: Sequence[Variant], wanted: Mapping[str, str | int]) -
 
 
 def in_order(variants: Iterable[Variant]) -> tuple[Variant, ...]:
-    """The variants in the order in which commands list them: those of families on request last, of attention
-    ahead of other operators, of a call's main step ahead of its others, of families for few rows last of
-    them; default tiles first, then in the order of the specs.
+    """The variants in the order in which commands list them: families on request last, attention before
+    other operators, calls without lengths before calls with lengths, the main step of a call before its
+    other steps, then families for few rows last; default tiles first, then the order of the specs.
     """
     operators = list(OPERATORS)
 
     def rank(v: Variant) -> tuple[int, ...]:
-        of_kind = operators.index(v.operator), not v.is_main
+        of_kind = operators.index(v.operator), v.has_lengths, not v.is_main
         return v.on_request, *of_kind, v.rows_at_most is not None, v.tile_name != ""
 
     return tuple(sorted(variants, key=rank))

@@ -10,7 +10,7 @@ from flashgen.families.model import Resources, Step
 from flashgen.families.paramrows import limits, members
 from flashgen.families.schema import STEP, File, StepRow, expression_names, tile_kinds, when_kind
 from flashgen.families.tensormaps import Boxes
-from flashgen.operators import OPERATORS
+from flashgen.operators import operator_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -104,7 +104,7 @@ class StepTable:
             raise document.error((*keys, "grid", "beside"), why)
         self._threads = self._expression(("threads",), row.threads)
         self._smem_bytes = self._expression(("smem_bytes",), row.smem_bytes)
-        known = OPERATORS[file.operator].grid_dimensions
+        known = operator_of(file.operator, file.has_lengths).grid_dimensions
         for key in ("covers", "beside"):
             for name in getattr(row.grid, key):
                 if name not in known:

@@ -10,7 +10,7 @@ from flashgen.errors import SpecError
 from flashgen.families.arch import arch_parts, reaches
 from flashgen.families.grid import Grid
 from flashgen.families.params import score_params
-from flashgen.operators import OPERATORS
+from flashgen.operators import OPERATORS, operator_of
 
 if TYPE_CHECKING:
     from flashgen.families.grid import Buffer, Visits
@@ -38,6 +38,7 @@ class Variant:
     such walk). ``dependent_launch`` is whether the kernel itself waits for the one before it in its stream.
     ``priority`` is the position of the target in its spec; lower is preferred.
 
+    ``has_lengths`` is whether it reads the lengths of sequences on the device, as calls with lengths need.
     ``step`` names the kernel among those of its family, and is empty where there is one. The variant that
     dispatch chooses ``is_main``; those of the other steps of a call come ``before`` and ``after`` it, and
     share the ``workspace``. One that ``combines`` is left out of calls that split no tile. ``on_request`` is
@@ -63,6 +64,7 @@ class Variant:
     params: tuple[Param, ...]
     header: str
     operator: str = "attention"
+    has_lengths: bool = False
     step: str = ""
     efficiency: float = 1.0
     start: float = 0.0
@@ -106,7 +108,7 @@ class Variant:
         """
         found = dict(self.axes)
         if name not in found:
-            found = OPERATORS[self.operator].axis_values(found)
+            found = operator_of(self.operator, self.has_lengths).axis_values(found)
         return _lookup(tuple(found.items()), name)
 
     def tile_value(self, name: str) -> int | str:
@@ -248,6 +250,7 @@ class Variant:
             "no_spills": self.no_spills if isinstance(self.no_spills, bool) else list(self.no_spills),
             "options": list(self.options),
             "operator": self.operator,
+            "has_lengths": self.has_lengths,
             "step": self.step,
             "grid": {"covers": dict(self.grid.covers), "schedule": self.grid.schedule},
             "dependent_launch": self.dependent_launch,

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 _PLACES = {
     "attention": ("attention", "ATTENTION"),
     "attention_backward": ("backward", "BACKWARD"),
-    "varlen": ("varlen", "VARLEN"),
-    "varlen_backward": ("varlen_backward", "VARLEN_BACKWARD"),
     "merge": ("merge", "MERGE"),
     "append": ("append", "APPEND"),
 }
@@ -39,3 +37,9 @@ class _Operators(Mapping[str, "Operator"]):
 
 
 OPERATORS: Mapping[str, Operator] = _Operators()
+
+
+def operator_of(name: str, has_lengths: bool) -> Operator:
+    """The operator of that name as calls with or without lengths have it."""
+    operator = OPERATORS[name]
+    return operator.with_lengths if has_lengths else operator.without_lengths

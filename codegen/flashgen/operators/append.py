@@ -407,7 +407,9 @@ def _pages(problem: AppendProblem) -> str:
     return "paged" if problem.paged else "none"
 
 
-def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:
+def _contract(
+    operator: Operator, views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]
+) -> Problem:
     interleaved, q_positions = options
     given = {argument.name: view for argument, view in zip(ARGUMENTS, views, strict=True) if view is not None}
     return normalise(given, interleaved=interleaved, q_positions=q_positions)
@@ -433,7 +435,7 @@ APPEND = Operator(
         "pages": Axis(lambda problem, value: value == _pages(problem), ("none", "paged"), default="none"),
     },
     grid_dimensions=("chunks", "batch"),
-    normalise=_normalise,
+    contract=_contract,
     elements_checked=("lengths", "pages", "index", "positions", "cu_seqlens_new"),
     check_elements=_check_elements,
 )

@@ -4,7 +4,7 @@ read on the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,9 +14,33 @@ from flashgen.operators.sequences import check_boundaries
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from flashgen.operators.append import AppendProblem
-
     Arrays = Mapping[str, np.ndarray | None]
+
+
+class Sizes(Protocol):
+    """How many tokens an append has, and where they may go; see `AppendProblem`."""
+
+    batch: int
+    batched: bool
+    sequences: int
+    seqlen_new: int
+    seqlen_q: int
+    num_heads_q: int
+    num_pages: int
+    page_size: int
+    max_pages: int
+    paged: bool
+    pairs: str
+    num_positions: int
+    q_positions: str
+
+    @property
+    def capacity(self) -> int:
+        """The tokens that a sequence may have."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are no sequences."""
 
 
 class Tokens(NamedTuple):
@@ -31,17 +55,17 @@ class Tokens(NamedTuple):
     real: np.ndarray
 
 
-def new_tokens(problem: AppendProblem, arrays: Arrays) -> Tokens:
+def new_tokens(problem: Sizes, arrays: Arrays) -> Tokens:
     """Those of k_new and v_new; ``arrays`` has lengths, positions and cu_seqlens_new."""
     return _tokens(problem, arrays, problem.seqlen_new, 1)
 
 
-def queries(problem: AppendProblem, arrays: Arrays) -> Tokens:
+def queries(problem: Sizes, arrays: Arrays) -> Tokens:
     """Those of q; likewise."""
     return _tokens(problem, arrays, problem.seqlen_q, 1 if problem.q_positions == "each" else 0)
 
 
-def _tokens(problem: AppendProblem, arrays: Arrays, count: int, step: int) -> Tokens:
+def _tokens(problem: Sizes, arrays: Arrays, count: int, step: int) -> Tokens:
     number = np.arange(count)
     if problem.batched:
         sequence, offset = np.broadcast_arrays(np.arange(problem.batch)[:, None], number[None])
@@ -68,7 +92,7 @@ class Slots(NamedTuple):
     there: np.ndarray
 
 
-def slots(problem: AppendProblem, tokens: Tokens, arrays: Arrays) -> Slots:
+def slots(problem: Sizes, tokens: Tokens, arrays: Arrays) -> Slots:
     """Where new tokens go; ``arrays`` has pages and index."""
     there = (tokens.position >= 0) & (tokens.position < problem.capacity)
     nth, slot = np.divmod(np.where(there, tokens.position, 0), max(1, problem.page_size))
@@ -80,14 +104,14 @@ def slots(problem: AppendProblem, tokens: Tokens, arrays: Arrays) -> Slots:
     return Slots(np.where(there, page, 0), np.where(there, slot, 0), there)
 
 
-def total_lengths(problem: AppendProblem, arrays: Arrays) -> np.ndarray:
+def total_lengths(problem: Sizes, arrays: Arrays) -> np.ndarray:
     """The lengths with the new tokens, as far as there is room for them."""
     boundaries = arrays["cu_seqlens_new"]
     added = problem.seqlen_new if boundaries is None else np.diff(boundaries)
     return np.minimum(arrays["lengths"] + added, problem.capacity).astype(np.int32)
 
 
-def check_places(problem: AppendProblem, arrays: Arrays) -> None:
+def check_places(problem: Sizes, arrays: Arrays) -> None:
     """``arrays`` has lengths, pages, index, positions and cu_seqlens_new, by name.
 
     Raises BadTensorShape for a sequence that outgrows the cache or the tables of angles, and BadParam for
@@ -109,7 +133,7 @@ def check_places(problem: AppendProblem, arrays: Arrays) -> None:
             _check_rows(problem, "q", queries(problem, arrays))
 
 
-def _check_room(problem: AppendProblem, new: Tokens, where: Slots, arrays: Arrays) -> None:
+def _check_room(problem: Sizes, new: Tokens, where: Slots, arrays: Arrays) -> None:
     lengths, capacity = arrays["lengths"], problem.capacity
     if (lengths < 0).any():
         sequence = int(np.argmax(lengths < 0))
@@ -136,7 +160,7 @@ def _check_room(problem: AppendProblem, new: Tokens, where: Slots, arrays: Array
         raise BadParam(f"{place} is {entry}; expected 0 to {problem.num_pages - 1}, as k_cache has them")
 
 
-def _check_own(problem: AppendProblem, new: Tokens, where: Slots) -> None:
+def _check_own(problem: Sizes, new: Tokens, where: Slots) -> None:
     """That each new token has a place of its own; without pages and index a sequence has a row of its own."""
     place = (where.page.astype(np.int64) * problem.page_size + where.slot)[new.real]
     order = np.argsort(place, kind="stable")
@@ -151,7 +175,7 @@ def _check_own(problem: AppendProblem, new: Tokens, where: Slots) -> None:
         )
 
 
-def _check_free(problem: AppendProblem, new: Tokens, where: Slots, arrays: Arrays) -> None:
+def _check_free(problem: Sizes, new: Tokens, where: Slots, arrays: Arrays) -> None:
     """That no new token overwrites a key of another sequence to which tokens are appended, on a page or a row
     which two share. What other sequences say may be of calls before.
     """
@@ -180,7 +204,7 @@ def _check_free(problem: AppendProblem, new: Tokens, where: Slots, arrays: Array
         )
 
 
-def _check_rows(problem: AppendProblem, name: str, tokens: Tokens) -> None:
+def _check_rows(problem: Sizes, name: str, tokens: Tokens) -> None:
     before = np.argwhere(tokens.real & (tokens.row < 0))
     if before.size:  # lengths are 0 or more, so the caller said so
         nth = tuple(before[0].tolist())

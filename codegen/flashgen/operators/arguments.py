@@ -76,7 +76,7 @@ class Argument(NamedTuple):
     ``layout`` is "rows" (any strides, but the last dimension is contiguous and rows are aligned),
     "contiguous", or "broadcast" (from the right, as in NumPy, but for the last dimension, which is
     contiguous). ``alignment`` is in bytes. A missing optional input is a null pointer; a missing output is
-    allocated.
+    allocated. ``differentiable`` is whether the operator of gradients has one in it.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Argument(NamedTuple):
     layout: Literal["rows", "contiguous", "broadcast"] = "rows"
     alignment: int = ROW_ALIGNMENT
     optional: bool = False
+    differentiable: bool = False
 
     @property
     def symbols(self) -> tuple[str, ...]:

@@ -1,38 +1,38 @@
 """The operator ``attention``: its arguments, its contract, and the problems of its calls.
 
-`normalise` makes the Problem of a call from array views; the contract is checked nowhere else.
+`normalise` makes the Problem of a call from array views; the contract is checked nowhere else. A call may
+have sequences of several lengths, which only kernels read: see `lengths`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadParam, BadTensorShape
-from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
-from flashgen.operators.contract import (
-    DTYPES,
-    MASK,
-    MIN_SCALE,
-    check_dtypes,
-    check_extents,
-    check_mask,
-    check_out,
-    check_rank,
-    check_score_arrays,
-    scale_of,
-    score_views,
+from flashgen.errors import BadParam
+from flashgen.operators import contract
+from flashgen.operators import lengths as of_lengths
+from flashgen.operators.arguments import (
+    DTYPE_BYTES,
+    Argument,
+    Expected,
+    check_devices,
+    check_strides,
+    flag,
+    place,
 )
+from flashgen.operators.lengths import BOUNDS, LENGTH_ARRAYS, PAGES, Lengths
 from flashgen.operators.maskoptions import mask_semantics, simplify
 from flashgen.operators.masks import Band
-from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
+from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, by_name, modified
 from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
 
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.scores import Score
@@ -44,15 +44,16 @@ __all__ = ["normalise"]
 KERNEL_MASKS = ("none", "causal", "local", "dense")
 
 ARGUMENTS = (
-    Argument("q", "input", "batch seqlen_q num_heads_q head_dim"),
-    Argument("k", "input", "batch seqlen_kv num_heads_kv head_dim"),
-    Argument("v", "input", "batch seqlen_kv num_heads_kv head_dim_v"),
-    MASK,
-    Argument("out", "output", "batch seqlen_q num_heads_q head_dim_v"),
+    Argument("q", "input", "batch_q rows_q num_heads_q head_dim", differentiable=True),
+    Argument("k", "input", "batch_kv rows_kv num_heads_kv head_dim", differentiable=True),
+    Argument("v", "input", "batch_kv rows_kv num_heads_kv head_dim_v", differentiable=True),
+    *of_lengths.ARGUMENTS,
+    contract.MASK,
+    Argument("out", "output", "batch_q rows_q num_heads_q head_dim_v"),
     Argument(
         "lse",
         "output",
-        "batch num_heads_q seqlen_q",
+        "batch_q num_heads_q rows_q",
         dtypes=("fp32",),
         layout="contiguous",
         alignment=4,
@@ -62,8 +63,11 @@ ARGUMENTS = (
 # Who splits keys: a kernel, into equal shares of all that there are, or the call; of a family that a call of
 # either kind may take, nobody ("any").
 SPLITS = ("none", "fixed")
-OPTIONS = ("causal", "mask_type", "window_size", "return_lse", "splits", "score")
+OPTIONS = ("causal", "mask_type", "window_size", "return_lse", "splits", *BOUNDS, "score")
+# Keys of the sequence that represents all where the kernel must not depend on their lengths.
+_STANDARD_KEYS = 4096
 SCALARS = ("softmax_scale",)
+_SIZES = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,10 @@ class AttentionProblem(Problem):
     ``window_right`` 0), ``local``, or ``dense``, whose keys may be bounded too. ``score`` is the score
     modification, if any; ``score_scalars`` are its numbers, NaN until a call gives them, and ``score_sizes``
     the sizes of symbols that are its own. ``splits`` is what the call says of split-KV.
+
+    With ``lengths`` sequences have several lengths, whose bounds are ``seqlen_q`` and ``seqlen_kv``; kernels
+    and grids are chosen by the bounds. Mask and window are those of a sequence with the bounds as lengths,
+    and move with the ends of the others (`of_sequence`).
     """
 
     batch: int
@@ -90,6 +98,7 @@ class AttentionProblem(Problem):
     window_left: int
     window_right: int
     softmax_scale: float
+    lengths: Lengths | None = None
     splits: Splits = AUTO
     score: Score | None = None
     score_scalars: tuple[float, ...] = ()
@@ -97,7 +106,11 @@ class AttentionProblem(Problem):
 
     @property
     def operator(self) -> Operator:
-        return operator_for(self.score)
+        return operator_for(self.score, self.lengths is not None)
+
+    @property
+    def lengths_on_device(self) -> bool:
+        return self.lengths is not None
 
     @property
     def group_size(self) -> int:
@@ -106,16 +119,26 @@ class AttentionProblem(Problem):
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {
-            "batch": self.batch,
-            "seqlen_q": self.seqlen_q,
-            "seqlen_kv": self.seqlen_kv,
-            "num_heads_q": self.num_heads_q,
-            "num_heads_kv": self.num_heads_kv,
-            "head_dim": self.head_dim,
-            "head_dim_v": self.head_dim_v,
-            **dict(self.score_sizes),
-        }
+        sizes = {name: getattr(self, name) for name in _SIZES} | dict(self.score_sizes)
+        if self.lengths is not None:
+            sizes |= self.lengths.sizes | {"boundaries": self.batch + 1}
+        return sizes
+
+    def spoken(self, symbol: str) -> str:
+        return symbol if self.lengths is None else self.lengths.spoken(symbol)
+
+    def missing(self, argument: Argument) -> int:
+        """How many dimensions of an argument the caller leaves out: the batch of packed rows, or of a call
+        without a batch.
+        """
+        if self.lengths is None:
+            return int(argument.leads_with_batch and not self.batched)
+        packed = {"batch_q": self.lengths.packed_q, "batch_kv": self.lengths.packed_kv}
+        return int(packed.get(argument.symbols[0] if argument.symbols else "", False))
+
+    def shape(self, position: int) -> tuple[int, ...]:
+        argument = self.operator.arguments[position]
+        return argument.extents(self.sizes)[self.missing(argument) :]
 
     @property
     def return_lse(self) -> bool:
@@ -139,7 +162,9 @@ class AttentionProblem(Problem):
 
     @property
     def empty(self) -> bool:
-        return self.batch * self.seqlen_q == 0
+        if self.lengths is None:
+            return self.batch * self.seqlen_q == 0
+        return self.batch * self.lengths.batch_q * self.lengths.rows_q == 0
 
     def wanted(self) -> str:
         grouping = "mha" if self.group_size == 1 else "gqa or packed"
@@ -148,32 +173,99 @@ class AttentionProblem(Problem):
             f"mask_type {self.mask_type}, gqa {grouping}"
             + ("" if self.score is None else f", score {self.score.name}")
             + ("" if self.splits == AUTO else f", splits {self.splits}")
+            + (f", pages {_pages(self)}" if "pages" in self.operator.axes else "")
         )
 
     def standard(self) -> AttentionProblem:
-        return dataclasses.replace(self, batch=1)
+        """One entry of the batch; with lengths a sequence with as many keys as queries, or, if more,
+        _STANDARD_KEYS.
+        """
+        if self.lengths is None:
+            return dataclasses.replace(self, batch=1)
+        seqlen_kv = max(self.seqlen_q, _STANDARD_KEYS)
+        moved = seqlen_kv - self.seqlen_kv if self.mask_type != "none" else 0
+        return dataclasses.replace(
+            self,
+            batch=1,
+            lengths=dataclasses.replace(self.lengths, batch_q=1, rows_q=self.seqlen_q),
+            seqlen_kv=seqlen_kv,
+            diagonal_offset=self.diagonal_offset + moved,
+        )
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
         """In packed GQA ``query_rows`` counts a query once for each head of its group, and ``heads`` are the
-        kv heads.
+        kv heads. ``sequence_rows`` are the rows of all sequences, of which one has ``query_rows`` at most.
         """
         packed = axes["gqa"] == "packed"
-        return {
-            "query_rows": self.seqlen_q * (self.group_size if packed else 1),
+        group = self.group_size if packed else 1
+        extents = {
+            "query_rows": self.seqlen_q * group,
             "key_rows": self.seqlen_kv,
             "heads": self.num_heads_kv if packed else self.num_heads_q,
             "kv_heads": self.num_heads_kv,
             "batch": self.batch,
         }
+        if self.lengths is not None:
+            extents["sequence_rows"] = self.lengths.batch_q * self.lengths.rows_q * group
+        return extents
 
     def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
-        return {
+        """With lengths ``diagonal_offset`` is `shift`, ``seqlen_kv`` is ``most_keys``, and ``page_size``
+        means something where there are pages.
+        """
+        values = {
             "batch_size": self.batch,
             "group_size": self.group_size,
             "diagonal_offset": self.diagonal_offset,
             "window_left": self.window_left,
             "window_right": self.window_right,
         } | self.scalar_values()
+        if self.lengths is None:
+            return values
+        return values | {
+            "seqlen_kv": self.lengths.most_keys,
+            "diagonal_offset": self.shift,
+            "page_size": self.lengths.rows_kv,
+        }
+
+    @property
+    def shift(self) -> int:
+        """How far the diagonal of a sequence is right of the diagonal that ends with it."""
+        return self.diagonal_offset - (self.seqlen_kv - self.seqlen_q) if self.mask_type == "causal" else 0
+
+    def of_sequence(self, q_length: int, kv_length: int) -> AttentionProblem:
+        """The problem of one sequence of these lengths, with contiguous arrays that have no other."""
+        kind, offset, left, right = simplify(
+            "dense" if self.mask_type == "dense" else "local",
+            q_length,
+            kv_length,
+            kv_length - q_length + self.shift,
+            self.window_left,
+            self.window_right,
+        )
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        sizes |= {"batch": 1, "seqlen_q": q_length, "seqlen_kv": kv_length}
+        symbols = sizes | dict(self.score_sizes)
+        present = {"mask": self.mask_type == "dense", "lse": self.return_lse}
+        return AttentionProblem(
+            **sizes,
+            dtype=self.dtype,
+            mask_type=kind,
+            diagonal_offset=offset,
+            window_left=left,
+            window_right=right,
+            softmax_scale=self.softmax_scale,
+            splits=self.splits,
+            strides=tuple(
+                place(argument, None, symbols, self.dtype).strides
+                if present.get(argument.name, True)
+                else None
+                for argument in operator_for(self.score).arguments
+            ),
+            score=self.score,
+            score_scalars=self.score_scalars,
+            score_sizes=self.score_sizes,
+        )
 
     def scalar_values(self) -> dict[str, Number]:
         """``scale_log2`` is what a kernel's scores are multiplied by for exp2: the softmax scale, or what a
@@ -185,13 +277,15 @@ class AttentionProblem(Problem):
         values |= self._scalars_of_score()
         values |= self.score.constants(values, self.dtype, self.operator.differentiates)
         # As with softmax_scale: a factor of 0 would turn the -inf of a masked score into NaN.
-        return values | {"scale_log2": max(values["scale_log2"], MIN_SCALE)}
+        return values | {"scale_log2": max(values["scale_log2"], contract.MIN_SCALE)}
 
     def with_scalars(self, given: Sequence[Any]) -> AttentionProblem:
         softmax_scale, *rest = given
         if softmax_scale is None and self.score is None:
             return self
-        scale = self.softmax_scale if softmax_scale is None else scale_of(softmax_scale, self.head_dim)
+        scale = (
+            self.softmax_scale if softmax_scale is None else contract.scale_of(softmax_scale, self.head_dim)
+        )
         called = dataclasses.replace(self, softmax_scale=scale, score_scalars=self._score_scalars(rest))
         if called.score is not None:
             scalars = called._scalars_of_score() | {"softmax_scale": scale}
@@ -222,6 +316,11 @@ def normalise(
     k: ArrayView,
     v: ArrayView,
     *,
+    cu_seqlens_q: ArrayView | None = None,
+    cu_seqlens_kv: ArrayView | None = None,
+    kv_lengths: ArrayView | None = None,
+    index: ArrayView | None = None,
+    pages: ArrayView | None = None,
     mask: ArrayView | None = None,
     out: ArrayView | None = None,
     causal: bool = False,
@@ -229,54 +328,75 @@ def normalise(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    max_seqlen_q: int | Expected | None = None,
+    max_seqlen_kv: int | Expected | None = None,
     splits: Splits = AUTO,
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
     score_scalars: Sequence[Any] = (),
 ) -> AttentionProblem:
-    """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``;
-    ``score_arrays`` and ``score_scalars`` are in the order of the modification's.
+    """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``; the
+    bounds may be `Expected`. ``score_arrays`` and ``score_scalars`` are in the order of the modification's.
 
     Raises BadTensorShape, BadTensorDtype, BadTensorStrides, DeviceTypeNotSupported, NullPointer or BadParam.
     """
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     splits = splits_of(splits)
-    views = {"q": q, "k": k, "v": v}
-    if out is not None:
-        views["out"] = out
-    own = score_views(score, score_arrays)
-    check_devices((views if mask is None else views | {"mask": mask}) | own)
-    dtype = check_dtypes(views)
-    sizes = _check_shapes(q, k, v, out, dtype)
+    views = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
+    arrays = dict(zip(LENGTH_ARRAYS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages), strict=True))
+    arrays = {name: view for name, view in arrays.items() if view is not None}
+    masks = {} if mask is None else {"mask": mask}
+    tables = contract.score_views(score, score_arrays)
+    check_devices(views | arrays | masks | tables)
+    dtype = contract.check_dtypes(views)
+    lengths = None
+    if arrays:
+        sizes, lengths = of_lengths.read(q, k, v, arrays, max_seqlen_q, max_seqlen_kv, splits)
+    else:
+        of_lengths.refuse_bounds(max_seqlen_q, max_seqlen_kv)
+        sizes = contract.sizes_of(q, k, v)
+    contract.check_extents(sizes, dtype)
+    contract.check_out(out, q, v)
     for argument in ARGUMENTS:
-        if argument.name in views:
-            check_strides(argument, views[argument.name], DTYPE_BYTES[dtype])
-    seqlen_q, seqlen_kv = sizes["seqlen_q"], sizes["seqlen_kv"]
-    kind, offset, left, right = mask_semantics(
-        causal, mask_type, window_size, mask is not None, seqlen_q, seqlen_kv
-    )
-    kind, offset, left, right = simplify(kind, seqlen_q, seqlen_kv, offset, left, right)
-    if mask is not None:
-        check_mask(mask, sizes)
-    given = views | {"mask": mask} | own
-    absent = {"mask"} if mask is None else set()
-    absent |= set() if return_lse else {"lse"}
-    score_sizes = check_score_arrays(score, own, sizes)
+        view = (views | arrays).get(argument.name)
+        if view is not None:
+            check_strides(argument, view, DTYPE_BYTES[view.dtype])
+    seqlens = sizes["seqlen_q"], sizes["seqlen_kv"]
+    if lengths is None:
+        kind, *band = mask_semantics(causal, mask_type, window_size, mask is not None, *seqlens)
+        kind, offset, left, right = simplify(kind, *seqlens, *band)
+        if mask is not None:
+            contract.check_mask(mask, sizes)
+        score_sizes = contract.check_score_arrays(score, tables, sizes)
+    else:
+        # Where a call says how keys are split, its kernel must not depend on how many there are.
+        most_keys = lengths.most_keys if splits == AUTO else None
+        kind, offset, left, right = of_lengths.band(
+            causal, mask_type, window_size, mask is not None, *seqlens, most_keys
+        )
+        if mask is not None:
+            of_lengths.check_mask(mask, arrays, sizes, bounded=max_seqlen_kv is not None)
+        score_sizes = of_lengths.check_score_arrays(score, tables, sizes)
+    symbols = sizes | dict(score_sizes)
+    if lengths is not None:
+        symbols |= lengths.sizes | {"boundaries": sizes["batch"] + 1}
+    present = views | arrays | masks | tables
     problem = AttentionProblem(
         **sizes,
+        lengths=lengths,
         dtype=dtype,
         mask_type=kind,
         diagonal_offset=offset,
         window_left=left,
         window_right=right,
-        softmax_scale=scale_of(softmax_scale, sizes["head_dim"]),
+        softmax_scale=contract.scale_of(softmax_scale, sizes["head_dim"]),
         strides=tuple(
-            None
-            if argument.name in absent
-            else place(argument, given.get(argument.name), sizes | dict(score_sizes), dtype).strides
-            for argument in operator_for(score).arguments
+            place(argument, present.get(argument.name), symbols, dtype).strides
+            if argument.name in present or not argument.optional or (argument.name == "lse" and return_lse)
+            else None
+            for argument in operator_for(score, lengths is not None).arguments
         ),
-        batched=len(q.shape) == 4,
+        batched=len(q.shape) == 4 if lengths is None else not lengths.packed_q,
         device=q.device,
         splits=splits,
         score=score,
@@ -288,75 +408,19 @@ def normalise(
     return problem
 
 
-def _check_shapes(
-    q: ArrayView, k: ArrayView, v: ArrayView, out: ArrayView | None, dtype: str
-) -> dict[str, int]:
-    check_rank(q.shape)
-    for name, view in (("k", k), ("v", v)):
-        if len(view.shape) != len(q.shape):
-            raise BadTensorShape(
-                f"{name} has shape {view.shape} but q has {q.shape}; expected as many dimensions"
-            )
-    batch, seqlen_q, heads_q, head_dim = _batched(q.shape)
-    batch_kv, seqlen_kv, heads_kv, head_dim_kv = _batched(k.shape)
-    if k.shape[:-1] != v.shape[:-1]:
-        raise BadTensorShape(
-            f"v has shape {v.shape} but k has {k.shape}; all but the last dimension must be the same"
-        )
-    if batch_kv != batch:
-        raise BadTensorShape(f"k has batch {batch_kv} but q has {batch}; they must be the same")
-    if head_dim_kv != head_dim:
-        raise BadTensorShape(f"k has head_dim {head_dim_kv} but q has {head_dim}; they must be the same")
-    sizes = {
-        "batch": batch,
-        "seqlen_q": seqlen_q,
-        "seqlen_kv": seqlen_kv,
-        "num_heads_q": heads_q,
-        "num_heads_kv": heads_kv,
-        "head_dim": head_dim,
-        "head_dim_v": v.shape[-1],
-    }
-    check_extents(sizes, dtype)
-    check_out(out, q, v)
-    return sizes
-
-
-def _batched(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape if len(shape) == 4 else (1, *shape)
-
-
-def by_name(
-    normalise: Callable[..., Problem],
-    arguments: Sequence[Argument],
-    options: Sequence[str],
-    without: Sequence[str] = (),
-) -> Callable[..., Problem]:
-    """`Operator.normalise` by a function that takes arrays, options and ``softmax_scale`` by their names, and
-    what belongs to a score modification in ``score_arrays`` and ``score_scalars``. The
-    arguments ``without`` are not passed: an LSE is there where return_lse says so.
-    """
-
-    def normalised(
-        views: Sequence[ArrayView | None], given: Sequence[Any], scalars: Sequence[Any]
-    ) -> Problem:
-        softmax_scale, *score_scalars = scalars
-        return normalise(
-            **{
-                argument.name: view
-                for argument, view in zip(arguments, views, strict=False)
-                if argument.name not in without
-            },
-            softmax_scale=softmax_scale,
-            score_arrays=views[len(arguments) :],
-            score_scalars=score_scalars,
-            **dict(zip(options, given, strict=True)),
-        )
-
-    return normalised
-
-
 def _serves_grouping(problem: AttentionProblem, gqa: Value) -> bool:
     return (gqa == "mha") == (problem.group_size == 1)
+
+
+def _pages(problem: AttentionProblem) -> str:
+    return "paged" if problem.lengths is not None and problem.lengths.paged else "none"
+
+
+def check_elements(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> None:
+    """Raise BadParam for lengths that contradict a problem; ``arrays`` has them by name, in host memory."""
+    from flashgen.operators.sequences import sequences
+
+    sequences(problem, arrays)
 
 
 ATTENTION = Operator(
@@ -369,7 +433,7 @@ ATTENTION = Operator(
         "head_dim_v": Axis(
             lambda problem, value: value >= problem.head_dim_v, size=True, default_from="head_dim"
         ),
-        "dtype": Axis(lambda problem, value: value == problem.dtype, DTYPES),
+        "dtype": Axis(lambda problem, value: value == problem.dtype, contract.DTYPES),
         "mask_type": Axis(lambda problem, value: value == problem.mask_type, KERNEL_MASKS, default="none"),
         "gqa": Axis(_serves_grouping, ("mha", "gqa", "packed"), default="mha"),
         "splits": Axis(
@@ -377,22 +441,18 @@ ATTENTION = Operator(
             SPLITS,
             default="any",
         ),
+        "pages": Axis(lambda problem, value: value == _pages(problem), PAGES, default="none"),
     },
-    grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch"),
-    normalise=by_name(normalise, ARGUMENTS, OPTIONS, without=("lse",)),
+    grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch", "sequence_rows"),
+    contract=by_name(normalise, without=("lse",)),
+    elements_checked=LENGTH_ARRAYS,
+    check_elements=check_elements,
+    of_lengths=(*LENGTH_ARRAYS, *BOUNDS, "sequence_rows"),
 )
+_WITH_LENGTHS, _PLAIN = ATTENTION.with_lengths, ATTENTION.without_lengths
 
 
-@functools.lru_cache(maxsize=64)
-def modified(operator: Operator, score: Score) -> Operator:
-    """``operator`` with a score modification, whose arrays are arguments behind the others."""
-    return dataclasses.replace(
-        operator,
-        arguments=(*operator.arguments, *(param.argument() for param in score.arrays)),
-        scalars=(*operator.scalars, *(param.name for param in score.scalars)),
-    )
-
-
-def operator_for(score: Score | None) -> Operator:
-    """Attention with that score modification, if any."""
-    return ATTENTION if score is None else modified(ATTENTION, score)
+def operator_for(score: Score | None, lengths: bool = False) -> Operator:
+    """Attention with that score modification, if any, as calls with or without lengths have it."""
+    operator = _WITH_LENGTHS if lengths else _PLAIN
+    return operator if score is None else modified(operator, score)

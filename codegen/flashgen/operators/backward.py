@@ -7,6 +7,9 @@ With p the softmax of a row, o its result and do the gradient of that, by the ch
 
 p is computed again from q, k and the log-sum-exp of the forward call, so nothing of seqlen_q x seqlen_kv is
 kept (https://arxiv.org/abs/2205.14135, appendix B). A row that sees nothing has p = 0.
+
+With lengths, each sequence is a call by itself. Rows of q, k and v outside all sequences have gradients of 0:
+rows past the last packed sequence, and padded keys past a length.
 """
 
 from __future__ import annotations
@@ -15,19 +18,22 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadTensorDtype, BadTensorShape
-from flashgen.operators import attention, contract
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape
+from flashgen.operators import attention, contract, lengths
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
     Argument,
+    Expected,
     check_devices,
     check_strides,
     flag,
     place,
     shown_shape,
+    view_of_shape,
 )
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
-from flashgen.operators.operator import Axis, Operator, Value
+from flashgen.operators.lengths import BOUNDS, CACHE_ARRAYS, MASK_WITH_LENGTHS
+from flashgen.operators.operator import Axis, Operator, Value, by_name, modified
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,26 +41,36 @@ if TYPE_CHECKING:
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.scores import Score
 
-_ROW_NUMBER = {"shape": "batch num_heads_q seqlen_q", "dtypes": ("fp32",), "layout": "contiguous"}
-_FORWARD = {argument.name: argument for argument in ATTENTION.arguments}
 
-ARGUMENTS = (
-    Argument("dout", "input", "batch seqlen_q num_heads_q head_dim_v"),
-    *(_FORWARD[name] for name in ("q", "k", "v", "mask")),
-    Argument("out", "input", "batch seqlen_q num_heads_q head_dim_v"),
-    Argument("lse", "input", alignment=4, **_ROW_NUMBER),
-    Argument("dlse", "input", alignment=4, optional=True, **_ROW_NUMBER),
-    Argument("dq", "output", "batch seqlen_q num_heads_q head_dim"),
-    Argument("dk", "output", "batch seqlen_kv num_heads_kv head_dim"),
-    Argument("dv", "output", "batch seqlen_kv num_heads_kv head_dim_v"),
-)
-OPTIONS = ("causal", "mask_type", "window_size", "score", "deterministic")
+def gradient_arguments(forward: Sequence[Argument], without: Sequence[str]) -> tuple[Argument, ...]:
+    """The arguments of the gradients of an operator: the gradient of its first output, its inputs but those
+    ``without`` gradients, its outputs, the gradients of its other outputs, and a gradient of each input that
+    is differentiable.
+    """
+    inputs = [argument for argument in forward if not argument.is_output and argument.name not in without]
+    outputs = [argument for argument in forward if argument.is_output]
+    dout, *others = [argument._replace(name=f"d{argument.name}", role="input") for argument in outputs]
+    return (
+        dout,
+        *(argument._replace(differentiable=False) for argument in inputs),
+        *(argument._replace(role="input", optional=False) for argument in outputs),
+        *others,
+        *(
+            argument._replace(name=f"d{argument.name}", role="output", differentiable=False)
+            for argument in inputs
+            if argument.differentiable
+        ),
+    )
+
+
+ARGUMENTS = gradient_arguments(attention.ARGUMENTS, without=CACHE_ARRAYS)
+LENGTH_ARRAYS = tuple(name for name in lengths.LENGTH_ARRAYS if name not in CACHE_ARRAYS)
+OPTIONS = ("causal", "mask_type", "window_size", *BOUNDS, "score", "deterministic")
 # In what order thread blocks add to dq: in none, or always in the same; or the one that has its rows does
 # all of them.
 DQ_ORDERS = ("none", "ordered", "direct")
 # What its kernels keep beside arguments: no parameter of a score modification is called so.
 KEPT = ("dq_accum", "delta", "lse_log2", "turns")
-_OF_CALL = ("dout", "out", "lse", "dlse", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +83,7 @@ class BackwardProblem(AttentionProblem):
 
     @property
     def operator(self) -> Operator:
-        return operator_for(self.score)
+        return operator_for(self.score, self.lengths is not None)
 
     @property
     def return_lse(self) -> bool:
@@ -76,16 +92,41 @@ class BackwardProblem(AttentionProblem):
 
     @property
     def empty(self) -> bool:
-        return self.batch * (self.seqlen_q + self.seqlen_kv) == 0
+        if self.lengths is None:
+            return self.batch * (self.seqlen_q + self.seqlen_kv) == 0
+        of_q, of_kv = self.lengths.batch_q * self.lengths.rows_q, self.lengths.batch_kv * self.lengths.rows_kv
+        return of_q + of_kv == 0
 
     def wanted(self) -> str:
         # Not super(): a class with slots is made anew, and the function would not know which.
-        return f"{AttentionProblem.wanted(self)}, dq_order {orders_serving(self.deterministic)}"
+        orders = "ordered or direct" if self.deterministic else "none, ordered or direct"
+        return f"{AttentionProblem.wanted(self)}, dq_order {orders}"
 
+    def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
+        """With lengths ``query_rows`` and ``key_rows`` are the rows of an entry of q and k, whatever the
+        bounds: all are written. ``sequence_rows`` and ``sequence_keys`` are the rows of all entries, and
+        ``sequences`` counts the rows past the last sequence as one more.
+        """
+        extents = AttentionProblem.grid_extents(self, axes)
+        if self.lengths is None:
+            return extents
+        return extents | {
+            "query_rows": self.lengths.rows_q,
+            "key_rows": self.lengths.rows_kv,
+            "sequence_rows": self.lengths.batch_q * self.lengths.rows_q,
+            "sequence_keys": self.lengths.batch_kv * self.lengths.rows_kv,
+            "sequences": self.batch + 1,
+        }
 
-def orders_serving(deterministic: bool) -> str:
-    """The values of ``dq_order`` that serve a call, in words."""
-    return "ordered or direct" if deterministic else "none, ordered or direct"
+    def of_sequence(self, q_length: int, kv_length: int) -> BackwardProblem:
+        """The problem of one sequence of these lengths, with contiguous arrays that have no other."""
+        forward = AttentionProblem.of_sequence(self, q_length, kv_length)
+        arguments = operator_for(self.score).arguments
+        views: dict[str, ArrayView | None] = {}
+        if self.strides[self.operator.position("dlse")] is not None:
+            dlse = next(argument for argument in arguments if argument.name == "dlse")
+            views["dlse"] = view_of_shape(dlse.extents(forward.sizes), "fp32", self.device)
+        return BackwardProblem(**kept_of(forward, arguments, views), deterministic=self.deterministic)
 
 
 def normalise(
@@ -96,6 +137,9 @@ def normalise(
     out: ArrayView,
     lse: ArrayView,
     *,
+    cu_seqlens_q: ArrayView | None = None,
+    cu_seqlens_kv: ArrayView | None = None,
+    kv_lengths: ArrayView | None = None,
     mask: ArrayView | None = None,
     dlse: ArrayView | None = None,
     dq: ArrayView | None = None,
@@ -105,6 +149,8 @@ def normalise(
     mask_type: int | str | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    max_seqlen_q: int | Expected | None = None,
+    max_seqlen_kv: int | Expected | None = None,
     deterministic: bool = False,
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
@@ -116,29 +162,34 @@ def normalise(
     Raises as `attention.normalise`.
     """
     deterministic = flag("deterministic", deterministic)
+    arrays = dict(zip(LENGTH_ARRAYS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths), strict=True))
+    if mask is not None and any(view is not None for view in arrays.values()):
+        raise BadParam(MASK_WITH_LENGTHS)
     forward = attention.normalise(
         q,
         k,
         v,
+        **arrays,
         mask=mask,
         causal=causal,
         mask_type=mask_type,
         window_size=window_size,
         softmax_scale=softmax_scale,
+        return_lse=True,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
         score=score,
         score_arrays=score_arrays,
         score_scalars=score_scalars,
     )
-    views = dict(zip(_OF_CALL, (dout, out, lse, dlse, dq, dk, dv), strict=True))
-    given = {name: view for name, view in views.items() if view is not None}
-    check_devices({"q": q} | given)
-    for name, view in given.items():
-        check_array(ARGUMENTS[_POSITIONS[name]], view, forward, 0 if forward.batched else 1)
-    own = contract.score_views(score, score_arrays)
-    views |= {"q": q, "k": k, "v": v, "mask": mask} | own
-    return BackwardProblem(
-        **kept_of(forward, operator_for(score).arguments, views), deterministic=deterministic
-    )
+    operator = operator_for(score, forward.lengths_on_device)
+    views = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+    views = {name: view for name, view in views.items() if view is not None}
+    check_devices({"q": q} | views)
+    for name, view in views.items():
+        check_array(operator.arguments[operator.position(name)], view, forward)
+    views |= {"q": q, "k": k, "v": v, "mask": mask} | arrays | contract.score_views(score, score_arrays)
+    return BackwardProblem(**kept_of(forward, operator.arguments, views), deterministic=deterministic)
 
 
 def kept_of(
@@ -157,10 +208,11 @@ def kept_of(
     return kept
 
 
-def check_array(argument: Argument, view: ArrayView, forward: AttentionProblem, missing: int) -> None:
-    """That an array belongs to the forward call, and its layout fits; the caller leaves out the first
-    ``missing`` dimensions. Raises BadTensorDtype, BadTensorShape or BadTensorStrides.
+def check_array(argument: Argument, view: ArrayView, forward: AttentionProblem) -> None:
+    """That an array belongs to the forward call, and its layout fits. Raises BadTensorDtype, BadTensorShape
+    or BadTensorStrides.
     """
+    missing = forward.missing(argument)
     name, dtype = argument.name, argument.dtype(forward.dtype)
     if view.dtype != dtype:
         why = "" if argument.dtypes else ", that of q"
@@ -182,18 +234,21 @@ BACKWARD = Operator(
     options=OPTIONS,
     scalars=SCALARS,
     axes={
-        **ATTENTION.axes,
+        **{name: axis for name, axis in ATTENTION.axes.items() if name not in CACHE_ARRAYS},
         "dq_order": Axis(_serves_order, DQ_ORDERS, default="none"),
     },
-    grid_dimensions=ATTENTION.grid_dimensions,
-    normalise=attention.by_name(normalise, ARGUMENTS, OPTIONS),
+    grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_keys", "sequences"),
+    contract=by_name(normalise),
+    elements_checked=LENGTH_ARRAYS,
+    check_elements=attention.check_elements,
     differentiates=True,
+    of_lengths=(*LENGTH_ARRAYS, *BOUNDS, "sequence_rows", "sequence_keys", "sequences"),
+    of_plain=("mask",),
 )
+_WITH_LENGTHS, _PLAIN = BACKWARD.with_lengths, BACKWARD.without_lengths
 
 
-def operator_for(score: Score | None) -> Operator:
-    """``attention_backward`` with that score modification, if any."""
-    return BACKWARD if score is None else attention.modified(BACKWARD, score)
-
-
-_POSITIONS = BACKWARD.positions
+def operator_for(score: Score | None, lengths: bool = False) -> Operator:
+    """``attention_backward`` with that score modification, if any, for calls with or without lengths."""
+    operator = _WITH_LENGTHS if lengths else _PLAIN
+    return operator if score is None else modified(operator, score)

@@ -166,7 +166,9 @@ def _check_lse(name: str, view: ArrayView, shape: tuple[int, ...]) -> None:
     check_strides(Argument(name, "input", _LSE_SHAPE, **_LSE), view, DTYPE_BYTES["fp32"])
 
 
-def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:
+def _contract(
+    operator: Operator, views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]
+) -> Problem:
     return normalise(*views)
 
 
@@ -177,5 +179,5 @@ MERGE = Operator(
     scalars=(),
     axes={"dtype": Axis(lambda problem, value: value == problem.dtype, DTYPES)},
     grid_dimensions=("query_rows", "batch"),
-    normalise=_normalise,
+    contract=_contract,
 )

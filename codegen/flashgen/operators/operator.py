@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -13,11 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
+    from flashgen.operators.arguments import ArrayView
     from flashgen.operators.scores import Score
     from flashgen.operators.splits import Splits
 
 Value = str | int
 Number = int | float
+
+# What the extents of arrays are where all sequences of a batch have one length.
+_WITHOUT_LENGTHS = {"batch_q": "batch", "batch_kv": "batch", "rows_q": "seqlen_q", "rows_kv": "seqlen_kv"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +160,10 @@ class Operator:
     ``scalars``, numbers that may differ from call to call of a plan; ``axes``, which tell its kernels apart;
     ``grid_dimensions``, which a kernel's grid may cover (`Problem.grid_extents`).
 
-    ``normalise(views, options, scalars)`` makes the Problem of a call, or raises the error of the contract
-    that it breaks. ``views`` has an ArrayView, or None, for each argument.
+    ``contract(operator, views, options, scalars)`` is `normalise`, of this operator or one made from it.
+
+    ``of_lengths`` names the arguments, options, axes and grid dimensions that only calls with lengths have,
+    ``of_plain`` those that only calls without lengths have: see `with_lengths` and `without_lengths`.
 
     ``check_elements(problem, arrays)`` raises the error of elements that contradict a problem; ``arrays``
     has, by name, those of ``elements_checked`` in host memory, None for what is absent. The CPU path always
@@ -171,10 +178,53 @@ class Operator:
     scalars: tuple[str, ...]
     axes: Mapping[str, Axis]
     grid_dimensions: tuple[str, ...]
-    normalise: Callable[..., Problem] = field(repr=False)
+    contract: Callable[..., Problem] = field(repr=False)
     elements_checked: tuple[str, ...] = ()
     check_elements: Callable[..., None] | None = field(default=None, repr=False)
     differentiates: bool = False
+    of_lengths: tuple[str, ...] = ()
+    of_plain: tuple[str, ...] = ()
+
+    def normalise(
+        self, views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]
+    ) -> Problem:
+        """The Problem of a call, or the error of the contract that it breaks. ``views`` has an ArrayView, or
+        None, for each argument.
+        """
+        return self.contract(self, views, options, scalars)
+
+    @functools.cached_property
+    def with_lengths(self) -> Operator:
+        """This operator for calls with lengths."""
+        return self._without(self.of_plain) if self.of_plain else self
+
+    @functools.cached_property
+    def without_lengths(self) -> Operator:
+        """This operator for calls without lengths, whose arrays have a batch of sequences of one length. Such
+        a call carries no entry for what it cannot have.
+        """
+        if not self.of_lengths:
+            return self
+        plain = self._without(self.of_lengths)
+        arguments = (
+            argument._replace(shape=" ".join(_WITHOUT_LENGTHS.get(x, x) for x in argument.symbols))
+            for argument in plain.arguments
+        )
+        return dataclasses.replace(
+            plain, arguments=tuple(arguments), elements_checked=(), check_elements=None
+        )
+
+    def _without(self, names: Sequence[str]) -> Operator:
+        """This operator without arguments, options, axes and grid dimensions of these names."""
+        return dataclasses.replace(
+            self,
+            arguments=tuple(argument for argument in self.arguments if argument.name not in names),
+            options=tuple(name for name in self.options if name not in names),
+            axes={name: axis for name, axis in self.axes.items() if name not in names},
+            grid_dimensions=tuple(name for name in self.grid_dimensions if name not in names),
+            of_lengths=(),
+            of_plain=(),
+        )
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -229,3 +279,37 @@ class Operator:
         values = self.axis_values(axes)
         sizes = tuple(values[name] for name, axis in self.axes.items() if axis.size)
         return (sum(sizes), *sizes)
+
+
+@functools.lru_cache(maxsize=64)
+def modified(operator: Operator, score: Score) -> Operator:
+    """``operator`` with a score modification, whose arrays are arguments after the others."""
+    return dataclasses.replace(
+        operator,
+        arguments=(*operator.arguments, *(param.argument() for param in score.arrays)),
+        scalars=(*operator.scalars, *(param.name for param in score.scalars)),
+    )
+
+
+def by_name(normalise: Callable[..., Problem], without: Sequence[str] = ()) -> Callable[..., Problem]:
+    """`Operator.contract` by a function that takes arrays, options and ``softmax_scale`` by their names, and
+    what belongs to a score modification in ``score_arrays`` and ``score_scalars``. The
+    arguments ``without`` are not passed: an LSE is there where return_lse says so.
+    """
+
+    def contract(
+        operator: Operator, views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]
+    ) -> Problem:
+        named = dict(zip(operator.options, options, strict=True))
+        softmax_scale, *score_scalars = scalars
+        count = len(views) - (len(named["score"].arrays) if named["score"] else 0)
+        names = [argument.name for argument in operator.arguments[:count]]
+        return normalise(
+            **{name: view for name, view in zip(names, views, strict=False) if name not in without},
+            softmax_scale=softmax_scale,
+            score_arrays=views[count:],
+            score_scalars=score_scalars,
+            **named,
+        )
+
+    return contract

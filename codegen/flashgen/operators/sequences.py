@@ -1,9 +1,9 @@
-"""The sequences of a ``varlen`` call, from lengths that can be read on the host."""
+"""The sequences of a call with lengths, from lengths that can be read on the host."""
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -12,7 +12,25 @@ from flashgen.errors import BadParam
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from flashgen.operators.varlen import VarlenProblem
+    from flashgen.operators.arguments import Argument
+    from flashgen.operators.lengths import Lengths
+    from flashgen.operators.operator import Operator, Problem
+
+
+class WithLengths(Protocol):
+    """A problem with lengths; see `AttentionProblem`."""
+
+    batch: int
+    seqlen_q: int
+    lengths: Lengths
+    operator: Operator
+    sizes: dict[str, int]
+
+    def missing(self, argument: Argument) -> int:
+        """How many dimensions of an argument the caller leaves out."""
+
+    def of_sequence(self, q_length: int, kv_length: int) -> Problem:
+        """The problem of one sequence of these lengths."""
 
 
 class Sequence(NamedTuple):
@@ -44,48 +62,50 @@ class Sequence(NamedTuple):
         return rows.reshape(-1, *array.shape[2:])[: self.kv_length]
 
 
-def sequences(problem: VarlenProblem, lengths: Mapping[str, np.ndarray | None]) -> list[Sequence]:
-    """The sequences of a call; ``lengths`` has the arrays of `varlen.LENGTH_ARRAYS` in host memory.
+def sequences(problem: WithLengths, arrays: Mapping[str, np.ndarray | None]) -> list[Sequence]:
+    """The sequences of a call; ``arrays`` has the arrays of lengths in host memory, by name.
 
     Raises BadParam where they contradict the arrays, each other, or the bounds of the problem, and names the
     sequence.
     """
-    q_begins, q_lengths = _rows(lengths["cu_seqlens_q"], "cu_seqlens_q", problem, problem.rows_q)
-    kv_begins, kv_lengths = _rows(lengths["cu_seqlens_kv"], "cu_seqlens_kv", problem, problem.rows_kv)
-    if lengths["kv_lengths"] is not None:
-        kv_lengths = lengths["kv_lengths"].tolist()
-    index = range(problem.batch) if lengths["index"] is None else lengths["index"].tolist()
+    lengths = problem.lengths
+    capacity = lengths.capacity(problem.batch)
+    q_begins, q_lengths = _rows(arrays.get("cu_seqlens_q"), "cu_seqlens_q", problem, lengths.rows_q)
+    kv_begins, kv_lengths = _rows(arrays.get("cu_seqlens_kv"), "cu_seqlens_kv", problem, lengths.rows_kv)
+    if arrays.get("kv_lengths") is not None:
+        kv_lengths = arrays["kv_lengths"].tolist()
+    index = range(problem.batch) if arrays.get("index") is None else arrays["index"].tolist()
     found = []
     for b in range(problem.batch):
         q_length, kv_length = q_lengths[b], kv_lengths[b]
-        if not 0 <= kv_length <= problem.capacity:
-            raise BadParam(f"kv_lengths[{b}] is {kv_length}; expected 0 to {problem.capacity}, the room in k")
+        if not 0 <= kv_length <= capacity:
+            raise BadParam(f"kv_lengths[{b}] is {kv_length}; expected 0 to {capacity}, the room in k")
         for name, length, bound in (
             ("max_seqlen_q", q_length, problem.seqlen_q),
-            ("max_seqlen_kv", kv_length, problem.most_keys),
+            ("max_seqlen_kv", kv_length, lengths.most_keys),
         ):
             if length > bound:
                 raise BadParam(f"sequence {b} has length {length}; {name} says that none is above {bound}")
-        in_row = kv_length > 0 and not problem.packed_kv and not problem.paged
-        if in_row and not 0 <= index[b] < problem.batch_kv:
-            raise BadParam(f"index[{b}] is {index[b]}; k has {problem.batch_kv} rows of a cache")
+        in_row = kv_length > 0 and not lengths.packed_kv and not lengths.paged
+        if in_row and not 0 <= index[b] < lengths.batch_kv:
+            raise BadParam(f"index[{b}] is {index[b]}; k has {lengths.batch_kv} rows of a cache")
         found.append(
             Sequence(
                 b,
-                0 if problem.packed_q else b,
+                0 if lengths.packed_q else b,
                 q_begins[b],
                 q_length,
                 index[b] if in_row else 0,
                 kv_begins[b],
                 kv_length,
-                _pages(problem, lengths["pages"], b, q_length, kv_length),
+                _pages(problem, arrays.get("pages"), b, q_length, kv_length),
             )
         )
     return found
 
 
 def _rows(
-    cu_seqlens: np.ndarray | None, name: str, problem: VarlenProblem, rows: int
+    cu_seqlens: np.ndarray | None, name: str, problem: WithLengths, rows: int
 ) -> tuple[list[int], list[int]]:
     """The first row of each sequence, and how many it has."""
     if cu_seqlens is None:
@@ -93,6 +113,35 @@ def _rows(
     check_boundaries(cu_seqlens, name, rows, "tokens")
     ends = cu_seqlens.tolist()
     return ends[:-1], [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def arrays_of(
+    problem: WithLengths, sequence: Sequence, arrays: Mapping[str, np.ndarray | None]
+) -> dict[str, np.ndarray | None]:
+    """A sequence's part of each array, by name, as a call with a batch of one has it: a view, or where keys
+    are in pages a copy. ``arrays`` has arguments of the operator, none of them lengths.
+    """
+    cut = {
+        "batch": slice(sequence.number, sequence.number + 1),
+        "seqlen_q": slice(sequence.q_length),
+        "seqlen_kv": slice(sequence.kv_length),
+    }
+    entry, rows = sequence.queries()
+    parts = dict(arrays)
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        argument = problem.operator.arguments[problem.operator.position(name)]
+        symbols = argument.symbols
+        x = x[None] if problem.missing(argument) else x
+        if symbols[0] == "batch_kv":
+            parts[name] = sequence.keys(x)[None]
+        elif symbols[0] == "batch_q":
+            parts[name] = (x[entry, rows] if symbols[1] == "rows_q" else x[entry, :, rows])[None]
+        else:
+            whole = np.broadcast_to(x, argument.extents(problem.sizes))
+            parts[name] = whole[tuple(cut.get(symbol, slice(None)) for symbol in symbols)]
+    return parts
 
 
 def check_boundaries(cu_seqlens: np.ndarray, name: str, rows: int, of_what: str) -> None:
@@ -108,16 +157,18 @@ def check_boundaries(cu_seqlens: np.ndarray, name: str, rows: int, of_what: str)
 
 
 def _pages(
-    problem: VarlenProblem, table: np.ndarray | None, b: int, q_length: int, kv_length: int
+    problem: WithLengths, table: np.ndarray | None, b: int, q_length: int, kv_length: int
 ) -> np.ndarray | None:
     if table is None:
         return None
-    page_size = max(1, problem.rows_kv)
+    page_size = max(1, problem.lengths.rows_kv)
     begin, end = problem.of_sequence(q_length, kv_length).seen_keys
     read = slice(begin // page_size, -(-end // page_size))
     pages = np.zeros(-(-kv_length // page_size), np.int64)
     pages[read] = table[b, read]
-    wrong = np.flatnonzero((pages < 0) | (pages >= problem.batch_kv))
+    wrong = np.flatnonzero((pages < 0) | (pages >= problem.lengths.batch_kv))
     if wrong.size:
-        raise BadParam(f"pages[{b}, {wrong[0]}] is {pages[wrong[0]]}; there are {problem.batch_kv} pages")
+        raise BadParam(
+            f"pages[{b}, {wrong[0]}] is {pages[wrong[0]]}; there are {problem.lengths.batch_kv} pages"
+        )
     return pages

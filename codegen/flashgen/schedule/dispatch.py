@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError
 from flashgen.families.arch import arch_parts, reaches
 from flashgen.families.variant import TUNED_TILE
-from flashgen.operators import OPERATORS
+from flashgen.operators import operator_of
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import AUTO, SplitEvery
 from flashgen.schedule.grid import (
@@ -87,7 +87,7 @@ def offers(
     Raises BadParam for an algorithm that no family has, or whose families do not serve the problem.
     """
     if algorithm is None:
-        asked = [s for s in specs if s.operator == problem.operator.name and not s.on_request]
+        asked = [spec for spec in specs if computes(spec, problem) and not spec.on_request]
     else:
         asked = named(problem, specs, algorithm)
     offered: list[Variant] = []
@@ -113,9 +113,20 @@ def offers(
     return tuple(offered)
 
 
+def computes(kernels: Spec | Variant, problem: Problem) -> bool:
+    """Whether these kernels are of the problem's operator, and read lengths if it has lengths."""
+    of_problem = problem.operator.name, problem.lengths_on_device
+    return (kernels.operator, kernels.has_lengths) == of_problem
+
+
+def _calls(problem: Problem) -> str:
+    """What such calls are, for a message."""
+    return f"{problem.operator.name}{' with lengths' if problem.lengths_on_device else ''}"
+
+
 def named(problem: Problem, specs: Iterable[Spec], algorithm: str) -> list[Spec]:
     """The specs of an algorithm. Raises BadParam, with the names that there are, for one that none has."""
-    known = [spec for spec in specs if spec.operator == problem.operator.name and spec.algorithm]
+    known = [spec for spec in specs if computes(spec, problem) and spec.algorithm]
     found = [spec for spec in known if isinstance(algorithm, str) and spec.algorithm == algorithm]
     if not found:
         names = ", ".join(repr(name) for name in sorted({spec.algorithm for spec in known}))
@@ -172,19 +183,20 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
     suited = [variant for variant in computing if expressible(problem, variant)]
     if computing and not suited:
         raise SpecError(
-            f"the {operator.name} variants for this call, such as {computing[0]}, read arrays by tensor "
+            f"the {_calls(problem)} variants for this call, such as {computing[0]}, read arrays by tensor "
             f"maps, which need {REQUIREMENTS}; pass contiguous copies, or add a variant without tensor maps"
         )
     if not suited:
         raise SpecError(
-            f"no spec has a variant of {operator.name} for {problem.wanted()}; add one, or see: flashgen list"
+            f"no spec has a variant of {_calls(problem)} for {problem.wanted()}; add one, or see: flashgen "
+            "list"
         )
     running = [variant for variant in suited if runs_on(variant, device)]
     if not running:
         needs = sorted({f"{v.min_arch} with {v.max_smem} bytes of shared memory" for v in suited})
         raise DeviceTypeNotSupported(
             f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block) runs "
-            f"none of the variants of {operator.name} for {problem.wanted()}; they need "
+            f"none of the variants of {_calls(problem)} for {problem.wanted()}; they need "
             f"{' or '.join(needs)}"
         )
     too_many = (variant for variant in variants if misfit(problem, variant) == "rows")
@@ -351,7 +363,8 @@ def runs_on(variant: Variant, device: Device) -> bool:
 
 def _served(spec: Spec) -> str:
     """What a spec has kernels for, for a message."""
-    defaults = {name: (axis.default,) for name, axis in OPERATORS[spec.operator].axes.items() if axis.default}
+    claimed = operator_of(spec.operator, spec.has_lengths).axes
+    defaults = {name: (axis.default,) for name, axis in claimed.items() if axis.default}
     axes = ", ".join(
         f"{name} {' '.join(map(str, values))}" for name, values in (defaults | spec.axes).items()
     )
@@ -376,7 +389,7 @@ def misfit(problem: Problem, variant: Variant) -> str:
     lie: "operator", an axis, "score", or "rows", of which a head has too many. "" if nothing does.
     """
     operator = problem.operator
-    if not variant.is_main or variant.operator != operator.name:
+    if not variant.is_main or not computes(variant, problem):
         return "operator"
     values = operator.axis_values(dict(variant.axes))
     for name, axis in operator.axes.items():

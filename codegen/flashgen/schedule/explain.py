@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.families.arch import range_of
 from flashgen.schedule.dispatch import (
+    computes,
     cost,
     misfit,
     named,
@@ -120,7 +121,7 @@ def explain(
     others: list[Judged] = []
     left: list[Variant] = []
     for spec in specs:
-        if spec.operator != operator.name:
+        if not computes(spec, problem):
             continue
         for variant in spec.variants():
             if variant.is_main:

@@ -1,38 +1,51 @@
-"""Random problems of attention_backward for one variant, in memory whose gaps are NaN."""
+"""Random problems of attention_backward for one variant, in memory where all that belongs to no sequence is
+NaN.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.operators.backward import BackwardProblem, normalise
-from flashgen.operators.gradients import judge
+from flashgen.operators.backward import LENGTH_ARRAYS, BackwardProblem, normalise, operator_for
+from flashgen.operators.gradients import GradientVerdict, judge
 from flashgen.operators.masks import Band
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.reference import attention, modification_of
+from flashgen.operators.reference import Largest, attention, modification_of
+from flashgen.operators.sequences import arrays_of, sequences
+from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import (
     check_sizes,
     described,
+    expected_keys,
     masked,
-    random_mask,
-    score_arrays_of,
-    score_scalars_of,
-    score_views,
+    sizes_of_scores,
+    window_for,
 )
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from flashgen.families.variant import Variant
-    from flashgen.operators.gradients import GradientVerdict
+    from flashgen.operators.sequences import Sequence
     from flashgen.simulator.example import Shape
+
+# Rows of a packed array after its last sequence.
+_ROWS_AFTER = (0, 1, 150)
+_GRADIENTS = ("dq", "dk", "dv")
+_NOTHING = Largest(0.0, 0.0, 0.0, ())
+
+Arrays = dict[str, np.ndarray | None]
 
 
 @dataclass(frozen=True)
 class BackwardExample:
     """A problem with its arrays in host memory, in the operator's order. bfloat16 elements are their bits in
-    uint16; mask and dlse may be None.
+    uint16; mask, dlse and arrays of lengths may be None.
     """
 
     problem: BackwardProblem
@@ -45,58 +58,189 @@ class BackwardExample:
     @property
     def described(self) -> dict[str, Any]:
         """The sizes of the problem, for a report."""
-        return described(self.problem)
+        return described(self.problem, self.array("q"))
+
+    def sequences(self) -> list[Sequence]:
+        """The sequences that the lengths say now, of a call with lengths."""
+        return sequences(self.problem, {name: self.array(name) for name in LENGTH_ARRAYS})
+
+    def of_sequence(self, sequence: Sequence) -> Arrays:
+        """The part of a sequence in each array but lengths, by name, with a batch of one: views."""
+        return arrays_of(self.problem, sequence, self._without_lengths)
+
+    @property
+    def _without_lengths(self) -> Arrays:
+        """All arrays but lengths by name, in the order of `judge`."""
+        named = dict(zip(self.problem.operator.positions, self.arrays, strict=True))
+        return {name: named.get(name) for name in operator_for(self.problem.score).positions}
+
+    def _parts(self) -> Iterator[tuple[BackwardProblem, Arrays]]:
+        """The problem of each sequence with its arrays; without lengths the whole call."""
+        if self.problem.lengths is None:
+            yield self.problem, self._without_lengths
+            return
+        for sequence in self.sequences():
+            part = self.problem.of_sequence(sequence.q_length, sequence.kv_length)
+            yield part, self.of_sequence(sequence)
+
+    def forward(self) -> None:
+        """Fill out and lse with the results that a forward call has for the lengths as they are now."""
+        params = self.problem.score.arrays if self.problem.score else ()
+        for part, arrays in self._parts():
+            right = attention(
+                *(widened(arrays[name], part.dtype) for name in ("q", "k", "v")),
+                part.dtype,
+                part.softmax_scale,
+                Band.of(part),
+                arrays["mask"],
+                modification=modification_of(part, [arrays[param.name] for param in params]),
+            )
+            rounded = bfloat16_bits(right.out.astype(np.float32)) if part.dtype == "bf16" else right.out
+            arrays["out"][...] = rounded
+            arrays["lse"][...] = right.lse
+            if arrays["dlse"] is not None:  # the gradient of an LSE of -inf has no effect
+                finite = np.nan_to_num(arrays["dlse"], nan=1.0)
+                arrays["dlse"][...] = np.where(np.isneginf(right.lse), np.nan, finite)
 
     def judge(self) -> GradientVerdict:
-        """How far the outputs are from float64."""
-        return judge(self.problem, *self.arrays)
+        """How far the outputs are from float64: the worst of all sequences. Rows outside all sequences must
+        have gradients of 0.
+        """
+        verdicts = [judge(part, *arrays.values()) for part, arrays in self._parts()]
+        if self.problem.lengths is None:
+            return verdicts[0]
+        outside = self._outside_sequences()
+        worst = {}
+        for name in _GRADIENTS:
+            wrong = [Largest(np.inf, np.nan, 0.0, ())] if outside[name].view(np.uint8).any() else []
+            of_sequences = [getattr(verdict, name) for verdict in verdicts]
+            worst[name] = max([*of_sequences, *wrong], key=lambda x: x.share, default=_NOTHING)
+        return GradientVerdict(**worst)
+
+    def _outside_sequences(self) -> dict[str, np.ndarray]:
+        """The gradients with 0 in the rows of sequences."""
+        copies = {name: np.ascontiguousarray(self.array(name)).copy() for name in _GRADIENTS}
+        names = self.problem.operator.positions
+        arrays = tuple(copies.get(name, x) for name, x in zip(names, self.arrays, strict=True))
+        rest = dataclasses.replace(self, arrays=arrays)
+        for sequence in rest.sequences():
+            part = rest.of_sequence(sequence)
+            for name in _GRADIENTS:
+                part[name][...] = 0
+        return copies
 
 
 def make(variant: Variant, shape: Shape, seed: int) -> BackwardExample:
     """Normal random inputs for ``variant``, with the results that a forward call has for them; outputs, and
-    what lies between rows, are NaN. ``shape.return_lse`` is whether LSE has a gradient.
+    what is between rows, are NaN. ``shape.return_lse`` is whether LSE has a gradient.
+
+    A variant with lengths gets sequences of random lengths up to those of ``shape``, the first of which has
+    these. Queries and keys are packed or padded, as the seed will; rows after the last sequence and keys past
+    a length are NaN.
 
     Raises as ``attention_example.make``.
     """
     rng = np.random.default_rng(seed)
+    if variant.has_lengths:
+        problem, arrays = _with_lengths(variant, shape, rng)
+    else:
+        problem, arrays = _without_lengths(variant, shape, rng)
+    problem = masked(problem, variant, shape)
+    example = BackwardExample(problem, problem.operator.in_order(**arrays))
+    example.forward()
+    return example
+
+
+def _without_lengths(
+    variant: Variant, shape: Shape, rng: np.random.Generator
+) -> tuple[BackwardProblem, Arrays]:
     head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
     rows = (shape.batch, shape.seqlen_q, shape.heads)
     keys = (shape.batch, shape.seqlen_kv, kv_heads)
     dtype, gap = variant.dtype, shape.gap
-    q = random_rows(rng, (*rows, head_dim), dtype, shape.spread, gap)
-    k = random_rows(rng, (*keys, head_dim), dtype, 1.0, gap)
-    v = random_rows(rng, (*keys, head_dim_v), dtype, 1.0, gap)
-    dout = random_rows(rng, (*rows, head_dim_v), dtype, 1.0, gap)
-    out = rows_within_nan((*rows, head_dim_v), dtype, gap)
-    dq = rows_within_nan(q.shape, dtype, gap)
-    dk = rows_within_nan(k.shape, dtype, gap)
-    dv = rows_within_nan(v.shape, dtype, gap)
-    lse = np.empty((shape.batch, shape.heads, shape.seqlen_q), np.float32)
-    dlse = rng.standard_normal(lse.shape, np.float32) if shape.return_lse else None
-    mask = random_mask(rng, shape) if variant.mask_type == "dense" else None
-    sizes = {"batch": shape.batch, "num_heads_q": shape.heads}
-    sizes |= {"seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
-    score_arrays = score_arrays_of(rng, variant.score, sizes)
+    arrays: Arrays = {
+        "q": random_rows(rng, (*rows, head_dim), dtype, shape.spread, gap),
+        "k": random_rows(rng, (*keys, head_dim), dtype, 1.0, gap),
+        "v": random_rows(rng, (*keys, head_dim_v), dtype, 1.0, gap),
+        "dout": random_rows(rng, (*rows, head_dim_v), dtype, 1.0, gap),
+        "out": rows_within_nan((*rows, head_dim_v), dtype, gap),
+        "lse": np.empty((shape.batch, shape.heads, shape.seqlen_q), np.float32),
+    }
+    arrays["dlse"] = rng.standard_normal(arrays["lse"].shape, np.float32) if shape.return_lse else None
+    for name in ("q", "k", "v"):
+        arrays[f"d{name}"] = rows_within_nan(arrays[name].shape, dtype, gap)
+    arrays["mask"] = randomarrays.random_mask(rng, shape) if variant.mask_type == "dense" else None
+    return _normalised(variant, shape, rng, arrays)
+
+
+def _with_lengths(variant: Variant, shape: Shape, rng: np.random.Generator) -> tuple[BackwardProblem, Arrays]:
+    head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
+    batch, dtype, gap, heads = shape.batch, variant.dtype, shape.gap, shape.heads
+    q_lengths, kv_lengths = (
+        randomarrays.random_lengths(rng, batch, most) for most in (shape.seqlen_q, shape.seqlen_kv)
+    )
+    lengths: Arrays = {}
+    packed_q, packed_kv = (bool(rng.integers(2)) for _ in range(2))
+    if packed_q:
+        lengths["cu_seqlens_q"] = randomarrays.boundaries(q_lengths)
+        q_rows, used_q = randomarrays.packed(rng, q_lengths, _ROWS_AFTER)
+    else:
+        q_rows = (batch, shape.seqlen_q)
+        used_q = np.ones(q_rows, bool)
+    if packed_kv:
+        lengths["cu_seqlens_kv"] = randomarrays.boundaries(kv_lengths)
+        kv_rows, used_kv = randomarrays.packed(rng, kv_lengths, _ROWS_AFTER)
+    else:
+        lengths["kv_lengths"] = kv_lengths.astype(np.int32)
+        kv_rows = (batch, shape.seqlen_kv + int(rng.integers(3)))
+        used_kv = np.arange(kv_rows[1]) < kv_lengths[:, None]
+
+    def rows(size: tuple[int, int], of: int, width: int, used: np.ndarray, spread: float = 1.0) -> np.ndarray:
+        return randomarrays.used_rows(rng, (*size, of, width), used, dtype, spread, gap)
+
+    of_lse = (q_rows[0], heads, q_rows[1])
+    of_q: Arrays = {
+        "dout": rows(q_rows, heads, head_dim_v, used_q),
+        "q": rows(q_rows, heads, head_dim, used_q, shape.spread),
+    }
+    of_kv: Arrays = {
+        "k": rows(kv_rows, kv_heads, head_dim, used_kv),
+        "v": rows(kv_rows, kv_heads, head_dim_v, used_kv),
+        "dk": rows_within_nan((*kv_rows, kv_heads, head_dim), dtype, gap),
+        "dv": rows_within_nan((*kv_rows, kv_heads, head_dim_v), dtype, gap),
+    }
+    of_q |= {
+        "out": rows_within_nan((*q_rows, heads, head_dim_v), dtype, gap),
+        "lse": np.full(of_lse, np.nan, np.float32),
+        "dlse": rng.standard_normal(of_lse, np.float32) if shape.return_lse else None,
+        "dq": rows_within_nan((*q_rows, heads, head_dim), dtype, gap),
+    }
+    for arrays, packed in ((of_q, packed_q), (of_kv, packed_kv)):
+        if packed:
+            arrays |= {name: None if x is None else x[0] for name, x in arrays.items()}
+    return _normalised(
+        variant,
+        shape,
+        rng,
+        of_q | of_kv | lengths,
+        window_size=window_for(variant, shape),
+        max_seqlen_kv=None if variant.score and variant.score.arrays else expected_keys(rng, shape),
+    )
+
+
+def _normalised(
+    variant: Variant, shape: Shape, rng: np.random.Generator, arrays: Arrays, **options: Any
+) -> tuple[BackwardProblem, Arrays]:
+    """The problem of a call with these arrays, and all of its arrays by name."""
+    score_arrays = randomarrays.score_arrays_of(rng, variant.score, sizes_of_scores(shape))
+    dtypes = {"lse": "fp32", "dlse": "fp32", "mask": "uint8"} | dict.fromkeys(LENGTH_ARRAYS, "int32")
     problem = normalise(
-        *(view_of(x, dtype) for x in (dout, q, k, v, out)),
-        view_of(lse, "fp32"),
-        mask=None if mask is None else view_of(mask, "uint8"),
-        dlse=None if dlse is None else view_of(dlse, "fp32"),
-        **{name: view_of(x, dtype) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))},
-        deterministic=dict(variant.axes).get("dq_order") != "none",
+        **{name: view_of(x, dtypes.get(name, variant.dtype)) for name, x in arrays.items() if x is not None},
+        **options,
+        deterministic=variant.axis("dq_order") != "none",
         score=variant.score,
-        score_arrays=score_views(score_arrays),
-        score_scalars=score_scalars_of(rng, variant.score),
+        score_arrays=randomarrays.score_views(score_arrays),
+        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
     )
-    problem = masked(problem, variant, shape)
-    inputs = (widened(x, dtype) for x in (q, k, v))
-    modification = modification_of(problem, score_arrays)
-    forward = attention(
-        *inputs, dtype, problem.softmax_scale, Band.of(problem), mask, modification=modification
-    )
-    out[...] = bfloat16_bits(forward.out.astype(np.float32)) if dtype == "bf16" else forward.out
-    lse[...] = forward.lse
-    if dlse is not None:
-        dlse[np.isneginf(lse)] = np.nan  # has no effect
-    arrays = (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv, *score_arrays)
-    return BackwardExample(problem, arrays)
+    params = variant.score.arrays if variant.score else ()
+    return problem, arrays | {param.name: x for param, x in zip(params, score_arrays, strict=True)}

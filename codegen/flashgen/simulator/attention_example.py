@@ -1,36 +1,41 @@
-"""Random problems of attention for one variant, in memory whose gaps are NaN."""
+"""Random problems of attention for one variant, in memory where all that belongs to no sequence is NaN."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flashgen.errors import BadParam
+from flashgen.operators.arguments import Expected
 from flashgen.operators.attention import AttentionProblem, normalise
+from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.masks import UNBOUNDED
-from flashgen.operators.reference import judge
-from flashgen.simulator.example import ALIGNMENT, GUARD_ROWS, random_rows, rows_within_nan, view_of
+from flashgen.operators.reference import Largest, Verdict, judge
+from flashgen.operators.sequences import arrays_of, sequences
+from flashgen.operators.splits import AUTO
+from flashgen.simulator import randomarrays
+from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from flashgen.families.variant import Variant
-    from flashgen.operators.arguments import ArrayView
-    from flashgen.operators.reference import Verdict
-    from flashgen.operators.scores import Score
+    from flashgen.operators.splits import Splits
     from flashgen.simulator.example import Shape, Window
 
-_VIEWED = {"float32": "fp32", "int32": "int32"}
+# Rows of a packed array after its last sequence.
+_ROWS_AFTER = (0, 1, 2, 3)
+_PAGE_SIZES = (1, 3, 16, 48, 64, 256)
+# Of a variant for calls that say a number of splits, where the shape says none.
+_SPLITS = 3
 
 
 @dataclass(frozen=True)
 class AttentionExample:
     """A problem with its arrays in host memory. bfloat16 elements are their bits in uint16; ``mask`` may be
-    None."""
+    None. ``lengths`` has the arrays of lengths of a call that has some, None for those that it lacks.
+    """
 
     problem: AttentionProblem
     q: np.ndarray
@@ -40,39 +45,82 @@ class AttentionExample:
     out: np.ndarray
     lse: np.ndarray | None
     score_arrays: tuple[np.ndarray, ...] = ()
+    lengths: dict[str, np.ndarray | None] = field(default_factory=dict)
 
     @property
     def arrays(self) -> tuple[np.ndarray | None, ...]:
-        """q, k, v, mask, out, lse, and the arrays of a score modification."""
-        return self.q, self.k, self.v, self.mask, self.out, self.lse, *self.score_arrays
+        """All arrays, in the operator's order."""
+        return self.problem.operator.in_order(**self._without_lengths, **self.lengths)
+
+    @property
+    def _without_lengths(self) -> dict[str, np.ndarray | None]:
+        """All arrays but lengths by name, in the order of `judge`."""
+        params = self.problem.score.arrays if self.problem.score else ()
+        named = {name: getattr(self, name) for name in ("q", "k", "v", "mask", "out", "lse")}
+        return named | {param.name: x for param, x in zip(params, self.score_arrays, strict=True)}
 
     @property
     def described(self) -> dict[str, Any]:
         """The sizes of the problem, for a report."""
-        return described(self.problem)
+        return described(self.problem, self.q)
 
     def judge(self) -> Verdict:
-        """How far the outputs are from float64."""
-        inputs = self.q, self.k, self.v, self.mask
-        return judge(self.problem, *inputs, self.out, self.lse, *self.score_arrays)
+        """How far the outputs are from float64: the worst of all sequences. Rows outside all sequences must
+        still be NaN.
+        """
+        problem, arrays = self.problem, self._without_lengths
+        if problem.lengths is None:
+            return judge(problem, *arrays.values())
+        out = self.out[None] if problem.lengths.packed_q else self.out
+        untouched = np.ones(out.shape[:2], bool)
+        worst = []
+        for sequence in sequences(problem, self.lengths):
+            part = problem.of_sequence(sequence.q_length, sequence.kv_length)
+            worst.append(judge(part, *arrays_of(problem, sequence, arrays).values()))
+            untouched[sequence.queries()] = False
+        left = np.ascontiguousarray(out)[untouched].view(np.uint8)
+        if not (left == 0xFF).all():
+            worst.append(Verdict(Largest(np.inf, np.nan, 0.0, ()), None))
+        of_lse = [verdict.lse for verdict in worst if verdict.lse is not None]
+        nothing = Largest(0.0, 0.0, 0.0, ())
+        return Verdict(
+            max((verdict.out for verdict in worst), key=lambda x: x.share, default=nothing),
+            max(of_lse, key=lambda x: x.share, default=nothing) if self.lse is not None else None,
+        )
 
 
-def described(problem: AttentionProblem) -> dict[str, Any]:
+def described(problem: AttentionProblem, q: np.ndarray) -> dict[str, Any]:
     """The sizes of a problem of attention, for a report."""
-    return {
+    sizes = {
         "shape": [problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim],
         "head_dim_v": problem.head_dim_v,
         "seqlen_kv": problem.seqlen_kv,
         "num_heads_kv": problem.num_heads_kv,
     }
+    if problem.lengths is not None:
+        sizes |= {"shape": list(q.shape), "sequences": problem.batch}
+    return sizes
 
 
 def make(variant: Variant, shape: Shape, seed: int) -> AttentionExample:
-    """Normal random inputs for ``variant``; outputs, and what lies between rows, are NaN.
+    """Normal random inputs for ``variant``; outputs, and what is between rows, are NaN.
+
+    A variant with lengths gets sequences of random lengths up to those of ``shape``, the first of which has
+    these. Queries and keys are packed or padded, as the seed will, or padded with a dense mask. The kernel
+    may be chosen by fewer keys than sequences have, as the seed will. Packed rows after the last sequence,
+    slots past a length and pages of no sequence are NaN, and entries of the page table past a length are
+    garbage.
 
     Raises BadParam for sizes that are not the variant's: heads that it cannot group, a head dim that it does
-    not hold, a window where its mask type has none; and what the contract raises.
+    not hold, a window where its mask type has none, with lengths a diagonal that starts top left; and what
+    the contract raises.
     """
+    return (
+        _with_lengths(variant, shape, seed) if variant.has_lengths else _without_lengths(variant, shape, seed)
+    )
+
+
+def _without_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExample:
     rng = np.random.default_rng(seed)
     head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
     q_shape = (shape.batch, shape.seqlen_q, shape.heads, head_dim)
@@ -86,11 +134,9 @@ def make(variant: Variant, shape: Shape, seed: int) -> AttentionExample:
     lse = (
         np.full((shape.batch, shape.heads, shape.seqlen_q), np.nan, np.float32) if shape.return_lse else None
     )
-    mask = random_mask(rng, shape) if variant.mask_type == "dense" else None
+    mask = randomarrays.random_mask(rng, shape) if variant.mask_type == "dense" else None
     views = [view_of(x, variant.dtype) for x in (q, k, v, out)]
-    sizes = {"batch": shape.batch, "num_heads_q": shape.heads}
-    sizes |= {"seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
-    score_arrays = score_arrays_of(rng, variant.score, sizes)
+    score_arrays = randomarrays.score_arrays_of(rng, variant.score, sizes_of_scores(shape))
     problem = normalise(
         *views[:3],
         out=views[3],
@@ -98,10 +144,79 @@ def make(variant: Variant, shape: Shape, seed: int) -> AttentionExample:
         return_lse=shape.return_lse,
         splits=shape.splits,
         score=variant.score,
-        score_arrays=score_views(score_arrays),
-        score_scalars=score_scalars_of(rng, variant.score),
+        score_arrays=randomarrays.score_views(score_arrays),
+        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
     )
     return AttentionExample(masked(problem, variant, shape), q, k, v, mask, out, lse, score_arrays)
+
+
+def _with_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExample:
+    rng = np.random.default_rng(seed)
+    head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
+    batch, dtype = shape.batch, variant.dtype
+    q_lengths, kv_lengths = (
+        randomarrays.random_lengths(rng, batch, most) for most in (shape.seqlen_q, shape.seqlen_kv)
+    )
+    lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTH_ARRAYS)
+    dense = variant.mask_type == "dense"
+    packed_q = bool(rng.integers(2)) and not dense
+    if packed_q:
+        lengths["cu_seqlens_q"] = randomarrays.boundaries(q_lengths)
+        q_rows, used = randomarrays.packed(rng, q_lengths, _ROWS_AFTER)
+    else:
+        q_rows, used = (batch, shape.seqlen_q), None
+    q = randomarrays.used_rows(rng, (*q_rows, shape.heads, head_dim), used, dtype, shape.spread, shape.gap)
+    if variant.axis("pages") == "paged":
+        boxes = [param.box.rows for param in variant.params if param.name == "k" and param.box]
+        sizes = [size for size in _PAGE_SIZES if not any(size % rows for rows in boxes)]
+        kv_rows, used = randomarrays.paged(rng, lengths, kv_lengths, sizes)
+    elif rng.integers(2) and not dense:
+        lengths["cu_seqlens_kv"] = randomarrays.boundaries(kv_lengths)
+        kv_rows, used = randomarrays.packed(rng, kv_lengths, _ROWS_AFTER)
+    else:
+        kv_rows, used = randomarrays.cache_rows(rng, lengths, kv_lengths, shape)
+    k, v = (
+        randomarrays.used_rows(rng, (*kv_rows, kv_heads, width), used, dtype, 1.0, shape.gap)
+        for width in (head_dim, head_dim_v)
+    )
+    out = rows_within_nan((*q_rows, shape.heads, head_dim_v), dtype, shape.gap)
+    lse = np.full((q_rows[0], shape.heads, q_rows[1]), np.nan, np.float32) if shape.return_lse else None
+    if packed_q:
+        q, out, lse = q[0], out[0], None if lse is None else lse[0]
+    if lengths["cu_seqlens_kv"] is not None:
+        k, v = k[0], v[0]
+    score_arrays = randomarrays.score_arrays_of(rng, variant.score, sizes_of_scores(shape))
+    # What an array has an element for: of a call without bounds the operator takes larger ones.
+    bounded = {
+        symbol for param in (variant.score.arrays if variant.score else ()) for symbol in param.symbols
+    }
+    mask = randomarrays.random_mask(rng, shape) if dense else None
+    fixed = variant.axis("splits") == "fixed" and shape.splits == AUTO
+    splits = _SPLITS if fixed else shape.splits
+    problem = normalise(
+        *(view_of(x, dtype) for x in (q, k, v)),
+        **{name: None if x is None else view_of(x, "int32") for name, x in lengths.items()},
+        mask=None if mask is None else view_of(mask, "uint8"),
+        out=view_of(out, dtype),
+        window_size=window_for(variant, shape),
+        max_seqlen_q=shape.seqlen_q if (packed_q and splits != AUTO) or "seqlen_q" in bounded else None,
+        max_seqlen_kv=shape.seqlen_kv
+        if dense or "seqlen_kv" in bounded
+        else expected_keys(rng, shape, splits),
+        return_lse=shape.return_lse,
+        splits=splits,
+        score=variant.score,
+        score_arrays=randomarrays.score_views(score_arrays),
+        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
+    )
+    problem = masked(problem, variant, shape)
+    return AttentionExample(problem, q, k, v, mask, out, lse, score_arrays, lengths)
+
+
+def sizes_of_scores(shape: Shape) -> dict[str, int]:
+    """The extents of scores, of which arrays of a score modification have some."""
+    sizes = {"batch": shape.batch, "num_heads_q": shape.heads}
+    return sizes | {"seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
 
 
 def check_sizes(variant: Variant, shape: Shape) -> tuple[int, int, int]:
@@ -114,55 +229,6 @@ def check_sizes(variant: Variant, shape: Shape) -> tuple[int, int, int]:
             raise BadParam(f"{name} is {width}, and {variant.name} holds at most {most}")
     _check_window(variant, shape.window)
     return head_dim, head_dim_v, _kv_heads(variant, shape)
-
-
-def score_arrays_of(
-    rng: np.random.Generator, score: Score | None, sizes: Mapping[str, int]
-) -> tuple[np.ndarray, ...]:
-    """Random arrays of a score modification; a dimension of its own has 1 to 20 elements."""
-    found = []
-    for param in score.arrays if score else ():
-        own = {symbol: int(rng.integers(1, 21)) for symbol in param.symbols}
-        extents = tuple((own | sizes)[symbol] for symbol in param.symbols)
-        if param.type == "i32":
-            found.append(rng.integers(-3, 4, extents, np.int32))
-        else:
-            found.append(rng.standard_normal(extents, np.float32))
-    return tuple(found)
-
-
-def score_views(arrays: Sequence[np.ndarray]) -> list[ArrayView]:
-    """The views of these arrays of a score modification."""
-    return [view_of(x, _VIEWED[x.dtype.name]) for x in arrays]
-
-
-def score_scalars_of(rng: np.random.Generator, score: Score | None) -> tuple[float, ...]:
-    """Random numbers of a score modification, none of them 0."""
-    kinds = [param.type for param in score.scalars] if score else []
-    return tuple(int(rng.integers(1, 9)) if kind == "i32" else float(rng.uniform(0.5, 8)) for kind in kinds)
-
-
-def random_mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
-    """Tiles of 64x64 keys that are hidden, visible and mixed, and some rows that see nothing."""
-    extents = {"b": shape.batch, "h": shape.heads, "q": shape.seqlen_q, "k": shape.seqlen_kv, "1": 1}
-    size = tuple(extents[letter] for letter in shape.mask)
-    rows, keys = (1, *size)[-2:]
-    hidden = rng.random(size) < 0.5
-    kind = rng.random((*size[:-2], -(-rows // 64), -(-keys // 64)))
-    kind = kind.repeat(64, -1)[..., :keys].repeat(64, -2)[..., :rows, :].reshape(size)
-    hidden = (hidden | (kind < 1 / 3)) & (kind < 2 / 3)
-    if rows > 1:
-        hidden |= rng.random((*size[:-1], 1)) < 0.1
-    alignment = shape.mask_alignment
-    stride = -(-keys // alignment) * alignment
-    if alignment < 16 and stride % (2 * alignment) == 0:
-        stride += alignment
-    count = math.prod(size[:-1]) * stride
-    memory = rng.integers(1, 256, count + GUARD_ROWS * stride + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    mask = memory[start : start + count].reshape(*size[:-1], stride)[..., :keys]
-    mask[...] = np.where(hidden, mask, 0)
-    return mask
 
 
 def _kv_heads(variant: Variant, shape: Shape) -> int:
@@ -186,15 +252,38 @@ def _check_window(variant: Variant, window: Window | None) -> None:
         raise BadParam(f"window is {window}; each side must be -1 (no bound), 0 or more")
 
 
-def masked(problem: AttentionProblem, variant: Variant, shape: Shape) -> AttentionProblem:
-    """The problem with the variant's own mask type, even where a simpler kernel would hide the same keys."""
-    offset = 0 if shape.top_left else problem.seqlen_kv - problem.seqlen_q
-    if variant.mask_type == "none" or (variant.mask_type == "dense" and shape.window is None):
-        return problem
+def expected_keys(rng: np.random.Generator, shape: Shape, splits: Splits = AUTO) -> Expected | None:
+    """A bound of keys that is smaller than ``shape.seqlen_kv`` and must cut no key; None for no bound."""
+    return Expected(int(rng.integers(shape.seqlen_kv + 1))) if splits == AUTO and rng.integers(2) else None
+
+
+def window_for(variant: Variant, shape: Shape) -> Window:
+    """The window of a call for ``variant``. Raises BadParam for a diagonal that starts top left."""
+    if shape.top_left:
+        raise BadParam(
+            f"{variant.name} takes sequences of several lengths, whose diagonals end bottom right; "
+            "causal_top_left does not fit"
+        )
+    if variant.mask_type == "local":
+        return shape.window or (max(1, shape.seqlen_kv // 4), 0)
     if variant.mask_type == "causal":
-        left, right = -1, 0
+        return (-1, 0)
+    return shape.window or (-1, -1)
+
+
+def masked(problem: AttentionProblem, variant: Variant, shape: Shape) -> AttentionProblem:
+    """The problem with the variant's mask type, even where a simpler kernel would hide the same keys."""
+    end = problem.seqlen_kv - problem.seqlen_q
+    if problem.lengths is not None:
+        if problem.mask_type == variant.mask_type:
+            return problem
+        offset, left, right = end, problem.window_left, window_for(variant, shape)[1]
+    elif variant.mask_type == "none" or (variant.mask_type == "dense" and shape.window is None):
+        return problem
     else:
-        left, right = shape.window or (max(1, problem.seqlen_kv // 4), 0)
+        window = (-1, 0) if variant.mask_type == "causal" else shape.window
+        offset = 0 if shape.top_left else end
+        left, right = window or (max(1, problem.seqlen_kv // 4), 0)
     left, right = (UNBOUNDED if side < 0 else side for side in (left, right))
     return dataclasses.replace(
         problem, mask_type=variant.mask_type, diagonal_offset=offset, window_left=left, window_right=right

@@ -3,11 +3,11 @@
 Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
 and ``${ x }`` prints a value. Undefined names are errors, and so are the usual delimiters of Jinja. A
 template finds every axis and every tile key by name, and beside them ``header`` (the file's first comment),
-``params_struct`` (the C struct), ``name``, ``operator``, ``has_lengths`` (the device has the length of each
-sequence), ``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``; of a score modification
-``score`` (its name, or None), ``score_functions`` (`source.scores`), ``score_has_offset``, whether a part of
-it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of it to multiply by
-(`operators.lowering`).
+``params_struct`` (the C struct), ``name``, ``has_lengths`` (the device has the length of each sequence),
+``computes_gradients``, ``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``; of a score
+modification ``score`` (its name, or None), ``score_functions`` (`source.scores`), ``score_has_offset``,
+whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of
+it to multiply by (`operators.lowering`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.errors import FlashgenError, InternalError, SpecError, TemplateWarning
 from flashgen.families.arch import range_of
 from flashgen.host.paths import INSIDE, code_digest, specs_dir, templates_dir
+from flashgen.operators import OPERATORS
 from flashgen.source.params import struct_text
 
 if TYPE_CHECKING:
@@ -233,8 +234,8 @@ def _context(form: Variant) -> dict[str, Any]:
         **_of_score(form),
         "variant": form,
         "name": form.name,
-        "operator": form.operator,
-        "has_lengths": form.operator in ("varlen", "varlen_backward"),
+        "has_lengths": form.has_lengths,
+        "computes_gradients": OPERATORS[form.operator].differentiates,
         "target": form.target,
         "header": header_comment(form),
         "params_struct": struct_text(form.params),
@@ -248,7 +249,6 @@ def _of_score(form: Variant) -> dict[str, Any]:
     if form.score is None:
         return {"score_functions": "", "score_has_offset": False, "score_has_derivative": False}
     # Only a call with a modification waits for these.
-    from flashgen.operators import OPERATORS
     from flashgen.source.scores import score_functions
 
     differentiated = OPERATORS[form.operator].differentiates

@@ -33,7 +33,8 @@ def test_lengths_are_read_by_the_kernels_that_are_timed(name, fake_gpu, fake_arr
         fake_gpu.launches.clear()
         call(0)
         variants = [fake_gpu.variants[function] for function, *_ in fake_gpu.launches]
-        operators = [variant.operator for variant in variants]
-        assert operators == ["append"] * case.appends + ["varlen"] * (len(operators) - case.appends)
+        kernels = [(variant.operator, variant.has_lengths) for variant in variants]
+        reading = [("attention", True)] * (len(kernels) - case.appends)
+        assert kernels == [("append", False)] * case.appends + reading
         (main,) = (variant for variant in variants if variant.name == peer.variant)
         assert dict(main.axes).get("pages", "none") == ("paged" if case.page_size else "none")

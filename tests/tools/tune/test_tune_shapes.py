@@ -14,7 +14,7 @@ from flashgen.tools.tune.shapes import Unsuited, cases, suited
 ORDINARY = [
     v
     for spec in load_specs()
-    if spec.operator == "attention"
+    if spec.operator == "attention" and not spec.has_lengths
     for v in spec.variants()
     if v.is_main and not v.tile_name and v.target != "sm86"
 ]

@@ -176,7 +176,7 @@ class Case:
         """Fewest bytes that must pass through device memory: each input that there must be, such as q, k and
         v, read once, and each output written once.
         """
-        operator = OPERATORS["attention_backward" if self.is_backward else "attention"]
+        operator = OPERATORS["attention_backward" if self.is_backward else "attention"].without_lengths
         sizes = {name: getattr(self, name) for name in ("batch", "seqlen_q", "seqlen_kv", "head_dim")}
         sizes |= {"num_heads_q": self.num_heads_q, "num_heads_kv": self.num_heads_kv}
         required = [argument for argument in operator.arguments if not argument.optional]

@@ -36,16 +36,18 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
     """The points of the ``selected`` variants, in their order: for each family and combination of axis values
     those that dispatch would consider on ``device``.
 
-    Kernels of other operators than attention are left out.
+    Kernels of other operators than attention, and with lengths, are left out.
 
     ``specs`` are those of the selected. Raises DeviceTypeNotSupported where none of the selected runs on the
     device, BadParam where only tiles with names were selected, or kernels that dispatch does not choose.
     """
     main = [variant for variant in selected if variant.is_main]
-    timed = [variant for variant in main if variant.operator == ATTENTION.name]
+    timed = [variant for variant in main if variant.operator == ATTENTION.name and not variant.has_lengths]
     if main and not timed:
+        of_what = f"{main[0].operator}{' with lengths' if main[0].has_lengths else ''}"
         raise BadParam(
-            f"nothing to tune: the selected kernels are of {main[0].operator}, and tune times attention alone"
+            f"nothing to tune: the selected kernels are of {of_what}, and tune times attention without "
+            "lengths alone"
         )
     selected = [variant for variant in timed if not variant.on_request]
     if not selected:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashgen
-from flashgen.operators import varlen
 from flashgen.operators.gradients import judge
+from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.sequences import sequences
 
 DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
@@ -29,7 +29,7 @@ class Batch:
     def __init__(self, rng, lengths, packed_q, packed_kv, heads=(4, 2), widths=(16, 8), dtype="fp32"):
         q_lengths, kv_lengths = (np.array(of_one, np.int32) for of_one in zip(*lengths, strict=True))
         batch, behind = len(q_lengths), 3
-        self.lengths = dict.fromkeys(varlen.LENGTH_ARRAYS)
+        self.lengths = dict.fromkeys(LENGTH_ARRAYS)
         if packed_q:
             self.lengths["cu_seqlens_q"] = sums(q_lengths)
             rows = (int(q_lengths.sum()) + behind,)
@@ -62,8 +62,8 @@ class Batch:
         assert all(x is y for x, y in zip(found, into.values(), strict=True))
         of_q = {"dout": self.dout, "q": self.q, "out": out, "lse": lse, "dlse": self.dlse, "dq": found[0]}
         of_k = {"k": self.k, "v": self.v, "dk": found[1], "dv": found[2]}
-        of_q = {name: x[None] if problem.packed_q else x for name, x in of_q.items()}
-        of_k = {name: x[None] if problem.packed_kv else x for name, x in of_k.items()}
+        of_q = {name: x[None] if problem.lengths.packed_q else x for name, x in of_q.items()}
+        of_k = {name: x[None] if problem.lengths.packed_kv else x for name, x in of_k.items()}
         for each in sequences(problem, self.lengths):
             entry, rows = each.queries()
             own = {name: x[entry, rows][None] for name, x in of_q.items() if "lse" not in name}

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from flashgen import errors
 from flashgen.operators.arguments import ArrayView, Expected
+from flashgen.operators.attention import normalise
 from flashgen.operators.masks import UNBOUNDED, Band
 from flashgen.operators.sequences import sequences
-from flashgen.operators.varlen import normalise
 
 
 def view(*shape, dtype="fp16", device=0):
@@ -35,6 +35,10 @@ PAGED = PADDED | {"k": view(9, 16, 2, 64), "v": view(9, 16, 2, 64), "pages": int
 def call(given, **changes):
     given = {name: x for name, x in (given | changes).items() if x is not None}
     return normalise(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+def capacity(problem):
+    return problem.lengths.capacity(problem.batch)
 
 
 def test_sizes_are_called_what_callers_call_them():
@@ -111,9 +115,9 @@ def test_equal_layouts_make_equal_problems_and_results_have_the_shape_of_q(given
 def test_what_arrays_hold_bounds_lengths():
     assert (call(PADDED).seqlen_q, call(PADDED).seqlen_kv) == (5, 7)
     assert (call(PACKED).seqlen_q, call(PACKED).seqlen_kv) == (20, 30)
-    assert call(PAGED).seqlen_kv == call(PAGED).capacity == 64
+    assert call(PAGED).seqlen_kv == capacity(call(PAGED)) == 64
     nothing = call(PAGED, k=view(0, 16, 2, 64), v=view(0, 16, 2, 64))
-    assert nothing.seqlen_kv == nothing.capacity == 0
+    assert nothing.seqlen_kv == capacity(nothing) == 0
     none = {"q": view(0, 5, 4, 64), "k": view(0, 7, 2, 64), "v": view(0, 7, 2, 64), "kv_lengths": integers(0)}
     assert call(none, mask=view(5, 7, dtype="bool")).empty
     assert (
@@ -127,10 +131,12 @@ def test_an_expected_bound_chooses_the_kernel_and_cuts_no_key(given):
     without = call(given)
     for bound in (0, 3, 7, 99):
         problem = call(given, max_seqlen_kv=Expected(bound))
-        assert problem.seqlen_kv == min(bound, without.capacity)
-        assert problem.values({})["seqlen_kv"] == problem.most_keys == without.capacity
+        assert problem.seqlen_kv == min(bound, capacity(without))
+        assert problem.values({})["seqlen_kv"] == problem.lengths.most_keys == capacity(without)
         fixed = call(given, max_seqlen_kv=bound)
-        assert fixed.values({})["seqlen_kv"] == fixed.most_keys == fixed.seqlen_kv == problem.seqlen_kv
+        assert (
+            fixed.values({})["seqlen_kv"] == fixed.lengths.most_keys == fixed.seqlen_kv == problem.seqlen_kv
+        )
     assert call(given, max_seqlen_kv=Expected(None)) == without
 
 

@@ -1,0 +1,148 @@
+"""Random inputs of attention, in memory whose gaps are NaN: masks, the arrays and numbers of score
+modifications, and sequences of several lengths with the arrays that hold them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flashgen.simulator.example import ALIGNMENT, GUARD_ROWS, random_rows, view_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.scores import Score
+    from flashgen.simulator.example import Shape
+
+_VIEWED = {"float32": "fp32", "int32": "int32"}
+# Entries of a page table that no length reaches.
+_GARBAGE = 1 << 30
+
+
+def score_arrays_of(
+    rng: np.random.Generator, score: Score | None, sizes: Mapping[str, int]
+) -> tuple[np.ndarray, ...]:
+    """Random arrays of a score modification; a dimension of its own has 1 to 20 elements."""
+    found = []
+    for param in score.arrays if score else ():
+        own = {symbol: int(rng.integers(1, 21)) for symbol in param.symbols}
+        extents = tuple((own | sizes)[symbol] for symbol in param.symbols)
+        if param.type == "i32":
+            found.append(rng.integers(-3, 4, extents, np.int32))
+        else:
+            found.append(rng.standard_normal(extents, np.float32))
+    return tuple(found)
+
+
+def score_views(arrays: Sequence[np.ndarray]) -> list[ArrayView]:
+    """The views of these arrays of a score modification."""
+    return [view_of(x, _VIEWED[x.dtype.name]) for x in arrays]
+
+
+def score_scalars_of(rng: np.random.Generator, score: Score | None) -> tuple[float, ...]:
+    """Random numbers of a score modification, none of them 0."""
+    kinds = [param.type for param in score.scalars] if score else []
+    return tuple(int(rng.integers(1, 9)) if kind == "i32" else float(rng.uniform(0.5, 8)) for kind in kinds)
+
+
+def random_mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Tiles of 64x64 keys that are hidden, visible and mixed, and some rows that see nothing."""
+    extents = {"b": shape.batch, "h": shape.heads, "q": shape.seqlen_q, "k": shape.seqlen_kv, "1": 1}
+    size = tuple(extents[letter] for letter in shape.mask)
+    rows, keys = (1, *size)[-2:]
+    hidden = rng.random(size) < 0.5
+    kind = rng.random((*size[:-2], -(-rows // 64), -(-keys // 64)))
+    kind = kind.repeat(64, -1)[..., :keys].repeat(64, -2)[..., :rows, :].reshape(size)
+    hidden = (hidden | (kind < 1 / 3)) & (kind < 2 / 3)
+    if rows > 1:
+        hidden |= rng.random((*size[:-1], 1)) < 0.1
+    alignment = shape.mask_alignment
+    stride = -(-keys // alignment) * alignment
+    if alignment < 16 and stride % (2 * alignment) == 0:
+        stride += alignment
+    count = math.prod(size[:-1]) * stride
+    memory = rng.integers(1, 256, count + GUARD_ROWS * stride + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    mask = memory[start : start + count].reshape(*size[:-1], stride)[..., :keys]
+    mask[...] = np.where(hidden, mask, 0)
+    return mask
+
+
+def random_lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
+    """The first is ``most``; of the others some are 0 and some 1."""
+    found = rng.integers(0, most + 1, batch)
+    found[rng.random(batch) < 0.15] = 0
+    found[rng.random(batch) < 0.15] = min(1, most)
+    found[:1] = most
+    return found
+
+
+def boundaries(lengths: np.ndarray) -> np.ndarray:
+    """Where packed sequences of these lengths begin and end."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def packed(
+    rng: np.random.Generator, lengths: np.ndarray, rows_after: Sequence[int]
+) -> tuple[tuple[int, int], np.ndarray]:
+    """Packed sequences, with as many rows after the last one as one of ``rows_after``. Returns entries and
+    their rows, and which are used.
+    """
+    total = int(lengths.sum())
+    used = np.arange(total + int(rng.choice(rows_after)))[None] < total
+    return used.shape, used
+
+
+def paged(
+    rng: np.random.Generator, lengths: dict[str, np.ndarray | None], kv_lengths: np.ndarray, sizes: list[int]
+) -> tuple[tuple[int, int], np.ndarray]:
+    """Pages of one of the ``sizes`` in random order, one of them nobody's. Returns pages and their size, and
+    which slots are used.
+    """
+    size = int(rng.choice(sizes))
+    counts = -(-kv_lengths // size)
+    order = rng.permutation(int(counts.sum()) + 1)
+    table = np.full((len(kv_lengths), max(1, int(counts.max(initial=0)))), _GARBAGE, np.int32)
+    used, first = np.zeros((len(order), size), bool), 0
+    for b, (count, length) in enumerate(zip(counts, kv_lengths, strict=True)):
+        table[b, :count] = order[first : first + count]
+        slots = np.arange(length)
+        used[table[b, slots // size], slots % size] = True
+        first += count
+    lengths["pages"], lengths["kv_lengths"] = table, kv_lengths.astype(np.int32)
+    return used.shape, used
+
+
+def cache_rows(
+    rng: np.random.Generator, lengths: dict[str, np.ndarray | None], kv_lengths: np.ndarray, shape: Shape
+) -> tuple[tuple[int, int], np.ndarray]:
+    """Rows of a cache, as many as sequences, or more, of which an index chooses."""
+    batch = len(kv_lengths)
+    rows = np.arange(batch)
+    if rng.integers(2):
+        rows = rng.permutation(batch + 2)[:batch]
+        lengths["index"] = rows.astype(np.int32)
+    lengths["kv_lengths"] = kv_lengths.astype(np.int32)
+    capacity = shape.seqlen_kv + int(rng.integers(3))
+    used = np.zeros((batch + (2 if lengths["index"] is not None else 0), capacity), bool)
+    used[rows] = np.arange(capacity) < kv_lengths[:, None]
+    return used.shape, used
+
+
+def used_rows(
+    rng: np.random.Generator,
+    size: tuple[int, ...],
+    used: np.ndarray | None,
+    dtype: str,
+    spread: float,
+    gap: int,
+) -> np.ndarray:
+    """Rows of Q, K or V; those that are not used are NaN."""
+    x = random_rows(rng, size, dtype, spread, gap)
+    if used is not None:
+        x[~used] = 0xFFFF if dtype == "bf16" else np.nan
+    return x
