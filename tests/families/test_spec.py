@@ -45,6 +45,12 @@ WRONG = {
         "operator:",
         ["operator: ", "'convolution'", "allowed: append, attention, attention_backward, merge"],
     ),
+    "lengths of an operator without them": (
+        "operator: attention",
+        "operator: merge\nlengths: device",
+        "lengths:",
+        ["lengths: calls of merge have none; only those of attention, attention_backward do"],
+    ),
     "option that writes a file": (
         "no_spills: true",
         "options:\n  - -lineinfo\n  - --time=/tmp/written\nno_spills: true",
@@ -721,9 +727,13 @@ def test_specs_of_an_operator_are_read_without_the_others(tiny_folder, edit_spec
     monkeypatch.delenv("FLASHGEN_SPECS", raising=False)
     by_operator = collections.defaultdict(list)
     for spec in load_specs():
-        by_operator[spec.operator].append(spec.name)
+        for key in (spec.operator, (spec.operator, spec.has_lengths)):
+            by_operator[key].append(spec.name)
     for operator in OPERATORS:
         assert [spec.name for spec in load_specs(operator=operator)] == by_operator[operator]
+        for has_lengths in (False, True):
+            specs = load_specs(operator=operator, has_lengths=has_lengths)
+            assert [spec.name for spec in specs] == by_operator[operator, has_lengths]
     edit_spec("no_spills: true", "no_spill: true")
     folder = tiny_folder / "specs"
     load_specs(folder, operator="merge")
@@ -746,6 +756,26 @@ def test_the_operator_of_a_text(line, read, tmp_path):
     assert is_of("attention", tmp_path / "mine.yaml", text) is read
     (tmp_path / "base.yaml").write_bytes(text)
     assert is_of("attention", tmp_path / "other.yaml", b"extends: base\nfamily: other\n") is read
+
+
+@pytest.mark.parametrize(
+    ("line", "device"),
+    [
+        ("lengths: device", True),
+        ("'lengths' : \"device\"  # of sequences", True),
+        ("lengths: none", False),
+        ("# lengths: device", False),
+    ],
+)
+def test_whether_kernels_of_a_text_read_lengths(line, device, tmp_path):
+    text = f"operator: attention\n{line}\n".encode()
+    for has_lengths in (False, True):
+        assert is_of("attention", tmp_path / "mine.yaml", text, has_lengths) is (has_lengths is device)
+        assert not is_of("merge", tmp_path / "mine.yaml", text, has_lengths)
+    (tmp_path / "base.yaml").write_bytes(text)
+    assert is_of("attention", tmp_path / "other.yaml", b"extends: base\nfamily: other\n", device)
+    assert is_of("attention", tmp_path / "other.yaml", b"extends: base\nlengths: device\n", True)
+    assert is_of("attention", tmp_path / "other.yaml", b"extends: base\nlengths: none\n", False)
 
 
 def test_two_families_must_not_share_names(tiny_folder):

@@ -75,10 +75,12 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
     return prepare(problem, problem.device, offers(problem, here, specs, algorithm))
 
 
-def specs_for(device: Device, operator: str | None = None, has_lengths: bool = False) -> tuple[Spec, ...]:
-    """The specs that calls on a device choose among, with what is tuned for it: all, or those of an operator
-    for calls with or without lengths, which the first call of a process need not wait for others to see.
-    Folders of the caller are read whole.
+def specs_for(
+    device: Device, operator: str | None = None, has_lengths: bool | None = None
+) -> tuple[Spec, ...]:
+    """The specs that calls on a device choose among, with what is tuned for it: all, or those of an operator,
+    for calls with or without lengths or (None) for either, which the first call of a process need not wait
+    for others to see. Folders of the caller are read whole.
     """
     folders, tuned = os.environ.get("FLASHGEN_SPECS", ""), os.environ.get("FLASHGEN_TUNED", "")
     return _specs(folders, tuned, device.name, None if folders else operator, has_lengths)
@@ -90,7 +92,7 @@ def _specs(
     tuned: str = "",
     gpu: str | None = None,
     operator: str | None = None,
-    has_lengths: bool = False,
+    has_lengths: bool | None = None,
 ) -> tuple[Spec, ...]:
     """The shipped specs and those in ``folders``, with what is tuned for ``gpu``; ``folders`` and ``tuned``
     are the values of FLASHGEN_SPECS and FLASHGEN_TUNED. Read once for each set of these."""

@@ -29,16 +29,21 @@ def whole_text(path: Path, text: bytes) -> bytes:
     return b"\0".join([os.fsencode(path.stem), text, *(content for _, content in bases(path, text))])
 
 
-def is_of(operator: str, has_lengths: bool, path: Path, text: bytes) -> bool:
-    """Whether the spec ``path`` is of this operator, for calls with or without lengths; True as well where
-    its texts do not say.
+def is_of(operator: str, path: Path, text: bytes, has_lengths: bool | None = None) -> bool:
+    """Whether the spec ``path`` is of this operator, for calls with or without lengths, or (None) for either;
+    True as well where its texts do not say.
     """
     texts = [text, *(content for _, content in bases(path, text))]
-    operators, lengths = (
-        [match[1].decode() for content in texts if (match := pattern.search(content))]
-        for pattern in (_OPERATOR, _LENGTHS)
-    )
-    return not operators or (operators[0] == operator and (lengths[:1] == ["device"]) == has_lengths)
+    named = _first(_OPERATOR, texts)
+    if named is None:
+        return True
+    return named == operator and has_lengths in (None, _first(_LENGTHS, texts) == "device")
+
+
+def _first(pattern: re.Pattern[bytes], texts: list[bytes]) -> str | None:
+    """The value of a key in the first of these texts that has it."""
+    matches = (pattern.search(text) for text in texts)
+    return next((match[1].decode() for match in matches if match), None)
 
 
 def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:

@@ -61,10 +61,10 @@ def load_specs(
     cache: CubinCache | None = None,
     gpu: str | None = None,
     operator: str | None = None,
-    has_lengths: bool = False,
+    has_lengths: bool | None = None,
 ) -> tuple[Spec, ...]:
-    """All specs, or those of an ``operator`` for calls with or without lengths, without checking the others:
-    the shipped folder, then the folders in ``FLASHGEN_SPECS``, then ``extra``.
+    """All specs, or those of an ``operator``, for calls with or without lengths or (None) for either, without
+    checking the others: the shipped folder, then the folders in ``FLASHGEN_SPECS``, then ``extra``.
 
     ``FLASHGEN_SPECS`` separates folders as ``PATH`` does. A file whose stem an earlier folder has as well
     takes its place; any other file adds a family. ``cache`` keeps what was checked for later processes;
@@ -77,7 +77,7 @@ def load_specs(
         paths |= {path.stem: path for path in yaml_files(folder) if path.name != SCORES_FILE}
     if operator is not None:
         paths = {
-            stem: path for stem, path in paths.items() if is_of(operator, has_lengths, path, _text(path))
+            stem: path for stem, path in paths.items() if is_of(operator, path, _text(path), has_lengths)
         }
     specs = tuple(load_spec(path, cache, gpu) for path in paths.values())
     owners: dict[tuple[str, str], list[Spec]] = {}
