@@ -48,7 +48,7 @@ ARGUMENTS = (
     Argument("k", "input", "batch_kv rows_kv num_heads_kv head_dim", differentiable=True),
     Argument("v", "input", "batch_kv rows_kv num_heads_kv head_dim_v", differentiable=True),
     *of_lengths.ARGUMENTS,
-    contract.MASK,
+    contract.MASK._replace(shape="batch num_heads_q rows_q seqlen_kv"),
     Argument("out", "output", "batch_q rows_q num_heads_q head_dim_v"),
     Argument(
         "lse",
