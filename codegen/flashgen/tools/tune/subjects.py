@@ -46,8 +46,8 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
     if main and not timed:
         of_what = f"{main[0].operator}{' with lengths' if main[0].has_lengths else ''}"
         raise BadParam(
-            f"nothing to tune: the selected kernels are of {of_what}, and tune times attention without "
-            "lengths alone"
+            f"nothing to tune: the selected kernels are of {of_what}, and tune times attention alone, "
+            "without lengths"
         )
     selected = [variant for variant in timed if not variant.on_request]
     if not selected:
