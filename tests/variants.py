@@ -1,5 +1,6 @@
 """Variants for tests of scheduling, without a spec."""
 
+from flashgen.families.dispatch import Dispatch
 from flashgen.families.grid import Grid, Visits
 from flashgen.families.variant import Variant
 
@@ -27,4 +28,5 @@ def variant(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", **changes):
         "params": (),
         "header": "flashgen/sm80.cuh",
     }
-    return Variant(**(fields | changes))
+    numbers = {name: changes.pop(name) for name in Dispatch._fields if name in changes}
+    return Variant(**(fields | {"dispatch": Dispatch(**numbers)} | changes))

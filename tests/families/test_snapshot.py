@@ -87,7 +87,7 @@ def test_an_edit_is_seen_at_once(tiny, cache, edit_spec):
     os.utime(tiny, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert tiny.stat().st_size == status.st_size
     after = load_spec(tiny, cache).content
-    assert (before.rows[-1]["efficiency"], after.rows[-1]["efficiency"]) == (0.75, 0.85)
+    assert tuple(c.rows[-1].dispatch["efficiency"] for c in (before, after)) == (0.75, 0.85)
     edit_spec("efficiency: 0.85", "efficiency: 0.75")
     assert load_spec(tiny, cache).content == before
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flashgen.errors import BadParam, FlashgenError, SpecError
 from flashgen.families.bases import is_of
 from flashgen.families.expression import Expression
-from flashgen.families.grid import Visits
+from flashgen.families.grid import GRID_NUMBERS, Visits
 from flashgen.families.load import load_spec, load_specs
 from flashgen.families.steps import StepTable
 from flashgen.families.variant import Variant
@@ -609,7 +609,7 @@ def test_names_are_unique_and_say_the_point(tiny_variants):
 def test_first_matching_row_wins_for_each_tile_name(tiny_spec):
     (default, m64) = tiny_spec.select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", target="sm80")
     assert (default.tile_name, default.tile_value("warps"), default.threads) == ("", 8, 256)
-    assert (m64.tile_name, m64.tile_value("warps"), m64.efficiency) == ("m64", 4, 0.75)
+    assert (m64.tile_name, m64.tile_value("warps"), m64.dispatch.efficiency) == ("m64", 4, 0.75)
     (other, _) = tiny_spec.select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", target="sm86")
     assert other.tile_value("warps") == 4
 
@@ -863,7 +863,8 @@ def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
     assert len(parsed) == 1
     places = collections.Counter((place, type) for place, _, type in checked)
     assert set(places.values()) == {1}
-    of_a_tile = 2 + len(spec.content.steps[0].covers) + 6 + len(Visits._fields)
+    grid = next(iter(spec.content.entries.values()))[0].steps[0].grid
+    of_a_tile = 2 + len(grid.covers) + len(GRID_NUMBERS) + len(Visits._fields)
     tiles = sum(map(len, spec.content.entries.values()))
     assert len(computed) % of_a_tile == 0
     assert len(computed) < of_a_tile * tiles / 2

@@ -54,7 +54,7 @@ def test_a_tuned_tile_is_a_further_tile_of_its_point_alone(tiny, write):
     assert added.name == "tiny_fwd_hdim64_fp16_causal_tuned_sm80"
     assert dict(added.axes) | {"target": added.target} == POINT
     assert dict(added.tile) == {"block_m": 64, "block_n": 96, "warps": 4, "stages": 2, "min_blocks": 1}
-    assert (added.threads, added.smem_bytes, added.efficiency) == (128, (64 + 4 * 96) * 64 * 2, 1.25)
+    assert (added.threads, added.smem_bytes, added.dispatch.efficiency) == (128, (64 + 4 * 96) * 64 * 2, 1.25)
     assert added.no_spills
     assert not added.committed  # though the spec commits all tiles of some points
     assert added.name in render(added)

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from flashgen.families.dispatch import OF_A_TILE, Dispatch
 from flashgen.families.load import load_spec
 from flashgen.families.selection import find_by_axes
 from flashgen.families.variant import Variant, variant_name
@@ -60,8 +61,9 @@ def test_as_dict_is_json_and_has_every_field(tiny_variants):
         described = variant.as_dict()
         assert json.loads(json.dumps(described)) == described
     left_out = {"element_bytes", "header", "priority", "spec_dir", "visits", "workspace"}
-    left_out |= {"on_request", "is_main", "before", "after"}
+    left_out |= {"dispatch", "is_main", "before", "after"}
     assert {field.name for field in dataclasses.fields(Variant)} - set(described) == left_out
+    assert set(Dispatch._fields) - set(described) == {"prefer"}
 
 
 @pytest.mark.parametrize(
@@ -83,3 +85,23 @@ def test_what_to_compile_for_a_gpu(tiny_variants, min_arch, archs, gpu, code):
     assert variant.code_for(gpu) == code
     if gpu == "sm_90":
         assert variant.code_for("sm_90a") == code
+
+
+def test_what_dispatch_gets_from_a_spec_is_beside_the_kernel(tiny_folder):
+    """A number of the record is named in one place: a spec gives it, the variant carries it, and neither the
+    source nor its digest depends on it.
+    """
+    path = tiny_folder / "specs" / "tiny.yaml"
+    text, plain = path.read_text(), load_spec(path).variants()[0]
+    given = {"prefer": "on_request", "rows_at_most": 3}
+    given |= {name: 0.5 for name in Dispatch._fields if name not in (*given, *OF_A_TILE)}
+    rows = ", ".join(f"{name}: {value}" for name, value in given.items())
+    text = text.replace("dispatch: {prefer: on_request}", f"dispatch: {{{rows}}}")
+    path.write_text(
+        text.replace("- {target: sm80, head_dim: 64,", "- {target: sm80, efficiency: 0.5, head_dim: 64,")
+    )
+    variant = load_spec(path).select(head_dim=64, target="sm80")[0]
+    assert variant.dispatch._asdict() == given | dict.fromkeys(OF_A_TILE, 0.5)
+    like = load_spec(path).variants()[0]
+    assert like.dispatch != plain.dispatch
+    assert like.rendered_form() == plain.rendered_form()

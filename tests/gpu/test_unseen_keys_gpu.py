@@ -39,7 +39,7 @@ def shapes(variant):
     """Few queries on many keys, of which a window and a diagonal that starts top left hide most."""
     heads = {"heads": 2} if variant.gqa == "mha" else {"heads": 4, "kv_heads": 2}
     many = {"seqlen_q": 3, "seqlen_kv": 2000, **heads}
-    if not variant.rows_at_most:
+    if not variant.dispatch.rows_at_most:
         many = {"seqlen_q": 200, "seqlen_kv": 900, **heads}
     window = (many["seqlen_kv"] // 3, 0)
     if variant.has_lengths:

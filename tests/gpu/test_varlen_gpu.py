@@ -44,13 +44,13 @@ def test_within_the_bound_and_nothing_else_is_touched(variant):
     if not runs_on(variant, device(0)):
         pytest.skip(f"{device(0)} does not run it")
     seed = secrets.randbits(32)
-    for shape in DECODE if variant.rows_at_most else CHUNKS if variant.family == SPLIT else PREFILL:
+    for shape in DECODE if variant.dispatch.rows_at_most else CHUNKS if variant.family == SPLIT else PREFILL:
         if variant.gqa != "mha":
             shape = dataclasses.replace(shape, heads=4, kv_heads=1)
         for each in range(seed, seed + 2):
             example = make(variant, shape, each)
             rows = example.problem.seqlen_q * example.problem.group_size
-            if variant.rows_at_most and rows > variant.rows_at_most:
+            if variant.dispatch.rows_at_most and rows > variant.dispatch.rows_at_most:
                 continue
             found = computed(example, variant, ("out", "lse"))
             verdict = dataclasses.replace(example, **found).judge()

@@ -329,7 +329,11 @@ def test_a_launch_fills_a_struct_in_as_the_simulator_does(spec, driver, binding)
     rng = random.Random(spec.name)
     mains = [variant for variant in spec.variants() if variant.is_main]
     for variant in rng.sample(mains, min(6, len(mains))):
-        few = {"seqlen_q": rng.randint(1, 4), "heads": 2, "kv_heads": 2} if variant.rows_at_most else {}
+        few = (
+            {"seqlen_q": rng.randint(1, 4), "heads": 2, "kv_heads": 2}
+            if variant.dispatch.rows_at_most
+            else {}
+        )
         shape = Shape(seqlen_kv=rng.randint(1, 600), batch=rng.randint(1, 3), **few)
         problem = make(variant, shape, rng.randrange(100)).problem
         gpu = pretend_for(variant)

@@ -150,7 +150,10 @@ def test_tiles_cover_all_rows_of_all_heads(call):
 def test_a_tuned_tile_takes_the_place_of_the_ordinary_one_and_of_no_other(call, device, random):
     """At some points, whatever its efficiency."""
     at = [v for v in EVERY if not v.tile_name and random.random() < 0.5]
-    tuned = [replace(v, tile_name="tuned", efficiency=random.choice([0.5, 1.2])) for v in at]
+    tuned = [
+        replace(v, tile_name="tuned", dispatch=v.dispatch._replace(efficiency=random.choice([0.5, 1.2])))
+        for v in at
+    ]
     before, after = (set(candidates(call, device, variants)) for variants in (EVERY, [*EVERY, *tuned]))
     replaced = {v for v in before if v in at}
     assert after == before - replaced | {t for v, t in zip(at, tuned, strict=True) if v in replaced}
@@ -186,9 +189,12 @@ def test_a_call_that_no_kernel_counts_to_the_end_of_is_too_large(sizes, named):
 def test_a_start_is_paid_by_no_more_tiles_than_the_busiest_multiprocessor_has(call, device):
     """Of tiles that differ in length, with what the end of the grid adds to an equal share."""
     for plain in candidates(call, device, EVERY):
-        cheap, dear = cost(call, device, plain), cost(call, device, replace(plain, start=2))
+        cheap, dear = (
+            cost(call, device, plain),
+            cost(call, device, replace(plain, dispatch=plain.dispatch._replace(start=2))),
+        )
         block_m, count = plain.tile_value("block_m"), tiles(call, plain)
-        rate = plain.efficiency * (0.97 if plain.gqa == "packed" else 1)
+        rate = plain.dispatch.efficiency * (0.97 if plain.gqa == "packed" else 1)
         paid = (dear - cheap) * rate / (2 * block_m * block_m)
         waves = count / device.num_sms
         assert min(1, waves) - 1e-9 <= paid <= max(math.ceil(waves), waves + 0.35) + 1e-9
@@ -825,7 +831,7 @@ def test_a_slice_of_a_gpu_has_clusters_of_every_size():
     scores = 2 * 8 * 4096 * 16  # tiles, their keys, their rows
     for num_sms, shared in itertools.product(range(1, 133), offered):
         gpu = SimpleNamespace(**{**vars(H200), "num_sms": num_sms})
-        assert cost(made, gpu, shared) > scores / num_sms / shared.efficiency
+        assert cost(made, gpu, shared) > scores / num_sms / shared.dispatch.efficiency
 
 
 def test_a_thread_block_alone_reads_at_its_own_rate():

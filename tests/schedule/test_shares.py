@@ -175,10 +175,12 @@ def test_the_cost_is_that_of_the_busiest_multiprocessor(given_call, gpu):
     """At least an equal share of all keys, at most that of whole tiles."""
     assume(given_call.batch and given_call.seqlen_kv)
     shares = shares_of(given_call, PLAIN, gpu)
-    by_key = PLAIN.grid.covers[0][1] / PLAIN.efficiency
+    by_key = PLAIN.grid.covers[0][1] / PLAIN.dispatch.efficiency
     keys = cost(given_call, gpu, PLAIN) / by_key
     assert keys >= shares.kv_blocks * KEYS / gpu.num_sms
-    free = dataclasses.replace(PLAIN, start=0, grid=PLAIN.grid._replace(split_gain=0))
+    free = dataclasses.replace(
+        PLAIN, dispatch=PLAIN.dispatch._replace(start=0), grid=PLAIN.grid._replace(split_gain=0)
+    )
     assert (
         cost(given_call, gpu, free) / by_key <= (shares.kv_blocks / gpu.num_sms + 2 * shares.per_share) * KEYS
     )

@@ -201,7 +201,7 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
 
 def variants_on_offer() -> tuple[Variant, ...]:
     """Those that dispatch chooses among where a call asks for no family by name."""
-    return tuple(variant for variant in load_variants(None) if not variant.on_request)
+    return tuple(variant for variant in load_variants(None) if not variant.dispatch.on_request)
 
 
 def chosen_variants(

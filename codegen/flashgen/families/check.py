@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen.errors import SpecError
 from flashgen.families import extends, tunedrows
 from flashgen.families.axes import read_axes
+from flashgen.families.dispatch import OF_A_TILE
 from flashgen.families.expression import Expression
 from flashgen.families.grid import GROUP_PARTS, NUM_PARTS, Buffer
-from flashgen.families.model import Content
+from flashgen.families.model import Content, TileRow
 from flashgen.families.schema import FILE, POSITIVE, SHORT_NAME, TARGET, File, Target
 from flashgen.families.searchspace import SearchSpace
 from flashgen.families.steps import read_steps
@@ -83,13 +84,8 @@ def examine(path: Path, text: bytes) -> Checked:
             "family": file.family,
             "header": file.header,
             "options": file.options,
-            "on_request": file.dispatch.prefer == "on_request",
-            "start": file.dispatch.start,
-            "fill": file.dispatch.fill,
-            "passes": file.dispatch.passes,
-            "alone_gbps": file.dispatch.alone_gbps,
-            "rows_at_most": file.dispatch.rows_at_most,
         },
+        dispatch=file.dispatch,
         targets={
             name: {
                 "min_arch": target.min_arch,
@@ -100,12 +96,12 @@ def examine(path: Path, text: bytes) -> Checked:
             for priority, (name, target) in enumerate(targets.items())
         },
         rows=tuple(
-            {
-                "tile": tuple((key, row[key]) for key in file.tile_keys),
-                "tile_name": row["name"] or "",
-                "efficiency": row["efficiency"],
-                "no_spills": row["no_spills"],
-            }
+            TileRow(
+                tuple((key, row[key]) for key in file.tile_keys),
+                row["name"] or "",
+                row["no_spills"],
+                {key: row[key] for key in OF_A_TILE},
+            )
             for row in table.rows
         ),
         entries=table.entries,

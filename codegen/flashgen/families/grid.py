@@ -3,9 +3,9 @@
 Scheduling reads these numbers; nothing there repeats what a template decides.
 """
 
-from __future__ import annotations
+from typing import Annotated, NamedTuple
 
-from typing import NamedTuple
+from flashgen.families.kinds import Choice, Either, Integer, MapOf, Text
 
 # What the blocks of a launch do: one tile each; or a part of their cluster's tile each; one tile each,
 # of sequences whose lengths the kernel finds; or, no more of them than run at a time, tile after tile; the
@@ -25,9 +25,14 @@ NUM_PARTS = "num_parts"
 # Likewise: the parts of a kv head's query heads, each with thread blocks of its own (`Grid.part_time`).
 GROUP_PARTS = "group_parts"
 
+# In a file, a number is an expression, of which each tile at each point gives a value.
+NUMBER = Either(Integer(), Text("an expression"))
+Number = Annotated[int, NUMBER]
+Extents = tuple[tuple[str, int], ...]
+
 
 class Grid(NamedTuple):
-    """The work tiles of a launch.
+    """The work tiles of a launch. A number is at least what it is by default.
 
     ``covers`` names the dimensions of the operator that are cut into tiles, with a tile's extent in each;
     their product is the number of tiles. ``schedule`` is one of SCHEDULES. ``blocks_per_sm`` is the thread
@@ -37,22 +42,22 @@ class Grid(NamedTuple):
     time, in query rows, that memory takes for what a tile of keys leaves of a part of its query heads (0:
     groups of query heads are never split). ``cluster`` is the thread blocks of a cluster, which share a
     tile, or have neighbouring ones of the first dimension. ``step_rows`` is the query rows of a step of tiles
-    of keys, which may add to dq ``in_turns``. ``beside`` cuts further dimensions, likewise, into tiles of a
-    second kind. With one of the ``kinds`` to a thread block, those of the second kind come behind the others;
-    with two, thread block i has tile i of each kind that has so many.
+    of keys; they add to dq ``in_turns`` unless it is 0. ``beside`` cuts further dimensions into tiles of a
+    second kind. With one of the ``kinds`` to a thread block, those of the second kind come after the others;
+    with two, thread block i has tile i of each kind that has that many.
     """
 
-    covers: tuple[tuple[str, int], ...] = ()
-    schedule: str = "tile_per_block"
-    blocks_per_sm: int = 1
-    from_last_row: int = 0
-    split_gain: int = 0
-    part_time: int = 0
-    cluster: int = 1
-    step_rows: int = 0
-    in_turns: bool = False
-    beside: tuple[tuple[str, int], ...] = ()
-    kinds: int = 1
+    covers: Annotated[Extents, MapOf(NUMBER, least=1)] = ()
+    schedule: Annotated[str, Choice(SCHEDULES)] = "tile_per_block"
+    blocks_per_sm: Number = 1
+    from_last_row: Number = 0
+    split_gain: Number = 0
+    part_time: Number = 0
+    cluster: Number = 1
+    step_rows: Number = 0
+    in_turns: Number = 0
+    beside: Annotated[Extents, MapOf(NUMBER)] = ()
+    kinds: Number = 1
 
     @property
     def persistent(self) -> bool:
@@ -76,16 +81,20 @@ class Grid(NamedTuple):
         return dict(self.covers).get(dimension, 0)
 
 
+# The fields of a grid that are numbers.
+GRID_NUMBERS = tuple(name for name, default in Grid._field_defaults.items() if isinstance(default, int))
+
+
 class Visits(NamedTuple):
     """How a work tile walks the scores: ``rows`` of it visit the same KV blocks, of ``keys`` keys each. A
     warp (``wgmma``: a warpgroup) multiplies ``mma_rows`` rows as one, and takes ``mma`` matrix instructions
     for them and a KV block.
     """
 
-    rows: int
-    keys: int
-    mma_rows: int
-    mma: int
+    rows: Number
+    keys: Number
+    mma_rows: Number
+    mma: Number
 
 
 class Buffer(NamedTuple):

@@ -12,7 +12,6 @@ import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import BadParam, SpecError
-from flashgen.families.grid import Grid
 from flashgen.families.params import TENSOR_MAP
 from flashgen.families.variant import Variant
 
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from flashgen.families.grid import Buffer, Visits
+    from flashgen.families.dispatch import Dispatch
+    from flashgen.families.grid import Buffer, Grid, Visits
     from flashgen.families.kinds import Keys
     from flashgen.families.params import Box, Param
 
@@ -32,22 +32,13 @@ Members = dict[str, Any]
 
 class Resources(NamedTuple):
     """What one step takes with a tile at a point: threads and dynamic shared memory of a block, the boxes of
-    the tensor maps among its parameters, in their order, and the numbers of its grid.
+    the tensor maps among its parameters, in their order, its grid, and how a tile walks the scores.
     """
 
     threads: int
     smem_bytes: int
     boxes: tuple[Box, ...]
-    covers: tuple[int, ...]
-    blocks_per_sm: int
-    from_last_row: int
-    split_gain: int
-    part_time: int
-    cluster: int
-    step_rows: int
-    in_turns: int
-    beside: tuple[int, ...]
-    kinds: int
+    grid: Grid
     visits: Visits | None
 
 
@@ -61,9 +52,19 @@ class Entry(NamedTuple):
     steps: tuple[Resources, ...]
 
 
+class TileRow(NamedTuple):
+    """A row of the tile table: the tile keys, the name of the tile, promises of registers, and the numbers of
+    `Dispatch` that are its own.
+    """
+
+    tile: tuple[tuple[str, int | str], ...]
+    tile_name: str
+    no_spills: bool | tuple[str, ...]
+    dispatch: dict[str, float]
+
+
 class Step(NamedTuple):
-    """One kernel of a family: what its variants share. ``covers`` names the dimensions of its grid,
-    ``beside`` those of the tiles beside them.
+    """One kernel of a family: what its variants share.
     ``score_seam`` is whether it takes score modifications. ``when`` lists, per axis or tile key, the values
     for which variants have the step; empty means always.
     """
@@ -71,9 +72,6 @@ class Step(NamedTuple):
     name: str
     template: str
     params: tuple[Param, ...]
-    covers: tuple[str, ...]
-    beside: tuple[str, ...]
-    schedule: str
     dependent_launch: bool
     score_seam: bool
     combines: bool
@@ -106,8 +104,9 @@ class Content(NamedTuple):
     main: int
     workspace: tuple[Buffer, ...]
     family: Members
+    dispatch: Dispatch
     targets: dict[str, Members]
-    rows: tuple[Members, ...]
+    rows: tuple[TileRow, ...]
     entries: dict[Point, tuple[Entry, ...]]
     problems: tuple[str, ...] = ()
 
@@ -130,7 +129,7 @@ class Spec:
         self.operator = content.operator
         self.has_lengths = content.has_lengths
         self.algorithm = content.algorithm
-        self.on_request: bool = content.family["on_request"]
+        self.on_request: bool = content.dispatch.on_request
         self.score_seam = any(step.score_seam for step in content.steps)
         self.description = content.description
         self.axes = content.axes
@@ -181,7 +180,7 @@ class Spec:
         key = point, entry.row
         if key not in self._made:
             content = self.content
-            values = dict(zip(self.axes, point, strict=False)) | dict(content.rows[entry.row]["tile"])
+            values = dict(zip(self.axes, point, strict=False)) | dict(content.rows[entry.row].tile)
             present = [index for index, step in enumerate(content.steps) if step.present(values)]
             before = tuple(self._variant(point, entry, index) for index in present if index < content.main)
             after = tuple(self._variant(point, entry, index) for index in present if index > content.main)
@@ -193,13 +192,15 @@ class Spec:
         self, point: Point, entry: Entry, index: int, is_main: bool = False, **around: tuple[Variant, ...]
     ) -> Variant:
         content, target = self.content, point[-1]
-        step, takes = content.steps[index], entry.steps[index]
+        step, takes, row = content.steps[index], entry.steps[index], content.rows[entry.row]
         axes = dict(zip(self.axes, point, strict=False))
-        values = axes | dict(content.rows[entry.row]["tile"])
         return Variant(
             **content.family,
             **content.targets[target],
-            **content.rows[entry.row],
+            dispatch=content.dispatch._replace(**row.dispatch),
+            tile=row.tile,
+            tile_name=row.tile_name,
+            no_spills=row.no_spills,
             spec=self.name,
             spec_dir=str(self.path.parent),
             operator=self.operator,
@@ -214,23 +215,11 @@ class Spec:
             axes=tuple(axes.items()),
             threads=takes.threads,
             smem_bytes=takes.smem_bytes,
-            grid=Grid(
-                tuple(zip(step.covers, takes.covers, strict=True)),
-                step.schedule,
-                takes.blocks_per_sm,
-                takes.from_last_row,
-                takes.split_gain,
-                takes.part_time,
-                takes.cluster,
-                takes.step_rows,
-                bool(takes.in_turns),
-                tuple(zip(step.beside, takes.beside, strict=True)),
-                takes.kinds,
-            ),
+            grid=takes.grid,
             visits=takes.visits,
             committed=entry.committed,
             element_bytes=content.element_bytes[axes["dtype"]],
-            params=self._params_of(index, values, takes.boxes),
+            params=self._params_of(index, axes | dict(row.tile), takes.boxes),
             is_main=is_main,
             **around,
         )

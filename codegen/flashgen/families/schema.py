@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-from flashgen.families.grid import SCHEDULES
+from flashgen.families.dispatch import OF_A_TILE, Dispatch
+from flashgen.families.grid import NUMBER, Grid, Visits
 from flashgen.families.kinds import (
     ANYTHING,
     FLAG,
     Choice,
-    Decimal,
     Either,
     Field,
     Integer,
@@ -17,6 +17,7 @@ from flashgen.families.kinds import (
     MapOf,
     Record,
     Text,
+    fields_of,
     optional,
     record,
 )
@@ -31,8 +32,6 @@ SHORT_NAME = Text(_SHORT_NAME, r"^[a-z][a-z0-9]*$")
 ARCH = Text("an architecture, such as sm_90", r"^sm_[0-9]+[af]?$")
 COUNT = Integer(0)
 POSITIVE = Integer(1)
-RATE = Decimal(above=0, most=1e6)
-NUMBER = Either(Integer(), Text("an expression"))
 DOC = Text("one line without a backslash", r"^[^\n\\]*$")
 _INSIDE = "the name of a file below the folders of templates, without / at its start and without .."
 FILE_NAME = Text(_INSIDE, INSIDE)
@@ -119,29 +118,11 @@ _RANGE = Record(
 )
 
 
-class GridRow(NamedTuple):
-    """What a launch covers: the extent of a tile in each dimension, and how blocks go through the tiles."""
-
-    covers: Annotated[Mapping[str, int | str], MapOf(NUMBER, least=1)]
-    schedule: Annotated[str, Choice(SCHEDULES)] = "tile_per_block"
-    blocks_per_sm: Annotated[int | str, NUMBER] = 1
-    from_last_row: Annotated[int | str, NUMBER] = 0
-    split_gain: Annotated[int | str, NUMBER] = 0
-    part_time: Annotated[int | str, NUMBER] = 0
-    cluster: Annotated[int | str, NUMBER] = 1
-    step_rows: Annotated[int | str, NUMBER] = 0
-    in_turns: Annotated[int | str, NUMBER] = 0
-    beside: Annotated[Mapping[str, int | str], MapOf(NUMBER)] = {}
-    kinds: Annotated[int | str, NUMBER] = 1
-
-
-class VisitsRow(NamedTuple):
-    """How a tile walks the scores; see `grid.Visits`."""
-
-    rows: Annotated[int | str, NUMBER]
-    keys: Annotated[int | str, NUMBER]
-    mma_rows: Annotated[int | str, NUMBER]
-    mma: Annotated[int | str, NUMBER]
+_EXTENTS = fields_of(Grid)
+GRID = Record(
+    _EXTENTS | {"covers": Field(_EXTENTS["covers"].kind), "beside": Field(_EXTENTS["beside"].kind, {})}, Grid
+)
+VISITS = record(Visits)
 
 
 class StepRow(NamedTuple):
@@ -154,9 +135,9 @@ class StepRow(NamedTuple):
     template: Annotated[str, FILE_NAME]
     threads: Annotated[int | str, NUMBER]
     smem_bytes: Annotated[int | str, NUMBER]
-    grid: Annotated[GridRow, record(GridRow)]
+    grid: Annotated[Grid, GRID]
     params: Annotated[tuple[Any, ...], ListOf(ANYTHING, least=1)]
-    visits: Annotated[VisitsRow | None, optional(record(VisitsRow))] = None
+    visits: Annotated[Visits | None, optional(VISITS)] = None
     dependent_launch: Annotated[bool, FLAG] = False
     score_seam: Annotated[bool, FLAG] = False
     main: Annotated[bool, FLAG] = False
@@ -171,17 +152,8 @@ class BufferRow(NamedTuple):
     shape: Annotated[tuple[int | str, ...], ListOf(NUMBER, least=1)]
 
 
-class Dispatch(NamedTuple):
-    """Whether dispatch offers the family to calls, to which of them, and four numbers of the rule by which it
-    chooses.
-    """
-
-    prefer: Annotated[str, Choice(("least_time", "on_request"))] = "least_time"
-    start: Annotated[float, Decimal(least=0, most=100)] = 0.0
-    fill: Annotated[float, Decimal(least=0, most=1)] = 0.0
-    passes: Annotated[float, Decimal(least=0, most=10_000)] = 0.0
-    alone_gbps: Annotated[float, Decimal(above=0, most=10_000)] = 50.0
-    rows_at_most: Annotated[int | None, optional(POSITIVE)] = None
+_DISPATCH = fields_of(Dispatch)
+_OF_TILES = {key: _DISPATCH.pop(key) for key in OF_A_TILE}
 
 
 class File(NamedTuple):
@@ -203,8 +175,8 @@ class File(NamedTuple):
     template: Annotated[str | None, optional(FILE_NAME)] = None
     threads: Annotated[int | str | None, optional(NUMBER)] = None
     smem_bytes: Annotated[int | str | None, optional(NUMBER)] = None
-    grid: Annotated[GridRow | None, optional(record(GridRow))] = None
-    visits: Annotated[VisitsRow | None, optional(record(VisitsRow))] = None
+    grid: Annotated[Grid | None, optional(GRID)] = None
+    visits: Annotated[Visits | None, optional(VISITS)] = None
     params: Annotated[tuple[Any, ...] | None, optional(_LIST)] = None
     dependent_launch: Annotated[bool, FLAG] = False
     score_seam: Annotated[bool, FLAG] = False
@@ -216,7 +188,7 @@ class File(NamedTuple):
     commit: Annotated[tuple[Any, ...], _LIST] = ()
     tune: Annotated[tuple[Any, ...], _LIST] = ()
     no_spills: Annotated[bool, FLAG] = False
-    dispatch: Annotated[Dispatch, record(Dispatch)] = Dispatch()
+    dispatch: Annotated[Dispatch, Record(_DISPATCH, Dispatch)] = Dispatch()
     options: Annotated[tuple[str, ...], ListOf(OPTION)] = ()
     extends: Annotated[str | None, optional(NAME)] = None
 
@@ -262,10 +234,9 @@ def tile_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Kind], no_s
     """
     further = {
         "name": Field(optional(SHORT_NAME), None),
-        "efficiency": Field(RATE, 1.0),
         "no_spills": Field(Either(FLAG, _ARCHS), no_spills),
     }
-    return conditions(domain, {key: Field(kind) for key, kind in keys.items()} | further)
+    return conditions(domain, {key: Field(kind) for key, kind in keys.items()} | _OF_TILES | further)
 
 
 def tune_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Kind]) -> Record:
@@ -291,7 +262,8 @@ def tuned_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Kind]) -> 
     """A row of such a file: one point, its tile, and how that was measured."""
     fields = {axis: Field(Choice(values)) for axis, values in domain.items()}
     fields |= {key: Field(kind) for key, kind in keys.items()}
-    return Record(fields | {"efficiency": Field(RATE), "measured": Field(_MAPPING, {})})
+    fields |= {key: Field(field.kind) for key, field in _OF_TILES.items()}
+    return Record(fields | {"measured": Field(_MAPPING, {})})
 
 
 def _some_of(kind: Kind) -> Either:

@@ -121,7 +121,7 @@ def in_order(variants: Iterable[Variant]) -> tuple[Variant, ...]:
 
     def rank(v: Variant) -> tuple[int, ...]:
         of_kind = operators.index(v.operator), v.has_lengths, not v.is_main
-        return v.on_request, *of_kind, v.rows_at_most is not None, v.tile_name != ""
+        return v.dispatch.on_request, *of_kind, v.dispatch.rows_at_most is not None, v.tile_name != ""
 
     return tuple(sorted(variants, key=rank))
 

@@ -17,8 +17,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import CacheWarning
-from flashgen.families.grid import Buffer, Visits
-from flashgen.families.model import Content, Entry, Point, Resources, Step
+from flashgen.families.dispatch import Dispatch
+from flashgen.families.grid import Buffer, Grid, Visits
+from flashgen.families.model import Content, Entry, Point, Resources, Step, TileRow
 from flashgen.families.params import Box, Param
 from flashgen.host.paths import code_digest
 
@@ -77,6 +78,8 @@ def decode(stored: bytes) -> Content:
     content = Content._make([_frozen(member) for member in plain])
     return content._replace(
         steps=tuple(_step(step) for step in content.steps),
+        dispatch=Dispatch._make(content.dispatch),
+        rows=tuple(TileRow._make(row) for row in content.rows),
         workspace=tuple(Buffer._make(buffer) for buffer in content.workspace),
         entries=_Entries(entries),
     )
@@ -87,6 +90,7 @@ class _Entries(Mapping[Point, tuple[Entry, ...]]):
 
     def __init__(self, stored: bytes) -> None:
         self._stored = stored
+        self._resources: dict[int, tuple[Resources, ...]] = {}
 
     @cached_property
     def _known(self) -> tuple[list[Any], dict[Point, Any]]:
@@ -95,13 +99,16 @@ class _Entries(Mapping[Point, tuple[Entry, ...]]):
         return taken, {tuple(point): of_point for point, of_point in tiles}
 
     def __getitem__(self, point: Point) -> tuple[Entry, ...]:
-        taken, tiles = self._known
-        return tuple(
-            [
-                Entry(row, committed, tuple([_resources(_frozen(step)) for step in taken[index]]))
-                for row, committed, index in tiles[point]
-            ]
-        )
+        of_point = self._known[1][point]
+        return tuple([Entry(row, committed, self._taken(index)) for row, committed, index in of_point])
+
+    def _taken(self, index: int) -> tuple[Resources, ...]:
+        """What the steps take with a tile, which is the same at many points."""
+        found = self._resources.get(index)
+        if found is None:
+            taken = self._known[0][index]
+            found = self._resources[index] = tuple([_resources(_frozen(step)) for step in taken])
+        return found
 
     def __iter__(self) -> Iterator[Point]:
         return iter(self._known[1])
@@ -119,6 +126,7 @@ def _resources(plain: tuple[Any, ...]) -> Resources:
     takes = Resources._make(plain)
     return takes._replace(
         boxes=tuple(Box._make(box) for box in takes.boxes),
+        grid=Grid._make(takes.grid),
         visits=None if takes.visits is None else Visits._make(takes.visits),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashgen.families.expression import Expression
-from flashgen.families.grid import Visits
+from flashgen.families.grid import GRID_NUMBERS, Grid, Visits
 from flashgen.families.model import Resources, Step
 from flashgen.families.paramrows import limits, members
 from flashgen.families.schema import STEP, File, StepRow, expression_names, tile_kinds, when_kind
@@ -80,9 +80,6 @@ class StepTable:
             row.name if keys else "",
             row.template,
             tuple(member.param for member in listed),
-            tuple(row.grid.covers),
-            tuple(row.grid.beside),
-            row.grid.schedule,
             row.dependent_launch,
             row.score_seam,
             row.combines,
@@ -110,18 +107,14 @@ class StepTable:
                 if name not in known:
                     why = f"{file.operator} has no such dimension; allowed: {', '.join(known)}"
                     raise document.error((*keys, "grid", key, name), why)
+        self._schedule = row.grid.schedule
         self._covers, self._beside = (
-            [self._expression(("grid", key, name), extent) for name, extent in getattr(row.grid, key).items()]
+            {name: self._expression(("grid", key, name), it) for name, it in getattr(row.grid, key).items()}
             for key in ("covers", "beside")
         )
-        self._blocks_per_sm = self._expression(("grid", "blocks_per_sm"), row.grid.blocks_per_sm)
-        self._from_last_row = self._expression(("grid", "from_last_row"), row.grid.from_last_row)
-        self._split_gain = self._expression(("grid", "split_gain"), row.grid.split_gain)
-        self._part_time = self._expression(("grid", "part_time"), row.grid.part_time)
-        self._cluster = self._expression(("grid", "cluster"), row.grid.cluster)
-        self._step_rows = self._expression(("grid", "step_rows"), row.grid.step_rows)
-        self._in_turns = self._expression(("grid", "in_turns"), row.grid.in_turns)
-        self._kinds = self._expression(("grid", "kinds"), row.grid.kinds)
+        self._numbers = {
+            name: self._expression(("grid", name), getattr(row.grid, name)) for name in GRID_NUMBERS
+        }
         self._visits = None
         if row.visits is not None:
             self._visits = [
@@ -158,13 +151,13 @@ class StepTable:
         """`at`, anew."""
         try:
             threads, smem_bytes = self._threads(values), self._smem_bytes(values)
-            covers = tuple(extent(values) for extent in self._covers)
-            beside = tuple(extent(values) for extent in self._beside)
-            blocks_per_sm, from_last_row = self._blocks_per_sm(values), self._from_last_row(values)
-            split_gain, part_time = self._split_gain(values), self._part_time(values)
-            cluster, visits = self._cluster(values), None
-            step_rows, in_turns = self._step_rows(values), self._in_turns(values)
-            kinds = self._kinds(values)
+            grid = Grid(
+                covers=tuple((name, extent(values)) for name, extent in self._covers.items()),
+                schedule=self._schedule,
+                beside=tuple((name, extent(values)) for name, extent in self._beside.items()),
+                **{name: number(values) for name, number in self._numbers.items()},
+            )
+            visits = None
             if self._visits is not None:
                 visits = Visits(*(number(values) for number in self._visits))
         except ValueError as cause:
@@ -174,20 +167,20 @@ class StepTable:
         if not 0 <= smem_bytes <= values["max_smem"]:
             allowed = f"at most {values['max_smem']}"
             raise error(f"{smem_bytes} bytes of shared memory for {where()}; allowed: {allowed}")
-        positive = (*covers, *beside, blocks_per_sm, cluster, *(visits or ()))
-        positive += (step_rows,) if self._of_keys else ()
-        if min(positive) < 1 or min(from_last_row, split_gain, part_time, step_rows, in_turns) < 0:
-            raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
-        if cluster > 1 and self.step.schedule not in ("tile_per_block", "tile_per_cluster", "sequences"):
+        possible = (1, 2) if grid.beside else (1,)
+        if grid.kinds not in possible:
             raise error(
-                f"clusters of {cluster} for {where()}: only with a thread block or a cluster to each tile"
+                f"{grid.kinds} kinds of tiles for {where()}; allowed: {' or '.join(map(str, possible))}"
             )
-        possible = (1, 2) if beside else (1,)
-        if kinds not in possible:
-            raise error(f"{kinds} kinds of tiles for {where()}; allowed: {' or '.join(map(str, possible))}")
-        boxes = self._boxes.at(values, where)
-        numbers = (from_last_row, split_gain, part_time, cluster, step_rows, in_turns, beside, kinds)
-        return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)
+        positive = [extent for _, extent in (*grid.covers, *grid.beside)]
+        positive += [*(visits or ()), *([grid.step_rows] if self._of_keys else ())]
+        least = Grid._field_defaults
+        if min(positive) < 1 or any(getattr(grid, name) < least[name] for name in GRID_NUMBERS):
+            raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
+        if grid.cluster > 1 and grid.schedule not in ("tile_per_block", "tile_per_cluster", "sequences"):
+            why = "only with a thread block or a cluster to each tile"
+            raise error(f"clusters of {grid.cluster} for {where()}: {why}")
+        return Resources(threads, smem_bytes, self._boxes.at(values, where), grid, visits)
 
     def _expression(self, keys: Keys, text: str | int) -> Expression:
         try:

@@ -67,12 +67,11 @@ def combine(content: Content, rows: Sequence[TunedRow], problems: Sequence[str] 
         ordinary = members[entries[row.point][0].row]
         entries[row.point] += (row.entry._replace(row=len(members)),)
         members.append(
-            {
-                **ordinary,
-                "tile": tuple(row.tile.items()),
-                "tile_name": TUNED_TILE,
-                "efficiency": row.efficiency,
-            }
+            ordinary._replace(
+                tile=tuple(row.tile.items()),
+                tile_name=TUNED_TILE,
+                dispatch={**ordinary.dispatch, "efficiency": row.efficiency},
+            )
         )
     return content._replace(rows=tuple(members), entries=entries, problems=tuple(problems))
 

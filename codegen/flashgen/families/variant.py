@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import SpecError
 from flashgen.families.arch import arch_parts, reaches
+from flashgen.families.dispatch import Dispatch
 from flashgen.families.grid import Grid
 from flashgen.families.params import score_params
 from flashgen.operators import OPERATORS, operator_of
@@ -24,28 +25,29 @@ DEFAULT_TILE = "default"
 
 _GQA_SUFFIX = {"mha": "", "gqa": "gqa", "packed": "packgqa"}
 
+# Of a field that is beside the kernel: what the source never depends on.
+_BESIDE = {"beside": True}
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """An immutable, hashable description of one kernel.
 
     ``axes`` and ``tile`` keep the order of the spec. ``name`` is derived from them; it is the stem of the
-    generated file and the symbol of the kernel. ``smem_bytes`` is the dynamic shared memory of a block in
-    bytes, ``max_smem`` what the target allows. ``efficiency`` is the measured rate of this tile relative to
-    its siblings; it, ``start``, ``fill``, ``passes`` and ``alone_gbps`` steer `dispatch.cost` only.
-    ``no_spills`` is whether the spec promises that no register is spilled, or the architectures on which it
-    does. ``grid`` says what a launch covers, ``visits`` how a tile walks the scores (None: the kernel has no
-    such walk). ``dependent_launch`` is whether the kernel itself waits for the one before it in its stream.
-    ``priority`` is the position of the target in its spec; lower is preferred.
+    generated file and the symbol of the kernel. ``step`` names the kernel among those of its family, and is
+    empty where there is one. ``score`` is its score modification. ``smem_bytes`` is the dynamic shared memory
+    of a block in bytes, ``max_smem`` what the target allows. ``has_lengths`` is whether the kernel reads the
+    lengths of sequences on the device.
 
-    ``has_lengths`` is whether it reads the lengths of sequences on the device, as calls with lengths need.
-    ``step`` names the kernel among those of its family, and is empty where there is one. The variant that
-    dispatch chooses ``is_main``; those of the other steps of a call come ``before`` and ``after`` it, and
-    share the ``workspace``. One that ``combines`` is left out of calls that split no tile. ``on_request`` is
-    whether dispatch leaves the family out, ``rows_at_most`` the rows of a head, as its grid counts them, up
-    to which it offers the family (None: any).
+    The fields from ``archs`` on are beside the kernel: how it is chosen, launched and checked. ``dispatch``
+    is what dispatch gets from the spec. ``grid`` says what a launch covers, ``visits`` how a tile walks the
+    scores (None: the kernel has no such walk). ``priority`` is the position of the target in its spec; lower
+    is preferred. ``no_spills`` is whether the spec promises that no register is spilled, or the architectures
+    on which it does. ``dependent_launch`` is whether the kernel itself waits for the one before it in its
+    stream, ``score_seam`` whether it can modify scores.
 
-    ``score_seam`` is whether the kernel can modify scores, ``score`` the modification that it has.
+    The variant that dispatch chooses ``is_main``; those of the other steps of a call come ``before`` and
+    ``after`` it, and share the ``workspace``. One that ``combines`` is left out of calls that split no tile.
     """
 
     family: str
@@ -53,7 +55,6 @@ class Variant:
     template: str
     target: str
     min_arch: str
-    archs: tuple[str, ...]
     max_smem: int
     axes: tuple[tuple[str, str | int], ...]
     tile: tuple[tuple[str, int | str], ...]
@@ -66,28 +67,23 @@ class Variant:
     operator: str = "attention"
     has_lengths: bool = False
     step: str = ""
-    efficiency: float = 1.0
-    start: float = 0.0
-    fill: float = 0.0
-    passes: float = 0.0
-    alone_gbps: float = 50.0
-    committed: bool = False
-    no_spills: bool | tuple[str, ...] = False
-    options: tuple[str, ...] = ()
-    grid: Grid = Grid()  # noqa: RUF009
-    visits: Visits | None = None
-    workspace: tuple[Buffer, ...] = ()
-    dependent_launch: bool = False
-    score_seam: bool = False
     score: Score | None = None
-    combines: bool = False
-    on_request: bool = False
-    rows_at_most: int | None = None
-    priority: int = 0
-    is_main: bool = True
-    before: tuple[Variant, ...] = field(default=(), repr=False)
-    after: tuple[Variant, ...] = field(default=(), repr=False)
     spec_dir: str = field(default="", repr=False)
+    options: tuple[str, ...] = ()
+    archs: tuple[str, ...] = field(default=(), metadata=_BESIDE)
+    dispatch: Dispatch = field(default=Dispatch(), metadata=_BESIDE)
+    grid: Grid = field(default=Grid(), metadata=_BESIDE)
+    visits: Visits | None = field(default=None, metadata=_BESIDE)
+    workspace: tuple[Buffer, ...] = field(default=(), metadata=_BESIDE)
+    priority: int = field(default=0, metadata=_BESIDE)
+    committed: bool = field(default=False, metadata=_BESIDE)
+    no_spills: bool | tuple[str, ...] = field(default=False, metadata=_BESIDE)
+    dependent_launch: bool = field(default=False, metadata=_BESIDE)
+    score_seam: bool = field(default=False, metadata=_BESIDE)
+    combines: bool = field(default=False, metadata=_BESIDE)
+    is_main: bool = field(default=True, metadata=_BESIDE)
+    before: tuple[Variant, ...] = field(default=(), metadata=_BESIDE, repr=False)
+    after: tuple[Variant, ...] = field(default=(), metadata=_BESIDE, repr=False)
     name: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -150,27 +146,7 @@ class Variant:
         architectures and promises, neither changes a generated file nor invalidates a compiled one.
         """
         return dataclasses.replace(
-            self,
-            archs=(),
-            efficiency=1.0,
-            start=0.0,
-            fill=0.0,
-            passes=0.0,
-            alone_gbps=50.0,
-            committed=False,
-            no_spills=False,
-            dependent_launch=False,
-            score_seam=False,
-            combines=False,
-            grid=Grid(),
-            visits=None,
-            workspace=(),
-            on_request=False,
-            rows_at_most=None,
-            priority=0,
-            is_main=True,
-            before=(),
-            after=(),
+            self, **{it.name: it.default for it in dataclasses.fields(self) if it.metadata == _BESIDE}
         )
 
     def modified(self, score: Score, committed: bool = False) -> Variant:
@@ -241,11 +217,7 @@ class Variant:
             "threads": self.threads,
             "smem_bytes": self.smem_bytes,
             "max_smem": self.max_smem,
-            "efficiency": self.efficiency,
-            "start": self.start,
-            "fill": self.fill,
-            "passes": self.passes,
-            "alone_gbps": self.alone_gbps,
+            **{name: value for name, value in self.dispatch._asdict().items() if name != "prefer"},
             "committed": self.committed,
             "no_spills": self.no_spills if isinstance(self.no_spills, bool) else list(self.no_spills),
             "options": list(self.options),
@@ -255,7 +227,6 @@ class Variant:
             "grid": {"covers": dict(self.grid.covers), "schedule": self.grid.schedule},
             "dependent_launch": self.dependent_launch,
             "combines": self.combines,
-            "rows_at_most": self.rows_at_most,
             "score_seam": self.score_seam,
             "score": None if self.score is None else {"name": self.score.name, "formula": self.score.text},
             "params": [param.name for param in self.params],

@@ -225,7 +225,7 @@ def splitting(
         few = [variant for variant in too_many if variant.grid.shares]
         if few:
             count = min(rows(problem, variant) for variant in few)
-            heads, most = count // problem.seqlen_q, max(variant.rows_at_most for variant in few)
+            heads, most = count // problem.seqlen_q, max(variant.dispatch.rows_at_most for variant in few)
             queries = f"{problem.seqlen_q} queries x {heads} head{'s' * (heads > 1)}"
             why = f"{queries} are {count} rows of a kv head; kernels that split keys serve at most {most}"
         else:
@@ -290,20 +290,20 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
         return _cost_of_clusters(problem, device, variant)
     if variant.grid.tile(KEYS):
         return _cost_of_keys(problem, device, variant)
-    block_m, room = variant.grid.covers[0][1], variant.grid.blocks_per_sm if variant.fill else 1
-    visited, start = visited_keys(problem, variant), variant.start * block_m
+    block_m, room = variant.grid.covers[0][1], variant.grid.blocks_per_sm if variant.dispatch.fill else 1
+    visited, start = visited_keys(problem, variant), variant.dispatch.start * block_m
     of_tile, longest = visited.mean + start, visited.most + start
     mean = visited.mean * (visited.mean_of_parts / max(1, visited.mean)) ** _IDLE + start
     count, differ = expected_tiles(problem, variant), lengths_differ(problem, variant)
     if mean == longest and not differ:
         rounds, rest = divmod(-(-count // device.num_sms), room)
-        keys = (rounds * room + (rest / (rest / room) ** variant.fill if rest else 0)) * longest
+        keys = (rounds * room + (rest / (rest / room) ** variant.dispatch.fill if rest else 0)) * longest
     else:
         # Tiles of different lengths are handed out so that multiprocessors have about the same work.
         beside = min(room, max(1, count / device.num_sms))
         waves = count / device.num_sms
         equal = (waves + _LAST * (waves > 1)) * mean
-        keys = max(equal, beside * longest) / (beside / room) ** variant.fill
+        keys = max(equal, beside * longest) / (beside / room) ** variant.dispatch.fill
         if (
             variant.grid.persistent
             and not differ
@@ -320,15 +320,15 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
 def _rate(variant: Variant) -> float:
     """Scores in a time, on the scale of ``efficiency``."""
     packed = dict(variant.axes).get("gqa") == "packed"  # not every operator has groups of heads
-    return variant.efficiency * (_PACKED if packed else 1)
+    return variant.dispatch.efficiency * (_PACKED if packed else 1)
 
 
 def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> float:
     block_m, of_block, cluster = variant.grid.covers[0][1], variant.visits.keys, variant.grid.cluster
     longest, count = visited_keys(problem, variant).most, tiles(problem, variant)
-    blocks, start = count * cluster, variant.start * block_m
+    blocks, start = count * cluster, variant.dispatch.start * block_m
     of_one = -(-longest // (cluster * of_block)) * of_block + start
-    alone = of_one * device.memory_gbps / (variant.alone_gbps * device.num_sms)
+    alone = of_one * device.memory_gbps / (variant.dispatch.alone_gbps * device.num_sms)
     equal = (count * longest + blocks * start) / device.num_sms
     busy = sum(gpc // cluster * cluster for gpc in _GPCS) / sum(_GPCS)
     room = max(cluster, device.num_sms * busy)
@@ -342,7 +342,7 @@ def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> flo
 def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float:
     shares, block_m = shares_of(problem, variant, device), variant.grid.covers[0][1]
     blocks = shares.kv_blocks_of_largest
-    starts = max(1, blocks / shares.per_tile) * variant.start * block_m
+    starts = max(1, blocks / shares.per_tile) * variant.dispatch.start * block_m
     keys = -(-shares.count // device.num_sms) * (blocks * variant.visits.keys + starts)
     combining = variant.grid.split_gain * variant.visits.keys if shares.split else 0
     return (keys + combining) * block_m / _rate(variant)
@@ -351,7 +351,9 @@ def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float
 def _cost_of_keys(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     block_n, parts = variant.grid.covers[0][1], group_parts(problem, variant, device)
     scores = rows_of_tiles(problem, variant, device.num_sms, parts) * block_n / _rate(variant)
-    beside = variant.passes * sum(tiles(problem, step) * step.grid.tile(ROWS) for step in variant.before)
+    beside = variant.dispatch.passes * sum(
+        tiles(problem, step) * step.grid.tile(ROWS) for step in variant.before
+    )
     return scores + beside / device.num_sms
 
 
@@ -397,7 +399,7 @@ def misfit(problem: Problem, variant: Variant) -> str:
             return name
     if {step.score for step in variant.steps} - {None} != {problem.score} - {None}:
         return "score"
-    if variant.rows_at_most is not None and rows(problem, variant) > variant.rows_at_most:
+    if variant.dispatch.rows_at_most is not None and rows(problem, variant) > variant.dispatch.rows_at_most:
         return "rows"
     return ""
 

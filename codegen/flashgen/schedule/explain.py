@@ -167,7 +167,7 @@ def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool)
     if rule == "score":
         return Judged(variant, rule, f"{variant.family} has no seam for score modifications")
     if rule == "rows":
-        return Judged(variant, rule, f"it is for at most {variant.rows_at_most} rows of a head")
+        return Judged(variant, rule, f"it is for at most {variant.dispatch.rows_at_most} rows of a head")
     if rule:
         value = problem.operator.axis_values(dict(variant.axes))[rule]
         return Judged(variant, rule, f"its {rule} is {value}")

@@ -72,7 +72,11 @@ def _rows(problem: Problem, variant: Variant, num_sms: int, parts: int, visited:
     times = heads
     if grid.in_turns and bounded and row_blocks(problem, variant) >= _MANY:
         times += _WAITING * (heads - 1)
-    mean, most, starts = visited.mean * times, visited.most * times, variant.start * grid.covers[0][1]
+    mean, most, starts = (
+        visited.mean * times,
+        visited.most * times,
+        variant.dispatch.start * grid.covers[0][1],
+    )
     blocks = count
     if beside := tiles_beside(problem, variant):
         of_queries = visited_beside(problem, variant)
@@ -82,8 +86,8 @@ def _rows(problem: Problem, variant: Variant, num_sms: int, parts: int, visited:
         count += beside
     waves = blocks / (num_sms * grid.blocks_per_sm)
     room = grid.blocks_per_sm * grid.kinds  # tiles of a multiprocessor
-    at_work = min(room, max(grid.kinds, math.ceil(count / num_sms))) if variant.fill else room
-    longest = at_work / (at_work / room) ** variant.fill * (most + starts)
+    at_work = min(room, max(grid.kinds, math.ceil(count / num_sms))) if variant.dispatch.fill else room
+    longest = at_work / (at_work / room) ** variant.dispatch.fill * (most + starts)
     if waves <= 1:
         return longest + left
     if not bounded and not lengths_differ(problem, variant):

@@ -84,7 +84,9 @@ def test_one_query_is_no_causal_problem():
 
 
 def test_more_rows_than_a_family_takes_are_refused_with_an_example():
-    few = next(v for v in ORDINARY if v.rows_at_most == 64 and v.gqa == "packed" and v.mask_type == "causal")
+    few = next(
+        v for v in ORDINARY if v.dispatch.rows_at_most == 64 and v.gqa == "packed" and v.mask_type == "causal"
+    )
     assert [case.seqlen_q for case in cases(few)] == [4, 4, 4]
     assert cases(few, ["1x8x4k@32/4"])
     with pytest.raises(BadParam, match=r"72 rows .* at most 64, such as 1x4x16k"):
@@ -96,7 +98,7 @@ def test_each_kernel_gets_the_shapes_that_its_calls_have():
     few = next(
         v
         for v in ORDINARY
-        if v.rows_at_most == 64 and (v.gqa, v.mask_type, v.head_dim) == ("mha", "causal", 64)
+        if v.dispatch.rows_at_most == 64 and (v.gqa, v.mask_type, v.head_dim) == ("mha", "causal", 64)
     )
     prefill, decode = suited([of_rows, few], ["4k", "8x4x4k", "8x1x4k"])
     assert ([case.seqlen_q for case in prefill], [case.seqlen_q for case in decode]) == ([4096, 4], [4])

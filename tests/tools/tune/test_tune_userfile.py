@@ -26,7 +26,7 @@ def spec(spec_file):
 def tuned_tiles(spec):
     found = load_spec(spec.path, gpu=H200.name).variants()
     return {
-        (*(value for _, value in v.axes), v.target): (dict(v.tile), v.efficiency)
+        (*(value for _, value in v.axes), v.target): (dict(v.tile), v.dispatch.efficiency)
         for v in found
         if v.tile_name == "tuned"
     }

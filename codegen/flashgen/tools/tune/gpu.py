@@ -66,7 +66,7 @@ class GpuBench:
 
     def _wrong(self, variant: Variant) -> str:
         heads_q = 2 if variant.gqa == "mha" else 4
-        most = variant.rows_at_most
+        most = variant.dispatch.rows_at_most
         case = Case(
             name="check",
             batch=2,

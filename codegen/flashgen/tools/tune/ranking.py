@@ -66,7 +66,7 @@ class Ranking:
         """
         longest = max(self.cases, key=lambda case: (case.seqlen_kv, case.seqlen_q)).name
         ratio = self.ordinary.timings[longest].median_ms / self.winner.timings[longest].median_ms
-        return round(self.subject.ordinary.efficiency * ratio, 3)
+        return round(self.subject.ordinary.dispatch.efficiency * ratio, 3)
 
 
 def rank(

@@ -33,9 +33,9 @@ def default(variant: Variant) -> Sequence[str]:
     """Shapes that calls of the variant's family have: one query, or up to four under a causal mask, where it
     is for few rows.
     """
-    if variant.rows_at_most is None:
+    if variant.dispatch.rows_at_most is None:
         return DEFAULT
-    most = variant.rows_at_most // (GROUP if variant.gqa == "packed" else 1)
+    most = variant.dispatch.rows_at_most // (GROUP if variant.gqa == "packed" else 1)
     queries = min(4, most) if variant.mask_type == "causal" else 1
     return tuple(f"{batch}x{queries}x{keys}" for batch, keys in FEW_ROWS)
 
@@ -104,9 +104,10 @@ def _case(variant: Variant, text: str) -> Case:
     if variant.mask_type == "causal" and seqlen_q == 1:
         raise Unsuited(f"shape {text!r}: a single query sees every key, so {variant} never serves it")
     rows = seqlen_q * (heads_q // heads_kv if variant.gqa == "packed" else 1)
-    if variant.rows_at_most is not None and rows > variant.rows_at_most:
+    most = variant.dispatch.rows_at_most
+    if most is not None and rows > most:
         raise Unsuited(
-            f"shape {text!r}: {rows} rows of a head; {variant} is for at most {variant.rows_at_most}, such "
+            f"shape {text!r}: {rows} rows of a head; {variant} is for at most {most}, such "
             f"as {default(variant)[0]}"
         )
     lengths = (

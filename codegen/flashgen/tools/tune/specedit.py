@@ -71,14 +71,14 @@ def _by_hand(checked: Checked, why: str) -> SpecError:
 
 
 def _ordinary_tiles(content: Content) -> dict[Point, Tile]:
-    return {point: content.rows[entries[0].row]["tile"] for point, entries in content.entries.items()}
+    return {point: content.rows[entries[0].row].tile for point, entries in content.entries.items()}
 
 
 def _row_edits(
     checked: Checked, index: int, points: Sequence[Point], winners: Mapping[Point, Measured | None]
 ) -> list[_Edit]:
     """The edits of one row, which serves ``points``, some of them with a winner."""
-    now: Tile = checked.content.rows[index]["tile"]
+    now: Tile = checked.content.rows[index].tile
     groups: dict[Tile, list[Point]] = defaultdict(list)
     for point, won in winners.items():
         groups[now if won is None else tuple(won.tile.items())].append(point)

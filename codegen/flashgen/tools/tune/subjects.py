@@ -49,7 +49,7 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
             f"nothing to tune: the selected kernels are of {of_what}, and tune times attention alone, "
             "without lengths"
         )
-    selected = [variant for variant in timed if not variant.on_request]
+    selected = [variant for variant in timed if not variant.dispatch.on_request]
     if not selected:
         raise BadParam("nothing to tune: calls take the selected kernels only on request")
     ordinary = [variant for variant in selected if variant.tile_name in ("", TUNED_TILE)]
