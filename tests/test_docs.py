@@ -34,17 +34,7 @@ from flashgen.cli import main
 from flashgen.errors import FlashgenError
 from flashgen.families.load import load_specs
 from flashgen.families.params import CTYPES
-from flashgen.families.schema import (
-    RESERVED,
-    BufferRow,
-    Dispatch,
-    File,
-    GridRow,
-    ParamRow,
-    StepRow,
-    Target,
-    VisitsRow,
-)
+from flashgen.families.schema import BUFFER, DISPATCH, FILE, GRID, PARAM, RESERVED, STEP, TARGET, VISITS
 from flashgen.families.scores import load_scores, read_scores, reserved_names
 from flashgen.host.paths import cache_dir
 from flashgen.operators import OPERATORS
@@ -424,21 +414,21 @@ def first_cells(text):
 
 
 @pytest.mark.parametrize(
-    ("title", "struct"),
+    ("title", "kind"),
     [
-        ("Top level", File),
-        ("Targets", Target),
-        ("Steps", StepRow),
-        ("Grid", GridRow),
-        ("Visits", VisitsRow),
-        ("Workspace", BufferRow),
-        ("Dispatch", Dispatch),
-        ("Parameters", ParamRow),
+        ("Top level", FILE),
+        ("Targets", TARGET),
+        ("Steps", STEP),
+        ("Grid", GRID),
+        ("Visits", VISITS),
+        ("Workspace", BUFFER),
+        ("Dispatch", DISPATCH),
+        ("Parameters", PARAM),
     ],
 )
-def test_the_reference_has_the_keys_that_are_checked(title, struct):
+def test_the_reference_has_the_keys_that_are_checked(title, kind):
     text = re.split("The launcher knows|The dimensions of", section(title))[0]
-    assert first_cells(text) == set(struct.__struct_encode_fields__)
+    assert first_cells(text) == set(kind.fields)
 
 
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=lambda operator: operator.name)

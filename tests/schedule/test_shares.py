@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from test_dispatch import CONTIGUOUS, GEFORCE, H200, problem
 
 from flashgen.errors import BadTensorShape
+from flashgen.families.features import HEAD_SETS
 from flashgen.families.load import load_specs
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.attention import normalise as varlen
@@ -17,7 +18,7 @@ from flashgen.schedule.dispatch import cost, offers, select
 from flashgen.schedule.grid import launch_of
 from flashgen.schedule.parameters import parameters
 from flashgen.schedule.plan import plan_steps
-from flashgen.schedule.shares import HEAD_SETS_LOG2, shares_of
+from flashgen.schedule.shares import shares_of
 from flashgen.schedule.visited import kv_blocks
 
 (SPEC,) = (spec for spec in load_specs() if spec.name == "flash_decode_sm80")
@@ -125,7 +126,7 @@ def test_up_to_four_sets_of_heads():
     # An odd number of multiprocessors, and a kernel that is bound by its tensor cores.
     assert shares_of(call(heads=8), PLAIN, device(1)).head_sets == 2
     (split,) = (spec for spec in load_specs() if spec.name == "flash_varlen_split_sm90")
-    assert not any(param.name == HEAD_SETS_LOG2 for v in split.variants() for param in v.params)
+    assert not any(HEAD_SETS in v.features for v in split.variants())
 
 
 def test_one_sequence_is_shared_by_all_multiprocessors_and_a_full_batch_is_not_split():

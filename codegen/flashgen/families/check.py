@@ -11,7 +11,17 @@ from flashgen.families.dispatch import OF_A_TILE
 from flashgen.families.expression import Expression
 from flashgen.families.grid import GROUP_PARTS, NUM_PARTS, Buffer
 from flashgen.families.model import Content, TileRow
-from flashgen.families.schema import FILE, POSITIVE, SHORT_NAME, TARGET, File, Target
+from flashgen.families.paramrows import ParamReader, limits
+from flashgen.families.schema import (
+    FILE,
+    POSITIVE,
+    SHORT_NAME,
+    TARGET,
+    File,
+    Target,
+    tile_kinds,
+    when_kind,
+)
 from flashgen.families.searchspace import SearchSpace
 from flashgen.families.steps import read_steps
 from flashgen.families.tiletable import TileTable, check_names
@@ -67,7 +77,13 @@ def examine(path: Path, text: bytes) -> Checked:
         if isinstance(document, extends.Extended):
             why += "; no inherited row fits the axes and targets"
         raise document.error(("tiles",), why)
-    steps, main = read_steps(document, file, axes.values)
+    condition = when_kind(axes.values, tile_kinds(file))
+    features = {
+        name: limits(document, condition, ("features", name), when) for name, when in file.features.items()
+    }
+    steps, main = read_steps(
+        document, file, axes.values, ParamReader(document, file, axes.values, condition, features)
+    )
     table = TileTable(document, file, axes, targets, element_bytes, steps)
     space = SearchSpace(document, file, axes.values, table.entries)
     content = Content(
@@ -79,6 +95,7 @@ def examine(path: Path, text: bytes) -> Checked:
         element_bytes=element_bytes,
         steps=tuple(step.step for step in steps),
         main=main,
+        features=tuple(features.items()),
         workspace=_workspace(document, file, axes.values),
         family={
             "family": file.family,

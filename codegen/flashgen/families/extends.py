@@ -68,6 +68,9 @@ class Extended(Document):
             merged["element_bytes"] = {key: sizes[key] for key in sizes if key in domain.get("dtype", sizes)}
         for key in _ROWS:
             self._join(key, domain)
+        if "features" not in own and isinstance(merged.get("features"), dict):
+            left = {name: _restricted(when, domain) for name, when in merged["features"].items()}
+            merged["features"] = {name: when for name, when in left.items() if when is not None}
         # Of each step the place of the inherited one that has its name, and what it does not say; of each
         # parameter that it has from there the place in that one's list.
         self._steps: dict[int, int] = {}

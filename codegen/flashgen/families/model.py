@@ -79,7 +79,7 @@ class Step(NamedTuple):
 
     def present(self, values: Members) -> bool:
         """Whether variants with these values of axes and tile keys have the step."""
-        return all(values[key] in limit for key, limit in self.when)
+        return _holds(self.when, values)
 
 
 class Content(NamedTuple):
@@ -89,9 +89,9 @@ class Content(NamedTuple):
     by which a call may ask for the family, and empty where it has none.
     Variants are put together from ``family``, which all of them share, from their step, their target, their
     tile row and their entry. ``steps`` are in the order of a call; ``main`` is the one whose variant dispatch
-    chooses. ``targets`` are in order of preference; ``entries`` has the tiles of each point, the default one
-    first, and no point that is excluded. ``problems`` says, line by line, what is left out of a file of tuned
-    tiles.
+    chooses. ``features`` has for each the limits of axes and tile keys of the variants that have it.
+    ``targets`` are in order of preference; ``entries`` has the tiles of each point, the default one first,
+    and no point that is excluded. ``problems`` says, line by line, what is left out of a file of tuned tiles.
     """
 
     operator: str
@@ -102,6 +102,7 @@ class Content(NamedTuple):
     element_bytes: dict[str, int]
     steps: tuple[Step, ...]
     main: int
+    features: tuple[tuple[str, tuple[tuple[str, tuple[str | int, ...]], ...]], ...]
     workspace: tuple[Buffer, ...]
     family: Members
     dispatch: Dispatch
@@ -194,6 +195,7 @@ class Spec:
         content, target = self.content, point[-1]
         step, takes, row = content.steps[index], entry.steps[index], content.rows[entry.row]
         axes = dict(zip(self.axes, point, strict=False))
+        values = axes | dict(row.tile)
         return Variant(
             **content.family,
             **content.targets[target],
@@ -212,6 +214,7 @@ class Spec:
             combines=step.combines,
             workspace=content.workspace,
             target=target,
+            features=tuple(name for name, limits in content.features if _holds(limits, values)),
             axes=tuple(axes.items()),
             threads=takes.threads,
             smem_bytes=takes.smem_bytes,
@@ -219,7 +222,7 @@ class Spec:
             visits=takes.visits,
             committed=entry.committed,
             element_bytes=content.element_bytes[axes["dtype"]],
-            params=self._params_of(index, axes | dict(row.tile), takes.boxes),
+            params=self._params_of(index, values, takes.boxes),
             is_main=is_main,
             **around,
         )
@@ -238,6 +241,11 @@ class Spec:
                 for param in present
             )
         return self._params_at[key]
+
+
+def _holds(limits: Iterable[tuple[str, tuple[str | int, ...]]], values: Members) -> bool:
+    """Whether axes and tile keys have values within these limits."""
+    return all(values[key] in limit for key, limit in limits)
 
 
 def as_values(value: Any) -> Sequence[Any]:

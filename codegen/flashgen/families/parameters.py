@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from flashgen.families.features import CLEARS_AHEAD, HEAD_SETS, PLACES_BLOCKS
 from flashgen.families.params import TENSOR_MAP, VECTOR_WIDTH
 from flashgen.operators.arguments import ROW_ALIGNMENT, shown_shape
 
@@ -25,6 +26,8 @@ STRIDES = "_strides"
 POINTERS = {"fp32": "float*", "uint8": "uint8_t*", "bool": "uint8_t*", "int32": "int32_t*"}
 ELEMENT = "element*"
 
+# In a declaration: for variants that have a feature.
+FEATURE = "feature"
 When = dict[str, tuple[str, ...]]
 
 _DENSE: When = {"mask_type": ("dense",)}
@@ -35,14 +38,15 @@ _PAGED: When = {"pages": ("paged",)}
 _UNPAGED: When = {"pages": ("none",)}
 _ROTATED: When = {"rotary": ("halves", "interleaved")}
 _ORDERED: When = {"dq_order": ("ordered",)}
-_CLEARS_AHEAD: When = {"mask_type": ("none", "causal", "local")}
 _FIXED_SPLITS: When = {"splits": ("fixed",)}
-_EQUAL_SHARES: When = {"splits": ("none", "any")}
+_CLEARS_AHEAD: When = {FEATURE: (CLEARS_AHEAD,)}
+_PLACES_BLOCKS: When = {FEATURE: (PLACES_BLOCKS,)}
+_HEAD_SETS: When = {FEATURE: (HEAD_SETS,)}
 
 
 class Declared(NamedTuple):
     """A parameter. ``when`` lists, per axis, the values for which variants have it; an axis that a spec lacks
-    has the operator's default.
+    has the operator's default. Of `FEATURE` it has the one that the spec must say they have.
     """
 
     ctype: str
@@ -87,7 +91,9 @@ ARRAYS = {
     "added": Note("(heads of the main grid): CTAs that will add no more to dq_accum", _CLEARS_AHEAD),
     "dk_parts": Note("dK of each part of a group, in tiles of 16 rows by 8 columns", _GROUPED),
     "dv_parts": Note("dV of each part of a group, in the same tiles", _GROUPED),
-    "key_blocks": Note("(thread blocks, 8): the block of keys of each thread block of the main kernel"),
+    "key_blocks": Note(
+        "(thread blocks, 8): the block of keys of each thread block of the main kernel", _PLACES_BLOCKS
+    ),
     "part_outputs": Note(
         "(parts, kBlockM, kHeadDimV): O, not divided by row_sum; null where no tile is split"
     ),
@@ -97,6 +103,10 @@ ARRAYS = {
     "row_max": Note("(batch, num_heads_q, seqlen_q): the maximum of each row of S"),
     "running_o": Note("(batch, num_heads_q, seqlen_q, head_dim_v): O so far"),
 }
+
+# What kernels of gradients keep between steps beside arguments: no parameter of a score modification is
+# called so.
+KEPT = ("dq_accum", "delta", "lse_log2", "turns")
 
 NUMBERS = {
     # Sizes of the call. Where lengths vary, those of a sequence are the most that one may have.
@@ -142,8 +152,8 @@ NUMBERS = {
     "num_shares": Declared("int32_t", "thread blocks of a set of heads in the main kernel"),
     "kv_blocks_per_split": Declared("int32_t", "at least; the last of a tile may have fewer", _FIXED_SPLITS),
     "splits_per_tile": Declared("int32_t", "at most", _FIXED_SPLITS),
-    "head_sets_log2": Declared("int32_t", "of the number of sets of heads: 1, 2 or 4", _EQUAL_SHARES),
-    "heads_per_set": Declared("int32_t", "heads of a batch entry in a set", _EQUAL_SHARES),
+    "head_sets_log2": Declared("int32_t", "of the number of sets of heads: 1, 2 or 4", _HEAD_SETS),
+    "heads_per_set": Declared("int32_t", "heads of a batch entry in a set", _HEAD_SETS),
     # Tiles of keys, in gradients.
     "group_parts": Declared("int32_t", "parts of the query heads of a kv head", _GROUPED),
     "heads_per_part": Declared("int32_t", "num_heads_q / num_heads_kv / group_parts", _GROUPED),
@@ -156,9 +166,11 @@ NUMBERS = {
     "key_blocks_of_head": Declared(
         "int32_t", "thread blocks of the main kernel for each head of its grid", _CLEARS_AHEAD
     ),
-    "num_key_blocks": Declared("int32_t", "entries of key_blocks, some of which may be empty"),
+    "num_key_blocks": Declared(
+        "int32_t", "entries of key_blocks, some of which may be empty", _PLACES_BLOCKS
+    ),
     "blocks_together": Declared(
-        "int32_t", "about how many blocks of keys of a sequence are launched together"
+        "int32_t", "about how many blocks of keys of a sequence are launched together", _PLACES_BLOCKS
     ),
     # The mask and the scale.
     "diagonal_offset": Declared("int32_t", "query i is aligned with key i + diagonal_offset", _DIAGONAL),

@@ -64,7 +64,7 @@ RESERVED = frozenset(
     (
         *("variant", "name", "header", "params_struct", "target"),
         *("element_bytes", "threads", "smem_bytes", "max_smem", "min", "max"),
-        *("efficiency", "no_spills", "tile", "step"),
+        *("efficiency", "no_spills", "tile", "step", "features"),
         *("score", "score_functions", "score_has_offset", "score_has_derivative"),
     )
 )
@@ -154,6 +154,8 @@ class BufferRow(NamedTuple):
 
 _DISPATCH = fields_of(Dispatch)
 _OF_TILES = {key: _DISPATCH.pop(key) for key in OF_A_TILE}
+BUFFER = record(BufferRow)
+DISPATCH = Record(_DISPATCH, Dispatch)
 
 
 class File(NamedTuple):
@@ -181,14 +183,15 @@ class File(NamedTuple):
     dependent_launch: Annotated[bool, FLAG] = False
     score_seam: Annotated[bool, FLAG] = False
     steps: Annotated[tuple[Any, ...], _LIST] = ()
-    workspace: Annotated[Mapping[str, BufferRow], MapOf(record(BufferRow), NAME)] = {}
+    features: Annotated[Mapping[str, Mapping[str, Any]], MapOf(_MAPPING, NAME)] = {}
+    workspace: Annotated[Mapping[str, BufferRow], MapOf(BUFFER, NAME)] = {}
     description: Annotated[str, Text()] = ""
     tile_values: Annotated[Mapping[str, tuple[str, ...]], MapOf(ListOf(SHORT_NAME, least=1), NAME)] = {}
     exclude: Annotated[tuple[Any, ...], _LIST] = ()
     commit: Annotated[tuple[Any, ...], _LIST] = ()
     tune: Annotated[tuple[Any, ...], _LIST] = ()
     no_spills: Annotated[bool, FLAG] = False
-    dispatch: Annotated[Dispatch, Record(_DISPATCH, Dispatch)] = Dispatch()
+    dispatch: Annotated[Dispatch, DISPATCH] = Dispatch()
     options: Annotated[tuple[str, ...], ListOf(OPTION)] = ()
     extends: Annotated[str | None, optional(NAME)] = None
 

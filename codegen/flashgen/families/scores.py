@@ -15,12 +15,12 @@ from flashgen.errors import SpecError
 from flashgen.families.bases import SCORES_FILE
 from flashgen.families.kinds import ANYTHING, Choice, Either, ListOf, MapOf, Text, record
 from flashgen.families.load import spec_folders, yaml_files
+from flashgen.families.parameters import KEPT
 from flashgen.families.params import score_params
 from flashgen.families.schema import NAME
 from flashgen.families.yamlfile import Document
 from flashgen.host.paths import read_file
 from flashgen.operators import OPERATORS
-from flashgen.operators.backward import KEPT
 from flashgen.operators.contract import DTYPES
 from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
 from flashgen.operators.lowering import CONSTANT

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from flashgen.families.expression import Expression
 from flashgen.families.grid import GRID_NUMBERS, Grid, Visits
 from flashgen.families.model import Resources, Step
-from flashgen.families.paramrows import limits, members
-from flashgen.families.schema import STEP, File, StepRow, expression_names, tile_kinds, when_kind
+from flashgen.families.schema import STEP, File, StepRow, expression_names
 from flashgen.families.tensormaps import Boxes
 from flashgen.operators import operator_of
 
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
 
     from flashgen.errors import SpecError
     from flashgen.families.axes import Values
-    from flashgen.families.kinds import Keys, Record
+    from flashgen.families.kinds import Keys
+    from flashgen.families.paramrows import ParamReader
     from flashgen.families.yamlfile import Document
 
 # What a family of one kernel says at the top of its file.
@@ -25,15 +25,16 @@ _OF_A_STEP = ("template", "threads", "smem_bytes", "grid", "params")
 _MAY_HAVE = ("visits", "dependent_launch", "score_seam")
 
 
-def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tuple[list[StepTable], int]:
+def read_steps(
+    document: Document, file: File, axes: Mapping[str, Values], reader: ParamReader
+) -> tuple[list[StepTable], int]:
     """The steps of a family, and which of them dispatch chooses. Raises SpecError where they are wrong."""
-    condition = when_kind(axes, tile_kinds(file))
     if not file.steps:
         for key in _OF_A_STEP:
             if getattr(file, key) is None:
                 raise document.error((), f"the key `{key}` is missing")
         given = {key: getattr(file, key) for key in (*_OF_A_STEP, *_MAY_HAVE)}
-        return [StepTable(document, file, axes, condition, (), StepRow(name="only", **given))], 0
+        return [StepTable(document, file, axes, reader, (), StepRow(name="only", **given))], 0
     for key in (*_OF_A_STEP, *_MAY_HAVE):
         if getattr(file, key):
             raise document.error((key,), "each of `steps` has its own; leave this one out")
@@ -51,7 +52,7 @@ def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tu
         if row.combines and (i <= main[0] or not _splits(rows[main[0]])):
             why = "only a step behind a main one with `schedule: shares` or `part_time` has parts"
             raise document.error(("steps", i, "combines"), why)
-    tables = [StepTable(document, file, axes, condition, ("steps", i), row) for i, row in enumerate(rows)]
+    tables = [StepTable(document, file, axes, reader, ("steps", i), row) for i, row in enumerate(rows)]
     return tables, main[0]
 
 
@@ -68,14 +69,14 @@ class StepTable:
         document: Document,
         file: File,
         axes: Mapping[str, Values],
-        condition: Record,
+        reader: ParamReader,
         keys: Keys,
         row: StepRow,
     ) -> None:
         self._document, self._keys = document, keys
         self._names = expression_names(file, axes)
         self._reads = {"max_smem"}
-        listed = members(document, file, axes, condition, (*keys, "params"), row.params)
+        listed = reader.members((*keys, "params"), row.params)
         self.step = Step(
             row.name if keys else "",
             row.template,
@@ -83,7 +84,7 @@ class StepTable:
             row.dependent_launch,
             row.score_seam,
             row.combines,
-            limits(document, condition, (*keys, "when"), row.when),
+            reader.limits((*keys, "when"), row.when),
         )
         parts = {"shares": "shares are", "tile_per_cluster": "parts of a cluster's tile are"}
         if row.grid.schedule in parts and row.visits is None and not row.combines:

@@ -35,9 +35,10 @@ class Variant:
 
     ``axes`` and ``tile`` keep the order of the spec. ``name`` is derived from them; it is the stem of the
     generated file and the symbol of the kernel. ``step`` names the kernel among those of its family, and is
-    empty where there is one. ``score`` is its score modification. ``smem_bytes`` is the dynamic shared memory
-    of a block in bytes, ``max_smem`` what the target allows. ``has_lengths`` is whether the kernel reads the
-    lengths of sequences on the device.
+    empty where there is one. ``features`` names what it does and other variants of its family do not
+    (`features`), ``score`` is its score modification. ``smem_bytes`` is the dynamic shared memory of a block
+    in bytes, ``max_smem`` what the target allows. ``has_lengths`` is whether the kernel reads the lengths of
+    sequences on the device.
 
     The fields from ``archs`` on are beside the kernel: how it is chosen, launched and checked. ``dispatch``
     is what dispatch gets from the spec. ``grid`` says what a launch covers, ``visits`` how a tile walks the
@@ -67,6 +68,7 @@ class Variant:
     operator: str = "attention"
     has_lengths: bool = False
     step: str = ""
+    features: tuple[str, ...] = ()
     score: Score | None = None
     spec_dir: str = field(default="", repr=False)
     options: tuple[str, ...] = ()
@@ -224,6 +226,7 @@ class Variant:
             "operator": self.operator,
             "has_lengths": self.has_lengths,
             "step": self.step,
+            "features": list(self.features),
             "grid": {"covers": dict(self.grid.covers), "schedule": self.grid.schedule},
             "dependent_launch": self.dependent_launch,
             "combines": self.combines,

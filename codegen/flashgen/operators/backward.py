@@ -69,8 +69,6 @@ OPTIONS = ("causal", "mask_type", "window_size", *BOUNDS, "score", "deterministi
 # In what order thread blocks add to dq: in none, or always in the same; or the one that has its rows does
 # all of them.
 DQ_ORDERS = ("none", "ordered", "direct")
-# What its kernels keep beside arguments: no parameter of a score modification is called so.
-KEPT = ("dq_accum", "delta", "lse_log2", "turns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

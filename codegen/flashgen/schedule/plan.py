@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from flashgen.families.features import CLEARS_AHEAD, PLACES_BLOCKS
 from flashgen.schedule.grid import Launch, launch_of
 from flashgen.schedule.groups import group_parts
-from flashgen.schedule.parameters import NO_KEY_TILES, OF_KEY_TILES, Struct, pack
+from flashgen.schedule.parameters import NO_KEY_TILES, Struct, pack
 from flashgen.schedule.sections import key_tiles
 from flashgen.schedule.shares import Shares, shares_of
 from flashgen.schedule.workspace import Workspace, workspace_of
@@ -54,9 +55,9 @@ def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
     """
     shares = shares_of(problem, main, device) if main.grid.shares else None
     parts = group_parts(problem, main, device)
-    # Where steps have to know of key tiles, the main one reads arrays by tensor maps: none of these is empty.
-    asked = any(param.name in OF_KEY_TILES for step in main.steps for param in step.params)
-    tiles = key_tiles(problem, main, device, parts) if asked else NO_KEY_TILES
+    # Such a main step reads arrays by tensor maps: none of these is empty.
+    of_keys = CLEARS_AHEAD in main.features or PLACES_BLOCKS in main.features
+    tiles = key_tiles(problem, main, device, parts) if of_keys else NO_KEY_TILES
     workspace = workspace_of(problem, main, shares, parts)
     steps = (
         Step(

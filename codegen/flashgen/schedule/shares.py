@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import BadTensorShape
+from flashgen.families.features import HEAD_SETS
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import AUTO, SplitEvery
 from flashgen.schedule.grid import heads, tiles
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 # Kernels number KV blocks in 32 bits, up to the end of the last thread block's share, which may lie past the
 # last KV block by one for each thread block.
 MAX_KV_BLOCKS = 2**31 - 2**17
-# The parameter of kernels that know sets of heads, and the most sets, a power of two. Head h is of set h
+# Of kernels that know sets of heads, the most sets, a power of two. Head h is of set h
 # modulo their number, and sets are cut into shares alike: neighbouring thread blocks go through the same keys
 # of neighbouring heads, whose rows lie side by side. Memory is slow to read a single row of few elements.
-HEAD_SETS_LOG2, MOST_HEAD_SETS = "head_sets_log2", 4
+MOST_HEAD_SETS = 4
 # Of a multiprocessor's shared memory, what the driver keeps for each thread block.
 RESERVED_SMEM = 1024
 
@@ -139,7 +140,7 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
 
 
 def _has_head_sets(variant: Variant) -> bool:
-    return any(param.name == HEAD_SETS_LOG2 for param in variant.params)
+    return HEAD_SETS in variant.features
 
 
 def _numbered(problem: Problem, variant: Variant) -> int:

@@ -1,0 +1,12 @@
+"""Features: what some variants of a family do and others do not, by the names that specs give them.
+
+Templates find them in `features`, declarations of parameters and `schedule/` by these names. A spec may have
+further ones for its templates.
+"""
+
+# Tiles of keys clear dq_accum of a later head of the grid, and add to it once all of it is clear.
+CLEARS_AHEAD = "clears_ahead"
+# The step before the main one finds its blocks of keys, from lengths on the device.
+PLACES_BLOCKS = "places_blocks"
+# Shares are cut within sets of heads (`schedule.shares`).
+HEAD_SETS = "head_sets"
