@@ -17,7 +17,19 @@
 //
 // S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
 // to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
-// The score modification comes between Q K^T and P, and its derivative is a factor of dS.
+// The score modification changes S before P is computed from it, and its derivative is a factor of dS.
+//
+// Map
+//   warpgroup 0       produce(): one thread loads Q and dO by TMA. kProducerRegisters = 24 a thread
+//   warpgroups 1, 2   consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
+//   shared memory     K, kKBytes = 32768; V, kVBytes = 32768; kStages = 2 buffers of Q, kQBytes = 16384, and of dO, kDoutBytes = 16384;
+//                     two of dS, kDsBytes = 16384; LSE and delta of each stage; then the mbarriers. dK and dV are stored by way of K and V
+//   mbarrier          arrivals of a phase                                 who waits
+//   q_full, dout_full 1, and the bytes of TMA: the producer               consumers
+//   empty             4 kConsumers: lane 0 of each consumer warp          producer
+//   ds_ready          4 kConsumers: lane 0 of each consumer warp          consumers
+//   named barriers    see NamedBarrier
+//   warp 3            clear_ahead(), then count_added(): clears dQ of a later head, and counts this thread block when its dQ is added
 
 using element = bf16;
 
@@ -34,6 +46,12 @@ constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
+
+enum NamedBarrier : int {  // 0 is that of __syncthreads()
+    kStoreBarrier = 1,  // + consumer: dK or dV of the warpgroup is in shared memory, 128 threads
+    kStartBarrier = 3,  // + consumer: it may start a step. The other consumer arrives, 2 x 128 threads
+    kAddedBarrier = 5,  // dQ is added: the consumers arrive, count_added() waits, kAddedThreads
+};
 
 // K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
 constexpr int kPanelColumns = 64;
@@ -264,12 +282,9 @@ __device__ void clear_ahead(const Params& params, const KeyBlock& block, int lan
 // Called by the producer thread before it loads Q of the second step, in which consumers add dQ of the first
 __device__ void await_cleared(const Params& params, const KeyBlock& block);
 
-// The convert kernel rounds dQ of a head as soon as the thread blocks of the head have added to it, while those of later heads still run. At
-// this named barrier consumers arrive when they have added, and a warp waits that counts the thread block.
-constexpr int kAddedBarrier = 5;
-constexpr int kAddedThreads = 128 * kConsumers + 32;
+constexpr int kAddedThreads = 128 * kConsumers + 32;  // at kAddedBarrier
 
-__device__ void count_added(const Params& params, const KeyBlock& block, int lane);  // Called by a warp of the producer warpgroup
+__device__ void count_added(const Params& params, const KeyBlock& block, int lane);  // Counts the thread block once it has added its last dQ
 __device__ int num_steps(const Params&, const QueryBlocks& queries);
 
 // Where TMA finds the rows of Q and dO of a step, and where their LSE and delta begin.
@@ -294,9 +309,6 @@ constexpr int kBytesWithDout = kVBytes;
 // Starts the first loads of a thread block, ahead of the barrier at which its warps meet
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
 
-// Named barriers of the two consumers, at which each waits to start a step: 3 and 4. Those of stores are 1 and 2, kAddedBarrier is 5.
-constexpr int kStartBarrier = 3;
-
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
 // It awaits the zeros of dq_accum first; dO of a single step is loaded behind them.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
@@ -318,12 +330,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
     }
 }
 
-// A consumer warpgroup: dK and dV of 64 keys, and its part of dQ of each step. The MMAs of a step, in groups as they are awaited:
-//     S^T = K Q^T, dP^T = V dO^T     both are awaited: the derivative of a score goes into its dP
-//     dV += P^T dO                   ... while dS is computed
-//     dQ = dS K of the step before
-//     dK += dS^T Q                   ... while that dQ is added to memory
-// Of dQ it computes the kDqColumns columns of its panel of K.
+// A consumer warpgroup: dK and dV of 64 keys, and its part of each step's dQ: 64 rows, or the kDqColumns columns of its panel of K.
 template <int kDqColumns>
 __device__ __forceinline__ void consume(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers,
                                         int consumer) {
@@ -370,15 +377,18 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
     for (int i = 0; i < count; ++i) {
         const shared_address q_smem = shared + kQOffset + ring.stage * kQBytes;
         const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
+        // 1. S^T = K Q^T: wait for Q, issue.
         barrier_sync(kStartBarrier + consumer, 128 * kConsumers);
         float p[kBlockM / 2];  // S^T, then P^T
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         mma_scores<kHeadDim>(p, k_own, q_smem);
+        // 2. dP^T = V dO^T: wait for dO, issue.
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, v_own, dout_smem);
-        // The other one may start. Behind the last step of consumer 1, consumer 0 has none left.
+        // The other consumer may start its step. Consumer 1 skips its last hand-off: consumer 0 has finished.
         if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);
+        // 3. Wait for S^T. P^T: score, mask, exponentials.
         wgmma_wait<0>();
         pin_registers(p);
         pin_registers(ds);
@@ -389,27 +399,31 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
             apply_mask(params, p, block.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
         compute_p(p, QueryValues{shared + kLseOffset + ring.stage * kQueryValueBytes, lane}, params.scale_log2);
+        // 4. Wait for dP^T. dS^T = P^T (dP^T - delta). dV += P^T dO is issued as soon as registers allow.
         PackedScores<kBlockM> packed_p, packed_ds;
         packed_p.set(p);
         mma_gradient(dv, packed_p, dout_smem);
         weigh(ds, p);
         packed_ds.set(ds);
 
+        // 5. dS^T to shared memory, for both consumers.
         // All warps have written dS of step i - 1, and read dS of step i - 2, whose buffer step i takes. For i = 0 the wait returns at
         // once: of a new mbarrier the phase of parity 1 counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
-        // dQ of the step before. The first step has no dS before it. It runs the same MMAs, reads shared memory from K on as dS, and discards
-        // the result: with conditional MMAs ptxas would serialise all of them.
+        // 6. dQ = dS K of the previous step: issue. The first step has no previous dS. It runs the same MMAs, reads shared memory from K on
+        // as dS, and discards the result: with conditional MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         float* own_dq = own_dq_of(previous);
+        // 7. dK += dS^T Q: issue. Wait for dQ, with dK in flight. Release dS.
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
         wgmma_wait<1>();
-        __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
+        __syncwarp();  // all lanes have written their dS, and have read what the stage has beside Q and dO
         release(barriers.ds_ready());
         pin_registers(dq);
+        // 8. Add dQ to memory while dK runs. Wait for dK. Release Q and dO.
         if (i > 0) add_own_dq(own_dq, dq);
         wgmma_wait<0>();
         pin_registers(dv);
@@ -433,9 +447,9 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
     release(barriers.ds_ready());  // this warp no longer reads K
     const int first_key = block.first_key + 64 * consumer;
     const int kv_head = kv_head_of(params, block);
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_key, kv_head, block.batch, 1 + consumer, lane);
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_key, kv_head, block.batch, kStoreBarrier + consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_key, kv_head, block.batch, 1 + consumer, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_key, kv_head, block.batch, kStoreBarrier + consumer, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
@@ -866,8 +880,10 @@ __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlo
     while (int(load_acquire_32(params.cleared + head)) != params.num_row_blocks) {}
 }
 
-// Called by a warp of the producer warpgroup. A thread block without steps counts as well. A full count says that the zeros of the head are
-// there, too: some thread block has steps, as the first query attends to a key or the last one does, and adds behind the zeros.
+// Counts the thread block once it has added its last dQ. The convert kernel rounds dQ of a head when all thread blocks of the head are counted,
+// while thread blocks of later heads still run. A warp of the producer warpgroup calls it. A thread block without steps counts too. A full
+// count implies that the head is cleared: the first query or the last one attends to a key, so some thread block has steps, and it waited
+// for the zeros before it added.
 __device__ __forceinline__ void count_added(const Params& params, const KeyBlock& block, int lane) {
     barrier_sync(kAddedBarrier, kAddedThreads);
     if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);

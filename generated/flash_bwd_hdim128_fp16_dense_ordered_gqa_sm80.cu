@@ -17,7 +17,12 @@
 //
 // S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
 // to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
-// A warp takes P^T and dS^T of its own queries from registers, those of the warps beside it from shared memory.
+//
+// Map
+//   warps             kWarps = 8, a grid of kKeyWarps = 4 by kQueryWarps = 2. Each copies a share of Q and dO (cp.async) and has some keys, and some
+//                     queries of a step. It takes P^T and dS^T of its own queries from registers, of other warps' queries from shared memory
+//   shared memory     K, kBlockN = 128 rows of kRowBytes = 256; V, of kRowBytesV = 256; dS of a step; then kStages = 2 stages of Q, dO, LSE and delta
+//   barrier           barrier_sync(kThreads): all warps, before they read what the others have copied or stored, and before it is overwritten
 
 using element = fp16;
 
@@ -28,6 +33,10 @@ constexpr int kBlockN = 128;  // keys of a thread block
 constexpr int kStages = 2;  // blocks of queries in shared memory
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
+
+enum NamedBarrier : int {  // barrier_sync(threads) has the number 1
+    kAddedBarrier = 2,  // all warps have added their part of dQ: the first one waits, kThreads
+};
 
 // Warps form a grid of kKeyWarps by kQueryWarps. A warp has kWarpKeys by kWarpQueries of S^T, and for its keys the kQueryWarps-th part of
 // the columns of dK and dV, over all queries.
@@ -408,7 +417,8 @@ flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params par
         const shared_address stage = smem + kStagesOffset + left % kStages * kStageBytes;
         const shared_address q = stage + kQOffset;
         const shared_address dout = stage + kDoutOffset;
-        // Q and dO of this step are here, and every warp has finished with Q, dO and dS of the step before.
+        // 1. Wait for Q and dO. Every warp has finished with the buffers of the previous step that are written next. Start the copies of the
+        // next step where there is a second stage.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         const KeyBlock block = stashed_block(smem);
@@ -420,6 +430,7 @@ flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params par
         // One thread reads the counter early: the load is a round trip to L2.
         bool is_turn = threadIdx.x != kThreads - 32 || has_turn(params, block, step);
 
+        // 2. S^T = K Q^T, P^T: score, mask, exponentials. dP^T = V dO^T, dS^T = P^T (dP^T - delta).
         Scores p;
         mma_scores<kHeadDim>(p, k_rows, right_first<RowsOfK>(q, warp_query, 0, lane));
         const int first_query = step.block * kBlockM;
@@ -428,6 +439,7 @@ flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params par
         Scores ds;
         mma_scores<kHeadDimV>(ds, v_rows, right_first<RowsOfV>(dout, warp_query, 0, lane));
         differentiate(ds, p, stage + kDeltaOffset + 4 * warp_query, lane);
+        // 3. P^T and dS^T to shared memory. dV += P^T dO and dK += dS^T Q over the warp's queries.
         const Operand p_operand(p);
         const Operand ds_operand(ds);
         p_operand.store(smem + kPOffset, warp_key, warp_query, lane);
@@ -436,14 +448,15 @@ flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params par
         mma_gradients(gradients.dk, ds_operand, summed_rows<RowsOfK>(q, warp_query, part, lane));
 
         while (!is_turn) is_turn = has_turn(params, block, step);  // the others wait at the barrier
-        barrier_sync(kThreads);  // P and dS of all warps are here
+        // 4. Wait for P and dS of all warps. dV and dK over the queries of other warps, dQ += dS K in memory.
+        barrier_sync(kThreads);
         add_dq(params, block, step, k_columns, smem, dq_row, dq_column_warp, lane);
         // Only the first warp waits until all have added.
         if (warp == 0) {
-            barrier_sync(2, kThreads);
+            barrier_sync(kAddedBarrier, kThreads);
             if (lane == 0) pass_turn(params, block, step);
         } else {
-            barrier_arrive(2, kThreads);
+            barrier_arrive(kAddedBarrier, kThreads);
         }
         mma_other_queries(gradients, smem, q, dout, warp_key, part, lane);
         step = next;

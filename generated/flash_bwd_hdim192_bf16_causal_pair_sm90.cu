@@ -18,8 +18,24 @@
 // S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
 // to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
 //
-// Two thread blocks make a cluster. They have neighbouring blocks of keys, go through the steps together, and send each other their dS.
-// Each computes half of the columns of dQ over the keys of both, so that half as much is added to memory.
+// Map
+//   warpgroup 0       produce(): one thread loads Q and dO by TMA. kProducerRegisters = 24 a thread
+//   warpgroup 1       consume_dv(): S, P, dV and some columns of dQ. kConsumerRegisters = 240 a thread
+//   warpgroup 2       consume_dk(): dP, dS, dK and other columns of dQ
+//   shared memory     K, kKBytes = 24576; V, kVBytes = 24576; kStages = 2 buffers of Q, kQBytes = 24576; kDoutStages = 2 of dO, kDoutBytes = 24576;
+//                     two of dS, kDsBytes = 16384; P, kPBytes = 16384; LSE, delta and the mbarriers. dK and dV are stored by way of K and V
+//   mbarrier          arrivals of a phase                                 who waits
+//   q_full, dout_full 1, and the bytes of TMA: the producer               consumers
+//   empty             8: lane 0 of each consumer warp                     producer
+//   p_full            4: lane 0 of each warp of consume_dv()              consume_dk()
+//   ds_ready          8: lane 0 of each consumer warp                     consumers
+//   named barriers    see NamedBarrier
+//   cluster           2 thread blocks with neighbouring blocks of keys. They go through the steps together and send each other their dS. Each
+//                     computes half of the columns of dQ over the keys of both, so that half as much is added to memory. After dS, shared memory
+//                     has kPeerKBytes = 16384 of the peer's K
+//   ds_received       1, and the bytes of the peer's dS                   consumers
+//   slot_free         8: lane 0 of each consumer warp of the peer         consume_dk(), before it sends dS
+//   warp 3            clear_ahead(), then count_added(): clears dQ of a later head, and counts this thread block when its dQ is added
 
 using element = bf16;
 
@@ -37,6 +53,11 @@ constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
+
+enum NamedBarrier : int {  // 0 is that of __syncthreads()
+    kStoreBarrier = 1,  // + consumer: dK or dV of the warpgroup is in shared memory, 128 threads
+    kAddedBarrier = 5,  // dQ is added: the consumers arrive, count_added() waits, kAddedThreads
+};
 
 // K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
 constexpr int kPanelColumns = 64;
@@ -294,12 +315,9 @@ __device__ void clear_ahead(const Params& params, const KeyBlock& block, int lan
 // Called by the producer thread before it loads Q of the second step, in which consumers add dQ of the first
 __device__ void await_cleared(const Params& params, const KeyBlock& block);
 
-// The convert kernel rounds dQ of a head as soon as the thread blocks of the head have added to it, while those of later heads still run. At
-// this named barrier consumers arrive when they have added, and a warp waits that counts the thread block.
-constexpr int kAddedBarrier = 5;
-constexpr int kAddedThreads = 128 * kConsumers + 32;
+constexpr int kAddedThreads = 128 * kConsumers + 32;  // at kAddedBarrier
 
-__device__ void count_added(const Params& params, const KeyBlock& block, int lane);  // Called by a warp of the producer warpgroup
+__device__ void count_added(const Params& params, const KeyBlock& block, int lane);  // Counts the thread block once it has added its last dQ
 __device__ int num_steps(const Params&, const QueryBlocks& queries);
 
 // Where TMA finds the rows of Q and dO of a step, and where their LSE and delta begin.
@@ -364,10 +382,15 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
     }
 }
 
-// The consumer of dV. The MMAs of a step, in groups as they are awaited:
-//     S^T = K Q^T                    P goes to the other consumer
-//     dQ = dS K of the step before   its columns, over the keys of both thread blocks
-//     dV += P^T dO                   ... while they are added to memory, and S^T of the next step behind it
+// Two consumers share a step. MMAs are issued in this order, and waits leave the last ones in flight:
+//
+//     consumer of dV                              consumer of dK
+//     P^T from S^T of this step     --p_full->    dS^T = P^T (dP^T - delta), to shared memory
+//     dV += P^T dO, and its columns               dK += dS^T Q, and its columns
+//       of the previous step's dQ   <-ds_ready->    of the previous step's dQ
+//     S^T = K Q^T of the next step                dP^T = V dO^T of the next step
+//
+// The consumer of dV: warpgroup 1.
 __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the block, and its first row of dQ
@@ -406,14 +429,15 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
+        // 1. P^T: score, mask, exponentials.
         const RingPosition<kStages>& dout_ring = ring;
         const shared_address dout_smem = shared + kDoutOffset + dout_ring.stage * kDoutBytes;
         if (needs_mask(step.block * kBlockM)) {
             apply_mask(params, p, block.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
         compute_p(p, lse, params.scale_log2);
-        // P of step i - 1 has been read, and its dS is complete. For i = 0 the wait returns at once: of a new mbarrier the phase of parity 1
-        // counts as ended.
+        // 2. Hand P over. Wait for ds_ready: P of step i - 1 has been read, and its dS is complete. For i = 0 the wait returns at once: of a new
+        // mbarrier the phase of parity 1 counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_p(p, shared + kPOffset);
         __syncwarp();  // all lanes have written their P, and read LSE of the stage
@@ -421,8 +445,9 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         PackedScores<kBlockM> packed_p;
         packed_p.set(p);
 
-        // The first step has no dS before it. It runs the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs
-        // ptxas would serialise all of them.
+        // 3. dV += P^T dO and dQ = dS K of the previous step: wait for dO, issue. Wait for the first of them, release its buffers. The first step
+        // has no previous dS. It runs the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs ptxas would
+        // serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
         mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
@@ -436,7 +461,8 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         pin_registers(dq);
         if (i > 0) add_dq(own_dq, dq);
 
-        // S of the next step. The last step has no step after it. It runs the same MMAs, reads K in place of Q, and discards the result.
+        // 4. S^T = K Q^T of the next step: wait for Q, issue. Wait for the MMAs before it, release their buffers, then wait for S^T. The last step
+        // has no next step. It runs the same MMAs, reads K instead of Q, and discards the result.
         RingPosition<kStages> next = ring;
         next.advance();
         const bool is_last = i + 1 == count;
@@ -468,14 +494,12 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     barrier_arrive(kAddedBarrier, kAddedThreads);
     release(barriers.ds_ready());  // this warp no longer reads K
     // dV is staged over V. The other consumer no longer reads it: it stores dS of the last step behind its last MMA on V.
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, block.first_key, kv_head_of(params, block), block.batch, 1, lane);
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, block.first_key, kv_head_of(params, block), block.batch,
+                              kStoreBarrier, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
-// The consumer of dK. The MMAs of a step, in groups as they are awaited:
-//     dP^T = V dO^T                  started in the step before. P comes from the other consumer
-//     dQ = dS K of the step before   its panel of columns, over the keys of both thread blocks
-//     dK += dS^T Q                   ... while it is added to memory, and dP^T of the next step behind it
+// The consumer of dK: warpgroup 2.
 __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the block, and its first row of dQ
@@ -508,6 +532,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
+        // 1. Wait for P. dS^T = P^T (dP^T - delta), to shared memory.
         float p[kBlockM / 2];
         mbarrier_wait(barriers.p_full(), i % 2);
         load_p(p, shared + kPOffset);
@@ -522,8 +547,9 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         const shared_address ds_smem = shared + kDsOffset + i % 2 * kDsBytes;
         store_ds(packed_ds, ds_smem, warp_row, lane);
 
-        // The first step has no dS before it. It runs the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs
-        // ptxas would serialise all of them.
+        // 2. dK += dS^T Q and dQ = dS K of the previous step: wait for Q, issue. Wait for the first of them, release its buffers. The first step
+        // has no previous dS. It runs the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs ptxas would
+        // serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
@@ -543,8 +569,9 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         pin_registers(ds);
         if (i > 0) add_dq(own_dq, ds);
 
-        // dP of the next step. The last step has no step after it. It runs the same MMAs, reads K in place of V and dO in shared memory, and
-        // discards the result: the other consumer may be storing dV over V.
+        // 3. dP^T = V dO^T of the next step: wait for dO, issue. Wait for the MMAs before it, release their buffers, then wait for dP^T. The last
+        // step has no next step. It runs the same MMAs, reads K instead of V and dO, and discards the result: the other consumer may be storing
+        // dV over V.
         RingPosition<kStages> next = ring;
         next.advance();
         const RingPosition<kStages>& dout_ring = next;
@@ -582,7 +609,8 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     // enough, as the memory stays until the last thread of the block exits.
     if (count > 1) mbarrier_wait(barriers.slot_free(count % 2), (count - 2) / 2 % 2);
     if (count > 0) mbarrier_wait(barriers.slot_free((count - 1) % 2), (count - 1) / 2 % 2);
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, shared, block.first_key, kv_head_of(params, block), block.batch, 2, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, shared, block.first_key, kv_head_of(params, block), block.batch,
+                             kStoreBarrier + 1, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
@@ -1059,8 +1087,10 @@ __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlo
     while (int(load_acquire_32(params.cleared + head)) != params.num_row_blocks) {}
 }
 
-// Called by a warp of the producer warpgroup. A thread block without steps counts as well. A full count says that the zeros of the head are
-// there, too: some thread block has steps, as the first query attends to a key or the last one does, and adds behind the zeros.
+// Counts the thread block once it has added its last dQ. The convert kernel rounds dQ of a head when all thread blocks of the head are counted,
+// while thread blocks of later heads still run. A warp of the producer warpgroup calls it. A thread block without steps counts too. A full
+// count implies that the head is cleared: the first query or the last one attends to a key, so some thread block has steps, and it waited
+// for the zeros before it added.
 __device__ __forceinline__ void count_added(const Params& params, const KeyBlock& block, int lane) {
     barrier_sync(kAddedBarrier, kAddedThreads);
     if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);

@@ -25,6 +25,18 @@
 //
 // S and dP are computed twice, so seven MMAs take the place of five. In return dQ is summed in registers as dK and dV are: no thread block
 // waits for another, nothing is added up in memory, and one launch computes all. P and dS leave the MMA as A operands.
+//
+// Map, of the warpgroups of a tile
+//   warpgroup 0       produce_of_keys() or produce_of_queries(): one thread loads by TMA; put_values_of_...(): kValueWarps = 2 warps prepare
+//                     LSE and delta. kProducerRegisters = 56 a thread
+//   warpgroups 1 ...  consume_keys() or consume_queries(): 64 rows each
+//   shared memory     rows of the tile, kTileBytes = 8192 and kTileBytesV = 8192; kStages = 3 stages of rows of a step, kStepBytes = 8192 and
+//                     kStepBytesV = 8192; O; LSE, delta and the mbarriers. Gradients are stored by way of the tile's rows
+//   mbarrier          arrivals of a phase                                 who waits
+//   tile_full, tile_full_v, full, full_v   1, and the bytes of TMA        consumers, put_values_of_...()
+//   lse_full, delta_full   32 kValueWarps: every lane of put_values_of_...()   consumers
+//   empty             4 kConsumers: lane 0 of each consumer warp          producer, put_values_of_...()
+//   named barriers    see NamedBarrier
 
 using element = bf16;
 
@@ -44,6 +56,10 @@ constexpr int kValueWarps = 2;  // the last ones of the producer, which prepare 
 constexpr int kLaunchRegisters = 65536 / (kMinBlocks * kThreads) / 8 * 8;
 constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
+
+enum NamedBarrier : int {  // 0 is that of __syncthreads()
+    kStoreBarrier = 1,  // + warpgroup: its gradients are in shared memory, 128 threads
+};
 
 // Rows lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
 constexpr int kPanelColumns = 64;
@@ -390,10 +406,7 @@ __device__ __forceinline__ void put_values_of_tile(const Params& params, const T
     mbarrier_arrive(barriers.delta_full(0));
 }
 
-// A consumer warpgroup of a tile of keys: dK and dV of 64 of them. The MMAs of a step, in groups as they are awaited:
-//     dP^T = V dO^T                  while P is computed from S^T
-//     dV += P^T dO                   while dS is computed from dP^T
-//     dK += dS^T Q                   with S^T = K Q^T of the next step behind it
+// A consumer warpgroup of a tile of keys: dK and dV of 64 keys.
 __device__ __forceinline__ void consume_keys(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                              int consumer) {
     const int lane = threadIdx.x % 32;
@@ -428,12 +441,14 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
     for (int i = 0; i < steps.count; ++i) {
         const shared_address q_smem = shared + kStepOffset + ring.stage * kStepBytes;
         const shared_address dout_smem = shared + kStepOffsetV + ring.stage * kStepBytesV;
+        // 1. dP^T = V dO^T: wait for dO, issue. P^T from S^T while it runs.
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, v_own, dout_smem);
         const int first_query = steps.block * kBlockM;
         if (needs_mask(first_query)) apply_mask(params, p, warp_key + lane / 4, first_query + lane % 4 * 2);
         compute_p(p, lse, params.scale_log2);
+        // 2. Wait for delta and dP^T. dS^T = P^T (dP^T - delta). dV += P^T dO and dK += dS^T Q: issue.
         PackedScores<kBlockM> packed_p, packed_ds;
         mbarrier_wait(barriers.delta_full(ring.stage), ring.parity);
         QueryValues delta;
@@ -446,8 +461,8 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
         packed_ds.set(ds);
         mma_gradient(dk, packed_ds, q_smem);
 
-        // S^T of the next step. The last step computes its own again and discards it: with MMAs that are conditional, ptxas would serialise
-        // all of them.
+        // 3. S^T = K Q^T of the next step: wait for Q, issue. Wait for dV and dK, release Q and dO, then wait for S^T. The last step computes its
+        // S^T again and discards it: with conditional MMAs ptxas would serialise all of them.
         RingPosition<kStages> next = ring;
         if (i + 1 < steps.count) next.advance();
         mbarrier_wait(barriers.full(next.stage), next.parity);
@@ -466,16 +481,14 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
     }
 
     const int first_row = tile.first_row + 64 * consumer;
-    const int barrier = 1 + threadIdx.x / 128;  // the warpgroup's own
+    const int barrier = kStoreBarrier + threadIdx.x / 128;
     barrier_sync(barrier, 128);  // no warp of the warpgroup reads its K and V any longer: dK and dV are staged there
     store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_row, tile.head, tile.batch, barrier, lane);
     store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_row, tile.head, tile.batch, barrier, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
-// A consumer warpgroup of a tile of queries: dQ of 64 of them. The MMAs of a step, in groups as they are awaited:
-//     dP = dO V^T                    while P is computed from S
-//     dQ += dS K                     with S = Q K^T of the next step behind it
+// A consumer warpgroup of a tile of queries: dQ of 64 queries.
 __device__ __forceinline__ void consume_queries(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                                 int consumer) {
     const int lane = threadIdx.x % 32;
@@ -509,6 +522,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
 #pragma unroll 1
     for (int i = 0; i < steps.count; ++i) {
         const int first_key = (steps.last - i) * kBlockM;
+        // 1. dP = dO V^T: wait for V, issue. P from S while it runs.
         float ds[kBlockM / 2];  // dP, then dS
         mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, dout_own, shared + kStepOffsetV + ring.stage * kStepBytesV);
@@ -516,7 +530,8 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
             apply_mask_of_rows(params, p, tile.first_row + warp_row + lane / 4, first_key + lane % 4 * 2);
         }
         for_each_score(p, [&](int query, int, float& score) { score = exp2_approx(fmaf(score, params.scale_log2, -lse[query / 8])); });
-        // K of the next step is awaited this early because ptxas moves exponentials behind the wait for dP, but not past a branch.
+        // 2. Wait for dP. dS = P (dP - delta). dQ += dS K: issue. The wait for K of the next step comes first because ptxas moves exponentials
+        // after the wait for dP, but not past a branch.
         pin_registers(p);
         RingPosition<kStages> next = ring;
         if (i + 1 < steps.count) next.advance();
@@ -529,8 +544,8 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
         packed_ds.set(ds);
         mma_gradient(dq, packed_ds, shared + kStepOffset + ring.stage * kStepBytes);
 
-        // S of the next step. The last step computes its own again and discards it: with MMAs that are conditional, ptxas would serialise all
-        // of them.
+        // 3. S = Q K^T of the next step: issue. Wait for dQ, release K and V, then wait for S. The last step computes its S again and discards it:
+        // with conditional MMAs ptxas would serialise all of them.
         mma_scores<kHeadDim>(p, q_own, shared + kStepOffset + next.stage * kStepBytes);
         wgmma_wait<1>();
         pin_registers(dq);
@@ -541,7 +556,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
     }
 
     const int first_row = tile.first_row + 64 * consumer;
-    const int barrier = 1 + threadIdx.x / 128;  // the warpgroup's own
+    const int barrier = kStoreBarrier + threadIdx.x / 128;
     barrier_sync(barrier, 128);  // no warp of the warpgroup reads its Q any longer: dQ is staged there
     store_gradient<kHeadDim>(params.dq, dq, params.softmax_scale, q_own, first_row, tile.head, tile.batch, barrier, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes

@@ -17,6 +17,17 @@
 //
 // S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
 // to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
+//
+// Map
+//   warpgroup 0       produce(): one thread loads Q and dO by TMA. kProducerRegisters = 24 a thread
+//   warpgroups 1, 2   consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
+//   shared memory     K, kKBytes = 32768; V, kVBytes = 32768; kStages = 2 buffers of Q, kQBytes = 16384, and of dO, kDoutBytes = 16384;
+//                     two of dS, kDsBytes = 16384; LSE and delta of each stage; then the mbarriers. dK and dV are stored by way of K and V
+//   mbarrier          arrivals of a phase                                 who waits
+//   q_full, dout_full 1, and the bytes of TMA: the producer               consumers
+//   empty             4 kConsumers: lane 0 of each consumer warp          producer
+//   ds_ready          4 kConsumers: lane 0 of each consumer warp          consumers
+//   named barriers    see NamedBarrier
 
 using element = bf16;
 
@@ -33,6 +44,11 @@ constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
+
+enum NamedBarrier : int {  // 0 is that of __syncthreads()
+    kClearBarrier = 1,  // rows that no query sees are cleared: all consumers
+    kStartBarrier = 3,  // + consumer: it may start a step. The other consumer arrives, 2 x 128 threads
+};
 
 // K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
 constexpr int kPanelColumns = 64;
@@ -237,9 +253,6 @@ __device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, 
 __device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
 // Writes zeros over the rows [begin, end) of a block of kRows
 template <int kPanelCount, int kRows> __device__ void clear_rows(shared_address block, int begin, int end = kRows);
-
-constexpr int kClearBarrier = 1;  // the named barrier of all consumers
-
 __device__ bool has_unseen_keys(const Params& params, const KeyBlock& block);  // Whether no query of the sequence sees some rows of K and V
 // Clears them
 __device__ void clear_unseen_keys(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
@@ -288,9 +301,6 @@ constexpr int kBytesWithDout = kVBytes;
 // Starts the first loads of a thread block, ahead of the barrier at which its warps meet
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
 
-// Named barriers of the two consumers, at which each waits to start a step: 3 and 4. kClearBarrier is 1.
-constexpr int kStartBarrier = 3;
-
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
@@ -308,12 +318,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
     }
 }
 
-// A consumer warpgroup: dK and dV of 64 keys, and its part of dQ of each step. The MMAs of a step, in groups as they are awaited:
-//     S^T = K Q^T, dP^T = V dO^T     P is computed while dP^T is under way
-//     dV += P^T dO                   ... while dS is computed
-//     dQ = dS K of the step before
-//     dK += dS^T Q                   ... while that dQ is added to memory
-// Of dQ it computes the kDqColumns columns of its panel of K.
+// A consumer warpgroup: dK and dV of 64 keys, and its part of each step's dQ: 64 rows, or the kDqColumns columns of its panel of K.
 template <int kDqColumns>
 __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block, shared_address shared, const Barriers& barriers,
                                         int consumer) {
@@ -361,17 +366,20 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         const shared_address q_smem = shared + kQOffset + ring.stage * kQBytes;
         const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
         clear_tail_of_step(params, step, shared, barriers, ring);
+        // 1. S^T = K Q^T: wait for Q, issue.
         barrier_sync(kStartBarrier + consumer, 128 * kConsumers);
         float p[kBlockM / 2];  // S^T, then P^T
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         QueryValues lse;
         lse.load(shared + kLseOffset + ring.stage * kQueryValueBytes, lane);
         mma_scores<kHeadDim>(p, k_own, q_smem);
+        // 2. dP^T = V dO^T: wait for dO, issue.
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, v_own, dout_smem);
-        // The other one may start. Behind the last step of consumer 1, consumer 0 has none left.
+        // The other consumer may start its step. Consumer 1 skips its last hand-off: consumer 0 has finished.
         if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);
+        // 3. Wait for S^T. P^T: score, mask, exponentials.
         wgmma_wait<1>();
         pin_registers(p);
         if (needs_mask(step.block * kBlockM)) {
@@ -380,6 +388,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         compute_p(p, lse, params.scale_log2);
         QueryValues delta;
         delta.load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, lane);
+        // 4. Wait for dP^T. dS^T = P^T (dP^T - delta). dV += P^T dO is issued as soon as registers allow.
         PackedScores<kBlockM> packed_p, packed_ds;
         packed_p.set(p);
         mma_gradient(dv, packed_p, dout_smem);
@@ -388,21 +397,24 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         compute_ds(ds, p, delta);
         packed_ds.set(ds);
 
+        // 5. dS^T to shared memory, for both consumers.
         // All warps have written dS of step i - 1, and read dS of step i - 2, whose buffer step i takes. For i = 0 the wait returns at
         // once: of a new mbarrier the phase of parity 1 counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
-        // dQ of the step before. The first step has no dS before it. It runs the same MMAs, reads shared memory from K on as dS, and discards
-        // the result: with conditional MMAs ptxas would serialise all of them.
+        // 6. dQ = dS K of the previous step: issue. The first step has no previous dS. It runs the same MMAs, reads shared memory from K on
+        // as dS, and discards the result: with conditional MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         float* own_dq = own_dq_of(previous);
+        // 7. dK += dS^T Q: issue. Wait for dQ, with dK in flight. Release dS.
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
         wgmma_wait<1>();
-        __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
+        __syncwarp();  // all lanes have written their dS, and have read what the stage has beside Q and dO
         release(barriers.ds_ready());
         pin_registers(dq);
+        // 8. Add dQ to memory while dK runs. Wait for dK. Release Q and dO.
         if (i > 0) add_own_dq(own_dq, dq);
         wgmma_wait<0>();
         pin_registers(dv);

@@ -11,12 +11,17 @@
 #include "flashgen/sm80.cuh"
 
 // Few rows of queries on many keys, which is bound by the bandwidth of global memory. So every thread block always has copies of K and V
-// on their way, and all thread blocks have equal shares of the KV blocks of the tiles. For each:
+// on their way, and all thread blocks have equal shares of the KV blocks of all tiles. For each KV block:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
 // row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. Where a thread block
 // has all KV blocks of a tile, it divides O by row_sum in the end. Other parts go to the workspace, and the next kernel combines them.
+//
+// Map
+//   warps             kWarps = 4, in groups of kGroupWarps = 1. A group copies and computes its own keys of each KV block
+//   shared memory     Q, kBlockM = 16 rows of kRowBytes = 256; kStages = 3 stages of K and V, kStageBytes = 32768 each
+//   barriers          sync_group(): the warps of a group, before they read a stage; barrier_sync(kThreads): all warps, around Q and the merge
 
 using element = bf16;
 
@@ -312,12 +317,13 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
         clear(rows);
 
         for (int block = part.first; block < part.end; ++block) {
-            // The group's keys of this KV block are here: a lane waits for its own copies, and __syncwarp for those of the others. And every
-            // lane has finished with the KV block before, whose stage takes the next one to come.
+            // 1. Wait for the group's keys of this KV block: a thread waits for its own copies, sync_group() for the copies of the group. All of
+            // them have finished with the previous KV block: start the copy of a later one into its stage.
             cp_async_wait<kStages - 2>();
             sync_group(group);
             fetch_next(params, share, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
 
+            // 2. S = Q K^T, softmax, O += P V, while later KV blocks are copied.
             float scores[kRowTiles][kKeyTiles][4];
             P<kRowTiles> p;
             mma_qk(scores, q_lane, k_lane_address(stage_address(stage) + group_offset, lane));

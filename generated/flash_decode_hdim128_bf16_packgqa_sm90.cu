@@ -18,6 +18,13 @@
 // row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end a thread block sends each
 // row of its O to the thread block of the cluster that combines this row, through shared memory: no part goes to global memory, and no second
 // kernel waits for this one.
+//
+// Map
+//   warps             kWarps = 4. Each copies and computes its own keys of each KV block, for all rows of the tile
+//   cluster           kCluster = 8 thread blocks share a tile; each combines some of its rows
+//   shared memory     Q, kBlockM = 16 rows of kRowBytes = 256; kStages = 3 stages of K and V, kStageBytes = 32768 each; then the rows that the cluster
+//                     sends here, and an mbarrier for their bytes. In the end the stages have O of all warps
+//   barriers          barrier_sync(kThreads): all warps, around the stages' last use; cluster_wait(): the peers' mbarriers are initialised
 
 using element = bf16;
 
@@ -296,12 +303,13 @@ flash_decode_hdim128_bf16_packgqa_sm90(const __grid_constant__ Params params) {
     clear(rows);
     int stage = 0;  // that of the KV block to be computed next
     for (int block = 0; block < blocks; ++block) {
-        // The group's keys of this KV block are here: a lane waits for its own copies, and __syncwarp for those of the others. And every lane
-        // has finished with the KV block before, whose stage takes the next one to come.
+        // 1. Wait for the group's keys of this KV block: a thread waits for its own copies, sync_group() for the copies of the group. All of them
+        // have finished with the previous KV block: start the copy of a later one into its stage.
         cp_async_wait<kStages - 2>();
         sync_group(group);
         fetch_next(params, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
 
+        // 2. S = Q K^T, softmax, O += P V, while later KV blocks are copied.
         float scores[kRowTiles][kKeyTiles][4];
         P<kRowTiles> p;
         mma_qk(scores, q_lane, k_lane_address(stage_address(stage) + group_offset, lane));

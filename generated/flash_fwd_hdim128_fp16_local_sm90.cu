@@ -17,7 +17,17 @@
 //
 // row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
 // row_sum.
-// One warpgroup loads Q, K and V, the others compute 64 rows each.
+//
+// Map
+//   warpgroup 0       produce(): one thread loads Q, K and V by TMA. kProducerRegisters = 32 a thread
+//   warpgroups 1 ...  consume(): 64 rows each: S, softmax, O. kConsumerRegisters = 160 a thread
+//   shared memory     kQStages = 2 buffers of Q, kQBytes = 49152 each; kStages = 3 of K, kKBytes = 16384, and 3 of V, kVBytes = 16384;
+//                     then the mbarriers
+//   mbarrier          arrivals of a phase                                 who waits
+//   q_full, k_full, v_full  1, and the bytes of TMA: the producer         consumers
+//   k_empty, v_empty  4 kConsumers: lane 0 of each consumer warp          producer
+//   q_empty           a thread of each consumer, see Barriers::init()     producer
+//   named barriers    see NamedBarrier
 
 using element = fp16;
 
@@ -36,8 +46,10 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 160;
 
-// Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
-constexpr int kStoreBarrier = 1 + kConsumers;  // kStoreBarrier + consumer: a warpgroup's O is in shared memory
+enum NamedBarrier : int {  // 0 is that of __syncthreads()
+    kTurnBarrier = 1,  // + consumer: its turn to issue MMAs. The consumer before it arrives, 2 x 128 threads
+    kStoreBarrier = kTurnBarrier + kConsumers,  // + consumer: O of the warpgroup is in shared memory, 128 threads
+};
 
 // Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
 constexpr int kPanelColumns = 64;
@@ -277,8 +289,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         if (lane == 0) mbarrier_arrive(empty);
     };
     // Consumers take turns at issuing MMAs, so that one's run while the others do their softmax.
-    auto begin_turn = [&] { barrier_sync(1 + consumer, 256); };
-    auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
+    auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
+    auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
     // O of a tile is stored through the buffer of its Q, which is empty once TMA has read it. The thread that started the stores waits
     // for that with the next tile's first MMA under way. The load held back is Q of the tile after it, not needed yet.
@@ -342,6 +354,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
             end_turn();
             release_previous_q();
+            // First block: wait for its S, release K. Softmax makes P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(barriers.k_empty(k_ring.stage));
@@ -352,28 +365,34 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             p.set(scores);
 
             for (--block; block >= first_block; --block) {
-                // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
+                // 1. S = Q K^T of this block: wait for K, issue.
                 mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
                 mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+                // 2. O += P V of the previous block: wait for V, issue.
                 mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
                 mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
                 end_turn();
+                // 3. Wait for S, with P V in flight. Release K.
                 wgmma_wait<1>();
                 pin_registers(scores);
                 release(barriers.k_empty(k_ring.stage));
                 k_ring.advance();
+                // 4. Softmax on S while P V runs.
                 finish_scores(scores, block);
                 const bool moved = softmax_step(scores, rows, params.scale_log2);
+                // 5. Wait for P V. Release V.
                 wgmma_wait<0>();
                 pin_registers(output);
                 release(barriers.v_empty(v_ring.stage));
                 v_ring.advance();
+                // 6. Pack P for the next P V. Rescale O where row_max has moved.
                 // exp2_approx and pack are not volatile: ptxas moves most exponentials below the wait and interleaves them with the packing.
                 // Kept before the branch so that both are in one basic block.
                 p.set(scores);
                 if (moved) rescale(output, rows);
             }
+            // O += P V of the last block: wait for V, issue, wait, release.
             mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
             mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
             wgmma_wait<0>();

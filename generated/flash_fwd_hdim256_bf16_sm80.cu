@@ -17,6 +17,12 @@
 //
 // row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
 // row_sum.
+//
+// Map
+//   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
+//   shared memory     Q, kBlockM = 64 rows of kRowBytes = 512; kKStages stages of K, then kVStages of V, kStageBytes = 32768 each; the rest
+//                     begins at kStashOffset. O is stored by way of Q
+//   barrier           barrier_sync(kThreads): all warps, before they read what the others have copied, and before it is overwritten
 
 using element = bf16;
 
@@ -288,12 +294,13 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     float previous_max = 0.0f;  // of row t of the quad's four, in its lane t: row_max before it was last raised
 
     for (int block = blocks.last; block >= blocks.first; --block) {
-        // K of this block is here, and every warp has finished with V, P and max_update of the block before.
+        // 1. Wait for K: it is here, and every warp has finished with V, P and max_update of the previous block. Start the copy of V.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         copy_v(params, v, v_stage, block);
         cp_async_commit();
 
+        // 2. S = Q K^T of the warp's keys, softmax. P, and row_max where it has risen, go to the partner.
         float scores[kRowTiles][kKeyTiles][4];
         float block_max[kRowTiles][2];
         P<kRowTiles> p;
@@ -315,7 +322,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
         store_p(pair, p, lane);
         if (lane == 0) store_shared_32(pair.max_update, raised);
 
-        // V of this block is here, every warp has finished with K, and P and max_update are complete.
+        // 3. Wait for V: it is here, every warp has finished with K, and P and max_update are complete. Start the copy of the next K.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         P<kRowTiles> partner_p;
@@ -325,6 +332,8 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
             copy_k(params, k, k_stage, block - 1);
             cp_async_commit();
         }
+
+        // 4. Both partners agree on row_max. O += P V over the keys of both, for the warp's columns.
         if (raised || partner_raised) agree_on_row_max(pair, partner_raised, previous_max, rows, p, partner_p, lane);
         mma_pv(rows, p, v_lane + first_key * kRowBytes);
         mma_pv(rows, partner_p, v_lane + (kPartKeys - first_key) * kRowBytes);

@@ -17,7 +17,17 @@
 //
 // row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
 // row_sum.
-// One warpgroup loads Q, K and V, the others compute 64 rows each.
+//
+// Map
+//   warpgroup 0       produce(): one thread loads Q, K and V by TMA. kProducerRegisters = 24 a thread
+//   warpgroups 1 ...  consume(): 64 rows each: S, softmax, O. kConsumerRegisters = 240 a thread
+//   shared memory     kQStages = 1 buffers of Q, kQBytes = 65536 each; kStages = 2 of K, kKBytes = 32768, and 2 of V, kVBytes = 32768;
+//                     then the mbarriers
+//   mbarrier          arrivals of a phase                                 who waits
+//   q_full, k_full, v_full  1, and the bytes of TMA: the producer         consumers
+//   k_empty, v_empty  4 kConsumers: lane 0 of each consumer warp          producer
+//   q_empty           a thread of each consumer, see Barriers::init()     producer
+//   named barriers    see NamedBarrier
 
 using element = fp16;
 
@@ -36,7 +46,9 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-// Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
+enum NamedBarrier : int {  // 0 is that of __syncthreads()
+    kTurnBarrier = 1,  // + consumer: its turn to issue MMAs. The consumer before it arrives, 2 x 128 threads
+};
 
 // Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
 constexpr int kPanelColumns = 64;
@@ -279,8 +291,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         if (lane == 0) mbarrier_arrive(empty);
     };
     // Consumers take turns at issuing MMAs, so that one's run while the others do their softmax.
-    auto begin_turn = [&] { barrier_sync(1 + consumer, 256); };
-    auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
+    auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
+    auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
     // Skips a KV block of which this warpgroup's rows see nothing: releases it like any other, since the barriers count every warp,
     // and takes its turn. Wait for full first: another warp may not have arrived yet for the previous phase of empty, and this arrival
@@ -336,6 +348,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             begin_turn();
             mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
             end_turn();
+            // First block: wait for its S, release K. Softmax makes P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(barriers.k_empty(k_ring.stage));
@@ -346,28 +359,34 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             p.set(scores);
 
             for (--block; block >= first_block; --block) {
-                // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
+                // 1. S = Q K^T of this block: wait for K, issue.
                 mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
                 mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+                // 2. O += P V of the previous block: wait for V, issue.
                 mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
                 mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
                 end_turn();
+                // 3. Wait for S, with P V in flight. Release K.
                 wgmma_wait<1>();
                 pin_registers(scores);
                 release(barriers.k_empty(k_ring.stage));
                 k_ring.advance();
+                // 4. Softmax on S while P V runs.
                 finish_scores(scores, block);
                 const bool moved = softmax_step(scores, rows, params.scale_log2);
+                // 5. Wait for P V. Release V.
                 wgmma_wait<0>();
                 pin_registers(output);
                 release(barriers.v_empty(v_ring.stage));
                 v_ring.advance();
+                // 6. Pack P for the next P V. Rescale O where row_max has moved.
                 // exp2_approx and pack are not volatile: ptxas moves most exponentials below the wait and interleaves them with the packing.
                 // Kept before the branch so that both are in one basic block.
                 p.set(scores);
                 if (moved) rescale(output, rows);
             }
+            // O += P V of the last block: wait for V, issue, wait, release.
             release(barriers.q_empty(q_ring.stage));
             mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
             mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);

@@ -17,6 +17,12 @@
 //
 // row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
 // row_sum.
+//
+// Map
+//   warps             kWarps = 8. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
+//   shared memory     Q, kBlockM = 256 rows of kRowBytes = 128; kKStages stages of K, then kVStages of V, kStageBytes = 12288 each; the rest
+//                     begins at kStashOffset. O is stored by way of Q
+//   barrier           barrier_sync(kThreads): all warps, before they read what the others have copied, and before it is overwritten
 
 using element = fp16;
 
@@ -301,14 +307,17 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     auto visit_run = [&](int block) {
         float scores[kRowTiles][kKeyTiles][4];
         P<kRowTiles> p;
+        // First turn: S = Q K^T.
         mma_qk(scores, q_lane, k_lane(block));
         end_turn(block);
         while (true) {
+            // 1. Softmax, while the other group has its turn.
             finish(scores, block);
             softmax_step(scores, rows, params.scale_log2, p);
             if (is_last(block)) break;
 
-            // P . V of this block and Q . K^T of the next stand together: a long run of MMAs without a barrier.
+            // 2. Wait for the turn. O += P V of this block and S = Q K^T of the next: a long run of MMAs without a barrier. End the turn:
+            // release K and V, start the copy of the next block.
             VFragments v_fragments[2];
             load_v(v_fragments[0], v_lane(block), 0);
             begin_turn();
@@ -317,6 +326,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
             --block;
             end_turn(block);
         }
+        // Last turn: O += P V. The caller ends it.
         VFragments v_fragments[2];
         load_v(v_fragments[0], v_lane(block), 0);
         begin_turn();

@@ -17,6 +17,12 @@
 //
 // row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
 // row_sum.
+//
+// Map
+//   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
+//   shared memory     Q, kBlockM = 128 rows of kRowBytes = 128; kKStages stages of K, then kVStages of V, kStageBytes = 8192 each; the rest
+//                     begins at kStashOffset. O is stored by way of Q
+//   barrier           barrier_sync(kThreads): all warps, before they read what the others have copied, and before it is overwritten
 
 using element = fp16;
 
@@ -311,8 +317,8 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     auto visit = [&](auto tiles, int block) {
         constexpr int kFirst = tiles.kFirst;
         constexpr int kTiles = tiles.kTiles;
-        // K of this block is here, at the first one with Q: a thread waits for its own copies, and the barrier for everybody's.
-        // And every warp has finished with K and V of the block before.
+        // 1. Wait for K, with the first block also for Q: a thread waits for its own copies, the barrier for the copies of all threads. Every
+        // warp has finished with K and V of the previous block. Start the copies of V and of the next K.
         if (block == blocks.last) {
             cp_async_wait<2>();
             barrier_sync(kThreads);
@@ -325,13 +331,14 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
             fetch_next_k(stored_head.k, block);
         }
 
+        // 2. S = Q K^T, softmax, while V and the next K are copied.
         float scores[kTiles][kKeyTiles][4];
         P<kTiles> p;
         mma_qk(scores, q_lane.with_offset(kFirst * kRowTileStep * kRowBytes), k_lane + (block & 1) * kStageBytes);
         finish_scores(params, stashed_tile(smem), scores, first_row_of(warp) + kFirst * kRowTileStep, block * kBlockN, lane);
         softmax_step(scores, rows + kFirst, params.scale_log2, p);
 
-        // V of this block is here; K of the next may still be on its way.
+        // 3. Wait for V, with the copy of the next K in flight. O += P V.
         cp_async_wait<1>();
         barrier_sync(kThreads);
         mma_pv(rows + kFirst, p, v_lane);

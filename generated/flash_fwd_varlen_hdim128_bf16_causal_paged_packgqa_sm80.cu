@@ -17,6 +17,12 @@
 //
 // row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
 // row_sum.
+//
+// Map
+//   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
+//   shared memory     Q, kBlockM = 128 rows of kRowBytes = 256; kKStages stages of K, then kVStages of V, kStageBytes = 8192 each; the rest
+//                     begins at kStashOffset. O is stored by way of Q
+//   barrier           barrier_sync(kThreads): all warps, before they read what the others have copied, and before it is overwritten
 
 using element = bf16;
 
@@ -309,20 +315,23 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     }
 
     for (int block = blocks.last; block >= blocks.first; --block) {
-        // K of this block is here, and every warp has finished with V of the block before.
+        // 1. Wait for K: it is here, and every warp has finished with V of the previous block. Start the copy of V.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         copy_v(params, v, v_stage, block);
         cp_async_commit();
 
+        // 2. S = Q K^T, softmax, while V is copied. A warp whose rows see no key of the block skips it.
         P<kRowTiles> p;
         const bool sees = block >= warp_blocks.first && block <= warp_blocks.last;
-        if (sees) compute_p(p, block);  // some row of this warp attends to a key of the block
+        if (sees) compute_p(p, block);
 
-        // V of this block is here, and every warp has finished with K.
+        // 3. Wait for V: it is here, and every warp has finished with K. Start the copy of the next K.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         if (block > blocks.first) fetch_k(block - 1);
+
+        // 4. O += P V, while the next K is copied.
         if (sees) mma_pv(rows, p, v_lane);
     }
 }

@@ -162,7 +162,7 @@ FAULTS = (
         BOTH,
         SHAPE,
         ("barrier",),
-        f"    const int barrier = 1 + threadIdx.x / 128;\n{QUERIES_READ}",
+        f"    const int barrier = kStoreBarrier + threadIdx.x / 128;\n{QUERIES_READ}",
         f"    const int barrier = 2;\n{QUERIES_READ}",
     ),
     fault(

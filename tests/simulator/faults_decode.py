@@ -142,7 +142,7 @@ FAULTS = (
         ROWS,
         QUERIES,
         ASYNC,
-        "barrier_sync(2 + group, kGroupThreads);",
+        "barrier_sync(kGroupBarrier + group, kGroupThreads);",
         "__syncwarp();",
         multiprocessors=3,
     ),

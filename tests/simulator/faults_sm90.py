@@ -658,14 +658,14 @@ FAULTS = (
     planted(
         "turn for too few threads",
         ("barrier", "deadlock"),
-        "{ barrier_sync(1 + consumer, 256); }",
-        "{ barrier_sync(1 + consumer, 128); }",
+        "{ barrier_sync(kTurnBarrier + consumer, 256); }",
+        "{ barrier_sync(kTurnBarrier + consumer, 128); }",
     ),
     planted(
         "turn passed to oneself",
         STUCK,
-        "barrier_arrive(1 + (consumer + 1) % kConsumers, 256);",
-        "barrier_arrive(1 + consumer, 256);",
+        "barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256);",
+        "barrier_arrive(kTurnBarrier + consumer, 256);",
     ),
     planted(
         "nobody has the first turn",

@@ -107,7 +107,7 @@ FAULTS = (
            "        while (!is_turn) is_turn = has_turn(params, block, step);", "",
            backwards=True),
     ampere("a turn is passed before all have added", (*OUT_OF_TURN, "barrier"),
-           "            barrier_sync(2, kThreads);\n", ""),
+           "            barrier_sync(kAddedBarrier, kThreads);\n", ""),
     ampere("a turn is not passed on", STUCK,
            "if (lane == 0) pass_turn(", "if (lane == 32) pass_turn("),
     ampere("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),

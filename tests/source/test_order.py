@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 
 import pytest
@@ -117,3 +119,25 @@ def test_shipped_kernels_have_no_function_before_the_roles(spec):
         names = re.findall(r"^__device__ [^;{]*?(\w+)\([^;{]*\{", before, re.MULTILINE)
         roles = ("produce", "consume", "put_values", "find_tiles", "read_mask", "main_loop")
         assert [name for name in names if not name.startswith(roles)] == []
+
+
+def constants(source, element_bytes):
+    """The values of the constants of a kernel that are sums, products and quotients of whole numbers."""
+    values = {}
+    for name, text in re.findall(r"^constexpr int (\w+) = (.*?);", source, re.MULTILINE):
+        text = re.sub(r"sizeof\(element\)", str(element_bytes), text).replace("sizeof(float)", "4")
+        if re.fullmatch(r"[\w+*/() -]+", text):
+            with contextlib.suppress(NameError):  # it has a constant of another kind
+                values[name] = eval(text.replace("/", "//"), {}, values)
+    return values
+
+
+@pytest.mark.parametrize("spec", load_specs(), ids=lambda spec: spec.name)
+def test_the_numbers_of_a_map_are_those_of_the_kernel(spec, fresh_seed):
+    for variant in random.Random(fresh_seed).sample(list(spec.variants()), 3):
+        for step in variant.steps:
+            source = render(step)
+            named = re.findall(r"^// .*$", source[: source.index("using element")], re.MULTILINE)
+            stated = re.findall(r"\b(k[A-Z]\w+) = (\d+)", "\n".join(named))
+            values = constants(source, step.element_bytes)
+            assert [(name, values[name]) for name, _ in stated] == [(name, int(n)) for name, n in stated]
