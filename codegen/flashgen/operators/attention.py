@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.errors import BadParam
 from flashgen.operators import contract
 from flashgen.operators import lengths as of_lengths
-from flashgen.operators.arguments import (
-    DTYPE_BYTES,
-    Argument,
-    Expected,
-    check_devices,
-    check_strides,
-    flag,
-    place,
-)
+from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
 from flashgen.operators.lengths import BOUNDS, LENGTH_ARRAYS, PAGES, Lengths
 from flashgen.operators.maskoptions import mask_semantics, simplify
 from flashgen.operators.masks import Band
@@ -34,7 +26,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.arguments import ArrayView, Expected
     from flashgen.operators.scores import Score
     from flashgen.operators.splits import Splits
 
@@ -82,8 +74,8 @@ class AttentionProblem(Problem):
     the sizes of symbols that are its own. ``splits`` is what the call says of split-KV.
 
     With ``lengths`` sequences have several lengths, whose bounds are ``seqlen_q`` and ``seqlen_kv``; kernels
-    and grids are chosen by the bounds. Mask and window are those of a sequence with the bounds as lengths,
-    and move with the ends of the others (`of_sequence`).
+    and grids are chosen by the bounds. Mask and window fit a sequence that is as long as the bounds, and move
+    with the end of any other (`of_sequence`).
     """
 
     batch: int
@@ -120,9 +112,7 @@ class AttentionProblem(Problem):
     @property
     def sizes(self) -> dict[str, int]:
         sizes = {name: getattr(self, name) for name in _SIZES} | dict(self.score_sizes)
-        if self.lengths is not None:
-            sizes |= self.lengths.sizes | {"boundaries": self.batch + 1}
-        return sizes
+        return sizes | (self.lengths.sizes_of(self.batch) if self.lengths else {})
 
     def spoken(self, symbol: str) -> str:
         return symbol if self.lengths is None else self.lengths.spoken(symbol)
@@ -377,9 +367,7 @@ def normalise(
         if mask is not None:
             of_lengths.check_mask(mask, arrays, sizes, bounded=max_seqlen_kv is not None)
         score_sizes = of_lengths.check_score_arrays(score, tables, sizes)
-    symbols = sizes | dict(score_sizes)
-    if lengths is not None:
-        symbols |= lengths.sizes | {"boundaries": sizes["batch"] + 1}
+    symbols = sizes | dict(score_sizes) | (lengths.sizes_of(sizes["batch"]) if lengths else {})
     present = views | arrays | masks | tables
     problem = AttentionProblem(
         **sizes,
@@ -449,10 +437,10 @@ ATTENTION = Operator(
     check_elements=check_elements,
     of_lengths=(*LENGTH_ARRAYS, *BOUNDS, "sequence_rows"),
 )
-_WITH_LENGTHS, _PLAIN = ATTENTION.with_lengths, ATTENTION.without_lengths
+_PLAIN = ATTENTION.without_lengths
 
 
 def operator_for(score: Score | None, lengths: bool = False) -> Operator:
     """Attention with that score modification, if any, as calls with or without lengths have it."""
-    operator = _WITH_LENGTHS if lengths else _PLAIN
+    operator = ATTENTION if lengths else _PLAIN
     return operator if score is None else modified(operator, score)

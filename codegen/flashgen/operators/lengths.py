@@ -70,14 +70,14 @@ class Lengths:
     packed_kv: bool
     paged: bool
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each symbol that only calls with lengths have, but for ``boundaries``."""
+    def sizes_of(self, batch: int) -> dict[str, int]:
+        """The size of each symbol that only calls with lengths have."""
         return {
             "batch_q": self.batch_q,
             "rows_q": self.rows_q,
             "batch_kv": self.batch_kv,
             "rows_kv": self.rows_kv,
+            "boundaries": batch + 1,
             "max_pages": self.max_pages,
         }
 
@@ -107,7 +107,7 @@ def read(
     splits: Splits,
 ) -> tuple[dict[str, int], Lengths]:
     """The sizes of a call, whose ``seqlen_q`` and ``seqlen_kv`` are bounds, and how its sequences share its
-    arrays; ``arrays`` has those of lengths, one at least. Packed queries are not cut by an `Expected` bound
+    arrays; ``arrays`` has the arrays of lengths, one at least. An `Expected` bound cuts no packed queries
     if there are more tokens than it allows.
 
     Raises BadParam, NullPointer, BadTensorDtype or BadTensorShape.

@@ -134,9 +134,9 @@ def make(variant: Variant, shape: Shape, seed: int) -> BackwardExample:
     """Normal random inputs for ``variant``, with the results that a forward call has for them; outputs, and
     what is between rows, are NaN. ``shape.return_lse`` is whether LSE has a gradient.
 
-    A variant with lengths gets sequences of random lengths up to those of ``shape``, the first of which has
-    these. Queries and keys are packed or padded, as the seed will; rows after the last sequence and keys past
-    a length are NaN.
+    A variant with lengths gets sequences of random lengths up to the lengths in ``shape``, which the first
+    sequence has. Queries and keys are packed or padded, as the seed will; rows after the last sequence and
+    keys past a length are NaN.
 
     Raises as ``attention_example.make``.
     """

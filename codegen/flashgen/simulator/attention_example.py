@@ -105,11 +105,11 @@ def described(problem: AttentionProblem, q: np.ndarray) -> dict[str, Any]:
 def make(variant: Variant, shape: Shape, seed: int) -> AttentionExample:
     """Normal random inputs for ``variant``; outputs, and what is between rows, are NaN.
 
-    A variant with lengths gets sequences of random lengths up to those of ``shape``, the first of which has
-    these. Queries and keys are packed or padded, as the seed will, or padded with a dense mask. The kernel
-    may be chosen by fewer keys than sequences have, as the seed will. Packed rows after the last sequence,
-    slots past a length and pages of no sequence are NaN, and entries of the page table past a length are
-    garbage.
+    A variant with lengths gets sequences of random lengths up to the lengths in ``shape``, which the first
+    sequence has. Queries and keys are packed or padded, as the seed will, or padded with a dense mask. The
+    kernel may be chosen by fewer keys than sequences have, as the seed will. Packed rows after the last
+    sequence, slots past a length and pages of no sequence are NaN, and entries of the page table past a
+    length are garbage.
 
     Raises BadParam for sizes that are not the variant's: heads that it cannot group, a head dim that it does
     not hold, a window where its mask type has none, with lengths a diagonal that starts top left; and what
