@@ -133,7 +133,7 @@ def test_a_changed_base_is_seen_through_the_cache(tiny_folder, edit_spec, tmp_pa
         (AXES.format("head_dim_v: {default: [64]}"), r"wide.yaml:3: axes.head_dim_v.default: found \[64\]"),
         (AXES.format("dtype: [fp32]").replace("sm80", "sm90"),
          r"wide.yaml:3: axes.dtype: the size of `fp32` is missing; give it in `element_bytes`"),
-        (STEPS + "workspace: {}\n", r"bwd_sm90.yaml:51: steps\[0\].params\[4\]: `delta` is no parameter of"),
+        (STEPS + "workspace: {}\n", r"bwd_sm90.yaml:54: steps\[0\].params\[4\]: `delta` is no parameter of"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_file_and_line_that_is_wrong(text, message, write):

@@ -4,9 +4,12 @@ A number of the rule is one line here: the annotation says what a spec may give,
 whole to `schedule.dispatch`, which reads it.
 """
 
-from typing import Annotated, NamedTuple
+from __future__ import annotations
 
-from flashgen.families.kinds import Choice, Decimal, Integer, optional
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+if TYPE_CHECKING:
+    from flashgen.families.kinds import Choice, Decimal, Integer, optional
 
 
 class Dispatch(NamedTuple):

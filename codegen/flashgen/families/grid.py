@@ -3,9 +3,12 @@
 Scheduling reads these numbers; nothing there repeats what a template decides.
 """
 
-from typing import Annotated, NamedTuple
+from __future__ import annotations
 
-from flashgen.families.kinds import Choice, Either, Integer, MapOf, Text
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+if TYPE_CHECKING:
+    from flashgen.families.kinds import EXPRESSION, Choice, MapOf
 
 # What the blocks of a launch do: one tile each; or a part of their cluster's tile each; one tile each,
 # of sequences whose lengths the kernel finds; or, no more of them than run at a time, tile after tile; the
@@ -25,14 +28,12 @@ NUM_PARTS = "num_parts"
 # Likewise: the parts of a kv head's query heads, each with thread blocks of its own (`Grid.part_time`).
 GROUP_PARTS = "group_parts"
 
-# In a file, a number is an expression, of which each tile at each point gives a value.
-NUMBER = Either(Integer(), Text("an expression"))
-Number = Annotated[int, NUMBER]
 Extents = tuple[tuple[str, int], ...]
 
 
 class Grid(NamedTuple):
-    """The work tiles of a launch. A number is at least what it is by default.
+    """The work tiles of a launch. A number is at least what it is by default. In a
+    spec, numbers and extents are expressions.
 
     ``covers`` names the dimensions of the operator that are cut into tiles, with a tile's extent in each;
     their product is the number of tiles. ``schedule`` is one of SCHEDULES. ``blocks_per_sm`` is the thread
@@ -47,17 +48,17 @@ class Grid(NamedTuple):
     with two, thread block i has tile i of each kind that has that many.
     """
 
-    covers: Annotated[Extents, MapOf(NUMBER, least=1)] = ()
+    covers: Annotated[Extents, MapOf(EXPRESSION, least=1)] = ()
     schedule: Annotated[str, Choice(SCHEDULES)] = "tile_per_block"
-    blocks_per_sm: Number = 1
-    from_last_row: Number = 0
-    split_gain: Number = 0
-    part_time: Number = 0
-    cluster: Number = 1
-    step_rows: Number = 0
-    in_turns: Number = 0
-    beside: Annotated[Extents, MapOf(NUMBER)] = ()
-    kinds: Number = 1
+    blocks_per_sm: Annotated[int, EXPRESSION] = 1
+    from_last_row: Annotated[int, EXPRESSION] = 0
+    split_gain: Annotated[int, EXPRESSION] = 0
+    part_time: Annotated[int, EXPRESSION] = 0
+    cluster: Annotated[int, EXPRESSION] = 1
+    step_rows: Annotated[int, EXPRESSION] = 0
+    in_turns: Annotated[int, EXPRESSION] = 0
+    beside: Annotated[Extents, MapOf(EXPRESSION)] = ()
+    kinds: Annotated[int, EXPRESSION] = 1
 
     @property
     def persistent(self) -> bool:
@@ -91,10 +92,10 @@ class Visits(NamedTuple):
     for them and a KV block.
     """
 
-    rows: Number
-    keys: Number
-    mma_rows: Number
-    mma: Number
+    rows: Annotated[int, EXPRESSION]
+    keys: Annotated[int, EXPRESSION]
+    mma_rows: Annotated[int, EXPRESSION]
+    mma: Annotated[int, EXPRESSION]
 
 
 class Buffer(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -11,12 +11,9 @@ if TYPE_CHECKING:
     from flashgen.errors import SpecError
 
 Keys = tuple[str | int, ...]
-
-
-class Place(Protocol):
-    """What makes an error of the keys that lead to a value, and a message: a ``yamlfile.Document``."""
-
-    def error(self, keys: Keys, message: str) -> SpecError: ...
+if TYPE_CHECKING:
+    # Makes the error of a message about what is at these keys: `yamlfile.Document.error`.
+    MakeError = Callable[[Keys, str], SpecError]
 
 
 class Kind:
@@ -29,18 +26,18 @@ class Kind:
         """Whether a value is of this kind; of a list or a mapping, whatever it holds."""
         return True
 
-    def read(self, place: Place, keys: Keys, value: Any) -> Any:
+    def read(self, error: MakeError, keys: Keys, value: Any) -> Any:
         """The value at ``keys``, checked to the last member. Raises SpecError."""
         if not self.accepts(value):
-            raise self.misfit(place, keys, value)
+            raise self.misfit(error, keys, value)
         return value
 
-    def misfit(self, place: Place, keys: Keys, value: Any) -> SpecError:
+    def misfit(self, error: MakeError, keys: Keys, value: Any) -> SpecError:
         """The error of a value of another kind."""
         allowed = (
             f"allowed: {', '.join(map(str, self.choices))}" if self.choices else f"expected {self.words}"
         )
-        return place.error(keys, f"found {value!r}; {allowed}")
+        return error(keys, f"found {value!r}; {allowed}")
 
 
 class Text(Kind):
@@ -81,8 +78,8 @@ class Decimal(Kind):
             return False
         return value > self._above if self._least is None else value >= self._least
 
-    def read(self, place: Place, keys: Keys, value: Any) -> float:
-        return float(super().read(place, keys, value))
+    def read(self, error: MakeError, keys: Keys, value: Any) -> float:
+        return float(super().read(error, keys, value))
 
 
 class Choice(Kind):
@@ -90,10 +87,10 @@ class Choice(Kind):
 
     def __init__(self, choices: Iterable[str | int]) -> None:
         self.choices = tuple(sorted(choices, key=lambda choice: (isinstance(choice, str), choice)))
-        self._known = frozenset(self.choices)
+        self._values = frozenset(self.choices)
 
     def accepts(self, value: Any) -> bool:
-        return type(value) in (int, str) and value in self._known
+        return type(value) in (int, str) and value in self._values
 
 
 class Null(Kind):
@@ -112,10 +109,10 @@ class ListOf(Kind):
     def accepts(self, value: Any) -> bool:
         return isinstance(value, list)
 
-    def read(self, place: Place, keys: Keys, value: Any) -> tuple[Any, ...]:
+    def read(self, error: MakeError, keys: Keys, value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) < self._least:
-            raise self.misfit(place, keys, value)
-        return tuple([self._item.read(place, (*keys, i), item) for i, item in enumerate(value)])
+            raise self.misfit(error, keys, value)
+        return tuple([self._item.read(error, (*keys, i), item) for i, item in enumerate(value)])
 
 
 class MapOf(Kind):
@@ -128,13 +125,13 @@ class MapOf(Kind):
     def accepts(self, value: Any) -> bool:
         return isinstance(value, dict)
 
-    def read(self, place: Place, keys: Keys, value: Any) -> dict[str, Any]:
+    def read(self, error: MakeError, keys: Keys, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) < self._least:
-            raise self.misfit(place, keys, value)
+            raise self.misfit(error, keys, value)
         if self._key is not None:
             for key in value:
-                self._key.read(place, (*keys, key), key)
-        return {key: self._value.read(place, (*keys, key), item) for key, item in value.items()}
+                self._key.read(error, (*keys, key), key)
+        return {key: self._value.read(error, (*keys, key), item) for key, item in value.items()}
 
 
 class Either(Kind):
@@ -148,11 +145,11 @@ class Either(Kind):
     def accepts(self, value: Any) -> bool:
         return any(member.accepts(value) for member in self._members)
 
-    def read(self, place: Place, keys: Keys, value: Any) -> Any:
+    def read(self, error: MakeError, keys: Keys, value: Any) -> Any:
         for member in self._members:
             if member.accepts(value):
-                return member.read(place, keys, value)
-        raise self.misfit(place, keys, value)
+                return member.read(error, keys, value)
+        raise self.misfit(error, keys, value)
 
 
 REQUIRED: Any = object()
@@ -180,26 +177,29 @@ class Record(Kind):
     def accepts(self, value: Any) -> bool:
         return isinstance(value, dict)
 
-    def read(self, place: Place, keys: Keys, value: Any) -> Any:
-        super().read(place, keys, value)
+    def read(self, error: MakeError, keys: Keys, value: Any) -> Any:
+        super().read(error, keys, value)
         read = dict(self._defaults)
         for key, item in value.items():
             field = self.fields.get(key)
             if field is None:
-                raise place.error((*keys, key), f"unknown key; allowed: {', '.join(self.fields)}")
-            read[key] = field.kind.read(place, (*keys, key), item)
+                raise error((*keys, key), f"unknown key; allowed: {', '.join(self.fields)}")
+            read[key] = field.kind.read(error, (*keys, key), item)
         for key in self.fields:
             if key not in read:
-                raise place.error(keys, f"the key `{key}` is missing")
+                raise error(keys, f"the key `{key}` is missing")
         return self._make(**read)
 
 
 def fields_of(cls: type) -> dict[str, Field]:
-    """The fields of a NamedTuple whose annotations have kinds: ``start: Annotated[float, RATE] = 0.0``."""
+    """The fields of a NamedTuple whose annotations have kinds: ``start: Annotated[float, RATE] = 0.0``.
+
+    An annotation may name what is here without an import, which modules of a first call do not wait for.
+    """
     defaults = cls._field_defaults
     return {
         name: Field(hint.__metadata__[0], defaults.get(name, REQUIRED))
-        for name, hint in get_type_hints(cls, include_extras=True).items()
+        for name, hint in get_type_hints(cls, localns=globals(), include_extras=True).items()
     }
 
 
@@ -210,6 +210,8 @@ def record(cls: type) -> Record:
 
 ANYTHING = Kind()
 FLAG = Flag()
+# In a file, a number that each tile at each point gives a value.
+EXPRESSION = Either(Integer(), Text("an expression"))
 
 
 def optional(kind: Kind) -> Either:

@@ -186,8 +186,8 @@ def declared(name: str, operator: Operator, workspace: Mapping[str, BufferRow]) 
     argument = _argument(name.removesuffix(STRIDES), operator)
     if argument is not None and name.endswith(STRIDES):
         return _strides(argument)
-    found = _one(name, operator, workspace)
-    return {} if found is None else {name: found}
+    single = _one(name, operator, workspace)
+    return {} if single is None else {name: single}
 
 
 def tensor_map(name: str, operator: Operator) -> Declared:
@@ -231,7 +231,8 @@ def _one(name: str, operator: Operator, workspace: Mapping[str, BufferRow]) -> D
         return Declared("uint64_t", f"of {base}; see divide()", number.when)
     if name in operator.symbols:
         return Declared("int32_t")
-    return next((found[name] for of in operator.arguments if name in (found := _strides(of))), None)
+    strides = (of_array for of_array in map(_strides, operator.arguments) if name in of_array)
+    return next(strides, {}).get(name)
 
 
 def _argument(name: str, operator: Operator) -> Argument | None:

@@ -58,10 +58,10 @@ class ParamReader:
         """The members of a struct in their order, from the ``rows`` at ``keys``. Raises SpecError."""
         if not rows:
             raise self._document.error(keys, "found []; expected a list that is not empty")
-        found: list[Member] = []
+        struct: list[Member] = []
         for i, row in enumerate(rows):
             for member in self._members((*keys, i), row):
-                twice = (other.param for other in found if other.param.name == member.param.name)
+                twice = (other.param for other in struct if other.param.name == member.param.name)
                 if not all(map(member.param.excludes, twice)):
                     why = (
                         f"a second parameter is called `{member.param.name}`, and no key of `when` keeps the"
@@ -71,8 +71,8 @@ class ParamReader:
                 if member.param.ctype.removeprefix("const ") not in allowed:
                     why = f"found {member.param.ctype!r}; allowed: {', '.join(allowed)}"
                     raise self._document.error((*member.keys, "type"), why)
-                found.append(member)
-        return tuple(found)
+                struct.append(member)
+        return tuple(struct)
 
     def limits(self, keys: Keys, when: Mapping[str, Any]) -> Limits:
         """The values of axes and tile keys that a ``when`` at ``keys`` names."""
@@ -96,7 +96,7 @@ class ParamReader:
             if row.type != TENSOR_MAP and row.box is not None:
                 raise self._document.error((*keys, "box"), f"only a {TENSOR_MAP} has a box")
             return [Member(Param(row.name, row.type, row.doc or "", stated), keys, row.box)]
-        found = []
+        members = []
         for name, declared in self._declared(keys, row).items():
             left = {key: values for key, values in declared.when.items() if key not in dict(stated)}
             implied = self._implied(left)
@@ -112,8 +112,8 @@ class ParamReader:
                 ctype = f"const {ctype}"
             doc = declared.doc if row.doc is None else row.doc
             param = Param(name, ctype, doc, tuple((implied | dict(stated)).items()))
-            found.append(Member(param, keys, row.box))
-        return found
+            members.append(Member(param, keys, row.box))
+        return members
 
     def _declared(self, keys: Keys, row: ParamRow) -> dict[str, Declared]:
         """What is declared of a row without a type, by name."""
@@ -123,13 +123,13 @@ class ParamReader:
                 raise self._document.error((*keys, "box"), why)
             return {row.name: parameters.tensor_map(row.name, self._operator)}
         workspace = self._file.workspace
-        found = parameters.declared(row.name, self._operator, workspace)
-        if not found:
+        declared = parameters.declared(row.name, self._operator, workspace)
+        if not declared:
             close = difflib.get_close_matches(row.name, parameters.names(self._operator, workspace), n=3)
             hint = f"; did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
             why = f"`{row.name}` is no parameter of {self._operator.name} and no array of `workspace`{hint}"
             raise self._document.error(keys, f"{why}. To add it, write {{name: {row.name}, type: ...}}")
-        return found
+        return declared
 
     def _implied(self, when: When) -> dict[str, tuple[str | int, ...]] | None:
         """The limits that a declared ``when`` sets in this spec; None where no variant meets it."""

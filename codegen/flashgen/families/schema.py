@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from flashgen.families.dispatch import OF_A_TILE, Dispatch
-from flashgen.families.grid import NUMBER, Grid, Visits
+from flashgen.families.grid import Grid, Visits
 from flashgen.families.kinds import (
     ANYTHING,
+    EXPRESSION,
     FLAG,
     Choice,
     Either,
@@ -88,8 +89,8 @@ class DefaultAxis(NamedTuple):
 class BoxRow(NamedTuple):
     """What one TMA load or store moves, as expressions."""
 
-    columns: Annotated[int | str, NUMBER]
-    rows: Annotated[int | str, NUMBER]
+    columns: Annotated[int | str, EXPRESSION]
+    rows: Annotated[int | str, EXPRESSION]
 
 
 class ParamRow(NamedTuple):
@@ -114,7 +115,7 @@ class Range(NamedTuple):
 
 _RANGE = Record(
     {"from": Field(COUNT), "to": Field(COUNT), "step": Field(POSITIVE)},
-    lambda **given: Range(given["from"], given["to"], given["step"]),
+    lambda **ends: Range(ends["from"], ends["to"], ends["step"]),
 )
 
 
@@ -133,8 +134,8 @@ class StepRow(NamedTuple):
 
     name: Annotated[str, SHORT_NAME]
     template: Annotated[str, FILE_NAME]
-    threads: Annotated[int | str, NUMBER]
-    smem_bytes: Annotated[int | str, NUMBER]
+    threads: Annotated[int | str, EXPRESSION]
+    smem_bytes: Annotated[int | str, EXPRESSION]
     grid: Annotated[Grid, GRID]
     params: Annotated[tuple[Any, ...], ListOf(ANYTHING, least=1)]
     visits: Annotated[Visits | None, optional(VISITS)] = None
@@ -149,7 +150,7 @@ class BufferRow(NamedTuple):
     """An array of the workspace. Its extents are expressions, also over sizes of the call."""
 
     dtype: Annotated[str, Choice(("fp16", "bf16", "fp32", "int32", "element"))]
-    shape: Annotated[tuple[int | str, ...], ListOf(NUMBER, least=1)]
+    shape: Annotated[tuple[int | str, ...], ListOf(EXPRESSION, least=1)]
 
 
 _DISPATCH = fields_of(Dispatch)
@@ -175,8 +176,8 @@ class File(NamedTuple):
     lengths: Annotated[str, Choice(("none", "device"))] = "none"
     algorithm: Annotated[str | None, optional(SHORT_NAME)] = None
     template: Annotated[str | None, optional(FILE_NAME)] = None
-    threads: Annotated[int | str | None, optional(NUMBER)] = None
-    smem_bytes: Annotated[int | str | None, optional(NUMBER)] = None
+    threads: Annotated[int | str | None, optional(EXPRESSION)] = None
+    smem_bytes: Annotated[int | str | None, optional(EXPRESSION)] = None
     grid: Annotated[Grid | None, optional(GRID)] = None
     visits: Annotated[Visits | None, optional(VISITS)] = None
     params: Annotated[tuple[Any, ...] | None, optional(_LIST)] = None

@@ -89,7 +89,7 @@ class Document:
 
     def convert(self, keys: Keys, value: Any, kind: Kind) -> Any:
         """``value``, which is at ``keys``, as that kind reads it; SpecError where it is of another."""
-        return kind.read(self, keys, value)
+        return kind.read(self.error, keys, value)
 
     def _line(self, keys: Keys) -> int:
         """Line, from 1, of the deepest key of ``keys`` that the file has."""
