@@ -82,7 +82,7 @@ __device__ uint4 narrow(const float (&values)[kVector]);
 __device__ void load_angles(float (&angles)[kAngles], const angle* source);  // Cosines or sines of successive columns
 // The chunk of a row that begins at `column`, below rotary_dim, rotated to `position`
 __device__ uint4 rotate(uint4 chunk, const element* row, int column, int position, const Params& params);
-// The page that holds a place of a sequence; -1 for a place that the sequence does not have
+// The page, or the row of the cache, that holds a place of a sequence; -1 for a place that the sequence does not have
 __device__ int page_of(int sequence, int place, const Params& params);
 __device__ int sequence_of(int token, const Params& params);  // The sequence of a packed token
 
@@ -225,8 +225,8 @@ __device__ __forceinline__ uint4 rotate(uint4 chunk, const element* row, int col
     return narrow(values);
 }
 
-// The page that holds a place of a sequence; -1 for a place that the sequence does not have. An entry of the page table may be out of range,
-// which the caller checks.
+// The page, or the row of the cache, that holds a place of a sequence; -1 for a place that the sequence does not have. The entry that is read
+// may be out of range, which the caller checks.
 __device__ __forceinline__ int page_of(int sequence, int place, const Params& params) {
     if (uint32_t(place) >= uint32_t(params.capacity)) return -1;
     return int(load_global_32(params.pages + sequence * params.pages_sequence_stride + place / params.page_size));

@@ -110,13 +110,15 @@ __device__ int64_t first_unit_row(const Params& params, int batch, int head);  /
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// The elements of a lane are contiguous, as one red adds all four.
+// The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
+// flashgen/ptx.cuh), elsewhere element e of all lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
 __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row);
 
-// What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
+// What a thread block computes: dK and dV of kBlockN keys of a kv head, summed over its query heads or over a part of them, and their share
+// of dQ.
 struct KeyBlock {
     int batch;
     int kv_head;
@@ -132,7 +134,7 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN)
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 
 // A step of the main loop: a block of queries of a head.
@@ -152,7 +154,8 @@ struct QueryRange {
     int end;
 };
 
-__device__ QueryRange queries_of_key(const Params& params, int key);  // The queries that attend to a key
+// The queries in whose range a key is; no queries for a key past the last
+__device__ QueryRange queries_of_key(const Params& params, int key);
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K and V arrive with the first Q and dO. A stage, of Q and
@@ -216,7 +219,7 @@ struct PackedScores {
     }
 };
 
-// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 128 of a warpgroup
+// Starts a gradient += A B, 64 rows x 128 of a warpgroup
 __device__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
@@ -310,7 +313,7 @@ constexpr int kBytesWithDout = kVBytes;
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
 
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
-// It awaits the zeros of dq_accum first; dO of a single step is loaded behind them.
+// Where dq_accum is cleared by other thread blocks, it waits for the zeros first; dO of a single step is loaded after them.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);
@@ -318,7 +321,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
     Step step = first_step(params, block, queries);
     await_cleared(params, block);
     if (count == 1) load_dout(params, rows_of(params, block, step), shared, barriers, 0, kBytesWithDout);
-    // The second buffers begin empty: of their barriers, the phase before the first has ended.
+    // The second buffers begin empty: the phase before the first has ended. A single buffer of dO has the first step in it.
 #pragma unroll 1  // few registers are left to the producer warpgroup, whose other warps have work of their own
     for (int left = count - 1; left > 0; --left) {
         step = next_step(step, queries);
@@ -526,7 +529,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int begin = max(0, first_key - params.diagonal_offset);
     const int end = params.seqlen_q;
@@ -539,12 +542,13 @@ __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) 
 // The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
-// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+// Steps go from the last block of queries to the first. Unless a left window ends earlier, all thread blocks of a head that have any begin with
+// the same block.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
-// The queries that attend to a key: those from its diagonal on; to a key past the last none.
+// The queries in whose range a key is; no queries for a key past the last. A dense mask may hide the key from some of them.
 __device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
     const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
     return {max(diagonal, 0), params.seqlen_q};
@@ -656,8 +660,8 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
     wgmma_commit();
 }
 
-// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 128 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
-// eight queries, LBO to the next panel of columns.
+// Starts a gradient += A B, 64 rows x 128 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
+// columns contiguous: SBO leads to the next eight rows of B, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
@@ -693,9 +697,9 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_sm
     wgmma_commit();
 }
 
-// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
-// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
-// once unrolled.
+// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
+// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
+// keys and columns are queries, of S rows are queries and columns are keys.
 template <typename Visit>
 __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
 #pragma unroll
@@ -919,9 +923,10 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 }
 
 // Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
-// then V and dO. K's bytes count at q_full(0), V's at dout_full(0). They may come before load_q() and load_dout() announce them: without the
-// arrival of these the phase cannot end. Without steps nothing is loaded.
-// With a single step consumers wait for no later load before they add dQ, so produce() loads its dO, when dq_accum is clear.
+// then V, in a cluster the peer's K, and dO. K's bytes count at q_full(0), the others at dout_full(0). They may come before load_q() and
+// load_dout() announce them: without the arrival of these the phase cannot end. Without steps nothing is loaded.
+// With a single step consumers wait for no later load before they add dQ, so where dq_accum is cleared by other thread blocks, produce() loads
+// dO of this step, when dq_accum is clear.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);

@@ -63,7 +63,7 @@ constexpr bool kDqInTurn = (kDqColumnWarps & (kDqColumnWarps - 1)) == 0;
 constexpr int kDqPairStride = kDqInTurn ? kDqColumnWarps : 1;  // from one pair of a warp to the next
 constexpr int kDqWarpStride = kDqInTurn ? 1 : kDqPairs;        // from the first pair of a warp to that of the next warp
 
-// Shared memory: K, V, dS and P of a step, then the stages: Q, dO, lse_log2, delta.
+// Shared memory: K, V, dS of a step and P where other warps read it, then the stages: Q, dO, lse_log2, delta.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kRowBytesV = kHeadDimV * sizeof(element);
 constexpr int kKOffset = 0;
@@ -145,14 +145,14 @@ __device__ int64_t first_unit_row(const Params& params, int batch, int head);  /
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
 // The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
-// flashgen/ptx.cuh), elsewhere element e of all lanes is.
+// flashgen/ptx.cuh), elsewhere element e of all lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
 __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row);
 
-// What a thread block computes: dK and dV of kBlockN keys, summed over the query heads of their kv head, or over a part of these, and
-// their share of dQ.
+// What a thread block computes: dK and dV of kBlockN keys of a kv head, summed over its query heads or over a part of them, and their share
+// of dQ.
 struct KeyBlock {
     int batch;
     int group_part;  // heads_per_part query heads; counted over the kv heads of the batch entry
@@ -170,7 +170,7 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that may attend to some key of [first_key, first_key + kBlockN), whatever the mask says
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 
 // A step of the main loop: a block of queries of a head.
@@ -193,7 +193,7 @@ struct KeyRange {
     int end;
 };
 
-__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query may attend to, whatever the mask says of them
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys in the range of a query
 
 // Which rows of a block of keys some query of the sequence sees: [begin, end).
 struct SeenRows {
@@ -337,12 +337,13 @@ __device__ void apply_mask(const Params& params, Scores& scores, shared_address 
 __device__ void exponentiate(Scores& scores, float scale_log2, shared_address lse, int lane);
 __device__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane);  // dS^T = P^T * (dP^T - delta), in place of dP^T
 
-// Thread blocks add to a block of queries one after the other, those of later keys first, so that the sums repeat to the bit. Each
-// counts itself there when it has added. It waits only for blocks of its head with a lower index in the grid, and these likewise. So the
-// unfinished block with the lowest index waits for none, and there is no deadlock if it runs. That it does rests on the hardware starting
-// thread blocks by increasing index, as it does, though CUDA does not promise it.
+// Thread blocks, or clusters, add to a block of queries one after another, later keys first, so that the sums repeat to the bit. Each counts
+// itself there when it has added. In a cluster the two halves of the columns of dQ have a counter each, so the turns of one half do not wait for
+// the other half. A thread block waits only for thread blocks of its head with a lower index in the grid. So the unfinished one with the lowest
+// index waits for none, and there is no deadlock if it runs. It runs because the hardware starts thread blocks by increasing index, which CUDA
+// does not promise.
 
-// The last block of keys with one that some query of a block may attend to
+// The last block of keys with a key in the range of some query of a block
 __device__ int last_key_block(const Params& params, int query_block);
 // How many thread blocks add to a step's block of queries before this one
 __device__ uint32_t turn_of(const Params& params, const KeyBlock& block, const Step& step);
@@ -374,8 +375,8 @@ template <typename Rows> __device__ void store_rows(shared_address block, elemen
     int columns);
 // Writes the gradients of the warp's keys, summed over a part of the query heads, to the tiles of its first key
 template <int kColumns, int kTiles> __device__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane);
-// Writes dK and dV by way of the blocks of K and V, which every warp has finished with; where the query heads of a group are in parts, the
-// sums of a part into the workspace
+// Writes dK and dV by way of the blocks of K and V, which every warp has finished with, or their sums over a part of a group's query heads
+// into the workspace
 __device__ void store_gradients(const Params& params, const KeyBlock& block, const Gradients& gradients, shared_address smem, int warp_key,
     int part, int lane);
 
@@ -498,7 +499,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// The blocks with a query that may attend to some key of [first_key, first_key + kBlockN), whatever the mask says.
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int last_key = min(first_key + kBlockN, params.seqlen_kv) - 1;
     const int begin = max(0, first_key - params.diagonal_offset - params.window_right);
@@ -523,8 +524,8 @@ __device__ __forceinline__ int head_of(const Params& params, const KeyBlock& blo
     return first_head_of(params, block) + step.head;
 }
 
-// Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
-// with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
+// Steps go from the first block of queries to the last. Under a diagonal a thread block begins with a block of queries to which no later keys
+// are visible, or with query 0. There it has the first turn, and from there on it follows the thread blocks of later keys.
 // The query heads follow each other, so that the gradients of their keys are summed here.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {0, queries.first}; }
 
@@ -532,8 +533,7 @@ __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& q
     return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
 }
 
-// The keys that a query may attend to, whatever the mask says of them: a range around its diagonal. A side that is unbounded
-// lies beyond every key.
+// The keys in the range of a query: a window around its diagonal. A side without a bound is past every key.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     const int diagonal = query + params.diagonal_offset;
     return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
@@ -823,7 +823,7 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
     }
 }
 
-// The last block of keys with one that some query of a block may attend to.
+// The last block of keys with a key in the range of some query of a block.
 __device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
     const int last_query = min((query_block + 1) * kBlockM, params.seqlen_q) - 1;
     // A side without a bound lies 2^30 keys away.
@@ -952,8 +952,8 @@ __device__ __forceinline__ void store_part(float* tiles, const float (&sums)[kKe
     }
 }
 
-// Writes dK and dV by way of the blocks of K and V, which every warp has finished with; where the query heads of a group are in parts, the
-// sums of a part into the workspace.
+// Writes dK and dV by way of the blocks of K and V, which every warp has finished with, or their sums over a part of a group's query heads into
+// the workspace.
 __device__ __forceinline__ void store_gradients(const Params& params, const KeyBlock& block, const Gradients& gradients,
                                                 shared_address smem, int warp_key, int part, int lane) {
     if (params.group_parts > 1) {

@@ -10,10 +10,10 @@
 // template  flash_bwd_direct_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// A thread block has a tile of kBlockN keys of a head and one of kBlockN queries, each with warpgroups and shared memory of its own. So no
-// multiprocessor has two tiles of keys, which take longest, while another one has two of queries. Where a grid has more tiles of one kind, its
-// last thread blocks have one tile. Keys go through the queries that attend to them, and queries through the keys that they attend to, kBlockM a
-// step. A tile of keys, with rows of K and V:
+// A tile is kBlockN keys or kBlockN queries of a head, with warpgroups and shared memory for itself. A thread block has one tile, or one of
+// keys and one of queries. The latter keeps two tiles of keys, which take longest, from meeting on a multiprocessor; where a grid has more tiles
+// of one kind, its last thread blocks have one tile. Keys go through the queries that attend to them, and queries through the keys that they
+// attend to, kBlockM a step. A tile of keys, with rows of K and V:
 //
 //     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q
@@ -116,7 +116,7 @@ struct Params {
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 
-// A tile: dK and dV of kBlockN keys of a head, or dQ of kBlockN queries.
+// A tile: dK and dV of kBlockN keys of a kv head, summed over the query heads of its group, or dQ of kBlockN queries of a query head.
 struct Tile {
     bool of_keys;
     int batch;
@@ -138,9 +138,9 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
-// The keys that some row of [first_row, first_row + count) attends to
+// The keys in the range of some row of [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// The keys that every row of [first_row, first_row + count) attends to
+// The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
 // Blocks of kBlockM queries.
@@ -149,10 +149,10 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN)
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 
-// The steps of a tile of keys: blocks of kBlockM queries, from the last to the first.
+// The steps of a tile of keys: of each query head of the group the blocks of kBlockM queries, from the last to the first.
 struct QuerySteps {
     QueryBlocks blocks;
     int count;
@@ -249,7 +249,7 @@ struct PackedScores {
     }
 };
 
-// Starts dV += P^T dO, dK += dS^T Q or dQ += dS K, 64 rows x 64 of a warpgroup
+// Starts a gradient += A B, 64 rows x 64 of a warpgroup
 __device__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
 // swizzled as these were
@@ -635,7 +635,8 @@ __device__ __forceinline__ int tiles_of_kind(const Params& params, bool of_keys)
 }
 
 // The tile of one kind that thread block `index` has, if it has one. The tiles of a head follow each other.
-// Where a head has as many of both kinds, its first keys, which have the most steps, are beside its first queries, which have the fewest.
+// Under a diagonal the first keys have the most steps and the first queries the fewest: they share a thread block where a head has as many tiles
+// of both kinds.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index, bool of_keys) {
     const int heads = of_keys ? params.num_heads_kv : params.num_heads_q;
     const int tiles_of_head = of_keys ? params.num_row_blocks : params.num_row_blocks_beside;
@@ -664,21 +665,21 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys that every row of [first_row, first_row + count) attends to.
+// The keys in the range of every row of [first_row, first_row + count).
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int begin = max(0, first_key - params.diagonal_offset);
     const int end = params.seqlen_q;
@@ -769,8 +770,8 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
     wgmma_commit();
 }
 
-// Starts dV += P^T dO, dK += dS^T Q or dQ += dS K, 64 rows x 64 of a warpgroup. dO, Q or K is MN-major, its columns contiguous: SBO leads
-// to the next eight queries or keys, LBO to the next panel of columns.
+// Starts a gradient += A B, 64 rows x 64 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
+// columns contiguous: SBO leads to the next eight rows of B, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
@@ -875,10 +876,9 @@ __device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared
     }
 }
 
-// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
-// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
-// once unrolled.
-// In a tile of queries rows of the accumulator are queries and columns are keys: there it is visit(query, key, score).
+// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
+// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
+// keys and columns are queries, of S rows are queries and columns are keys.
 template <typename Visit>
 __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
 #pragma unroll

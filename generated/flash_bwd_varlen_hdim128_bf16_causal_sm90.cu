@@ -117,14 +117,16 @@ __device__ int64_t first_unit_row(const Params& params, int, int head);  // Like
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// The elements of a lane are contiguous, as one red adds all four.
+// The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
+// flashgen/ptx.cuh), elsewhere element e of all lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
 __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int, int head, int row);
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
 
-// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
+// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a kv head of a sequence, summed over its query heads, and
+// their share of dQ.
 struct KeyBlock {
     int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
     int kv_head;
@@ -147,7 +149,7 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN)
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 
 // A step of the main loop: a block of queries of a head.
@@ -223,7 +225,7 @@ struct PackedScores {
     }
 };
 
-// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 128 of a warpgroup
+// Starts a gradient += A B, 64 rows x 128 of a warpgroup
 __device__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
@@ -302,12 +304,13 @@ constexpr int kBytesWithDout = kVBytes;
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
 
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
+// Where dq_accum is cleared by other thread blocks, it waits for the zeros first; dO of a single step is loaded after them.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
-    // The second buffers begin empty: of their barriers, the phase before the first has ended.
+    // The second buffers begin empty: the phase before the first has ended. A single buffer of dO has the first step in it.
     for (int left = count - 1; left > 0; --left) {
         step = next_step(step, queries);
         ring.advance();
@@ -506,8 +509,8 @@ __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& par
     return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
 }
 
-// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
-// `params` has the bounds of all sequences.
+// The parameters for a sequence of these lengths: under a diagonal its last query is aligned with its last key, shifted by the diagonal_offset of
+// the call. `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
     own.seqlen_q = seqlen_q;
@@ -524,15 +527,15 @@ __device__ __forceinline__ KeyBlock load_key_block(const Params& params, int ind
     return {int(first.x), int(first.y), int(first.z), int(first.w), int(second.x), int(second.y), int(second.z), int(second.w)};
 }
 
-// The parameters of a call of the block's sequence alone: its lengths, and a pointer to its dQ in the workspace. LSE and delta are read by
-// the producer alone, which finds their rows itself.
+// The parameters of a call of the block's sequence alone: its lengths, and pointers to its rows in the arrays that this kernel reads and adds to
+// by pointer. They are computed from the constant bank where they are needed, since registers have no room for them.
 __device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlock& block) {
     Params own = with_lengths(params, block.seqlen_q, block.seqlen_kv);
     own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, block.batch, block.first_row_q) * kHeadDim;
     return own;
 }
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     if (first_key >= params.seqlen_kv) return {0, -1};  // rows past the sequence's keys
     const int begin = max(0, first_key - params.diagonal_offset);
@@ -546,7 +549,8 @@ __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) 
 // The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
-// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+// Steps go from the last block of queries to the first. Unless a left window ends earlier, all thread blocks of a head that have any begin with
+// the same block.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
@@ -659,8 +663,8 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
     wgmma_commit();
 }
 
-// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 128 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
-// eight queries, LBO to the next panel of columns.
+// Starts a gradient += A B, 64 rows x 128 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
+// columns contiguous: SBO leads to the next eight rows of B, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
@@ -696,9 +700,9 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_sm
     wgmma_commit();
 }
 
-// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
-// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
-// once unrolled.
+// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
+// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
+// keys and columns are queries, of S rows are queries and columns are keys.
 template <typename Visit>
 __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
 #pragma unroll
@@ -908,8 +912,10 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 }
 
 // Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
-// then V and dO. K's bytes count at q_full(0), V's at dout_full(0). They may come before load_q() and load_dout() announce them: without the
-// arrival of these the phase cannot end. Without steps nothing is loaded.
+// then V, in a cluster the peer's K, and dO. K's bytes count at q_full(0), the others at dout_full(0). They may come before load_q() and
+// load_dout() announce them: without the arrival of these the phase cannot end. Without steps nothing is loaded.
+// With a single step consumers wait for no later load before they add dQ, so where dq_accum is cleared by other thread blocks, produce() loads
+// dO of this step, when dq_accum is clear.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
     const int count = num_steps(params, queries);

@@ -15,8 +15,8 @@
 //     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e), rounded up
 //
 // so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or lies behind the last one, has
-// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also finds the block of keys of each thread block
-// of the main kernel, and clears what the main kernel adds to.
+// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also prepares memory for the main kernel: it clears
+// what the main kernel adds to, or the part that the main kernel does not clear itself.
 
 using element = bf16;
 
@@ -111,7 +111,8 @@ __device__ Params of_sequence(const Params& params, const QueryUnit& unit);  // 
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
 __device__ Rows keys_of(const Params& params, int sequence);  // Its keys
 
-// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
+// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a kv head of a sequence, summed over its query heads, and
+// their share of dQ.
 struct KeyBlock {
     int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
     int kv_head;
@@ -396,9 +397,10 @@ __device__ __forceinline__ LaunchedBlock find_launched_block(const Params& param
     return {most, int(index - ahead)};
 }
 
-// The blocks of a sequence follow each other, by groups of heads that have about blocks_together blocks in all: the first block of each
-// head of a group, to whose keys the most queries attend, then the second one. Few heads at a time leave room in L2 for their Q and dO and for
-// the dQ that is added up, which all blocks of a head use.
+// The blocks of a sequence follow each other, by groups of heads that have about blocks_together blocks in all: one block of each head of a
+// group, then the next one. Few heads at a time leave room in L2 for their Q and dO and for the dQ that is added up, which all blocks of a head
+// use. Ordered additions to dQ begin with the last keys (turn_of in the main kernel), so that when a block starts, the ones before it have a
+// lead, and it seldom waits. All others begin with the first keys, to which the most queries attend under a diagonal.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
     const LaunchedBlock launched = find_launched_block(params, index, lane);
     // Lengths that contradict the arrays may add up to more blocks than an int counts, and the search below find a sequence without blocks.

@@ -33,7 +33,7 @@ constexpr int kStages = 3;  // KV blocks in shared memory
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 
-// A warp is a group of its own: it has all rows of the tile, and keys of each KV block to itself.
+// The warps of a group share keys of each KV block, and each has rows for itself. A group of one warp has all rows of the tile.
 constexpr int kGroupWarps = 1;
 constexpr int kGroupThreads = 32 * kGroupWarps;
 constexpr int kGroups = kWarps / kGroupWarps;
@@ -44,7 +44,7 @@ constexpr int kRowTileStep = 16;                  // rows from a warp's MMA tile
 constexpr int kKeyTiles = kGroupKeys / 8;         // MMA tiles of S along the keys
 constexpr int kDimTiles = kHeadDimV / 8;          // MMA tiles of O along the head dimension
 
-// Shared memory: Q, the stages, each with a KV block of K and one of V, and row_max and row_sum on their way to group 0.
+// Shared memory: Q, the stages, each with a KV block of K and one of V, then row_max and row_sum of all groups but group 0.
 // Rows of V are as long as those of K.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = kBlockM * kRowBytes;
@@ -109,7 +109,7 @@ struct Share {
     int end;
 };
 
-// What a share has of a tile: KV blocks [first, end) of the sequence.
+// What a thread block computes of a tile at a time: KV blocks [first, end) of the sequence.
 struct Part {
     int tile;  // among those of all sequences and the set
     int first;
@@ -172,7 +172,7 @@ using LaneAddress = shared_address;
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
 // The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
 __device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
-__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed on the way, of V
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
 __device__ int first_row_of(int warp);  // A warp's first row in the tile
 __device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
@@ -201,8 +201,8 @@ __device__ void sync_group(int);  // Waits for the lanes of the warp, and makes 
 // Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
 __device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+// Online softmax. The scale and log2(e) are folded into one factor, as far as a score modification does not need them before. So an element of
+// P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
@@ -244,15 +244,15 @@ using VAddress = LaneAddress;
 
 __device__ VAddress v_address(shared_address block, int lane);
 template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
-// The keys that every row of [first_row, first_row + count) attends to
+// The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 // Visits the scores of S with their rows and keys
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane, AtRow at_row);
-// Every row attends to all keys; only the last block has keys past the end, which are masked
+// Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane);
-// What happens to S between Q . K^T and softmax, block by block, masked or not
+// What happens to S between Q . K^T and softmax, block by block
 template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     int row_in_tile, int first_key, int lane);
 // Computes this lane's maximum of each row, in row_max's units
@@ -272,8 +272,8 @@ __device__ shared_address sums_address(shared_address sums, int group, int warp,
 __device__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int group, int warp, int lane);
 // Adds the rows of the other groups to those of group 0, in the order of the groups
 __device__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp, int lane);
-__device__ void normalise(RowTile (&rows)[kRowTiles]);  // Completes row_sum and divides O by it
-// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing
+__device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the complete row_sum
+// Writes lse = ln(sum of exp(score)), where softmax_scale and a modification are part of the score; -inf for a row that attends to nothing
 __device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
 __device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);  // Writes O
 // Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts
@@ -428,7 +428,7 @@ __device__ __forceinline__ shared_address step_address(LaneAddress lane, int row
     return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
-// For ldmatrix of Q and, transposed on the way, of V: the four 8x8 matrices are rows 0-7 and 8-15 of the left chunk, then of the right
+// For ldmatrix of Q and, transposed, of V: the four 8x8 matrices of 16-bit halves are rows 0-7 and 8-15 of the left chunk, then of the right
 // one.
 __device__ __forceinline__ LaneAddress qv_lane_address(shared_address block, int lane) {
     return lane_address(block, lane % 16, lane / 16);
@@ -654,7 +654,7 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
     }
 }
 
-// The keys that every row of [first_row, first_row + count) attends to: all.
+// The keys in the range of every row of [first_row, first_row + count).
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -681,7 +681,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
     }
 }
 
-// Every row attends to all keys; only the last block has keys past the end, which are masked.
+// Masks the keys outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
 template <int kTiles>
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
                                            int lane) {
@@ -696,7 +696,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     }
 }
 
-// What happens to S between Q . K^T and softmax, block by block, masked or not.
+// What happens to S between Q . K^T and softmax, block by block: a modification first, then the mask, so that what is hidden stays hidden.
 // The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
@@ -726,7 +726,8 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the maxima of a block, and rescales O and row_sum.
+// Raises row_max to the maxima of a block, and rescales O and row_sum. A pair of warps raises it to a whole number: where the two raise to
+// different ones, P is scaled by a power of two, and not rounded a second time.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
@@ -832,7 +833,7 @@ __device__ __forceinline__ void receive_rows(RowTile (&rows)[kRowTiles], shared_
     }
 }
 
-// Completes row_sum and divides O by it. A row that attends to nothing has the sum 0 and becomes 0.
+// Divides O by the complete row_sum. A row that attends to nothing has the sum 0 and becomes 0.
 __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -850,8 +851,8 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing.
-// (batch, num_heads_q, seqlen_q).
+// Writes lse = ln(sum of exp(score)), where softmax_scale and a modification are part of the score; -inf for a row that attends to nothing.
+// The layout is (batch, num_heads_q, seqlen_q), or (num_heads_q, rows) of the sequence.
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                           int lane) {
     if (params.lse == nullptr || lane % 4 != 0) return;

@@ -147,7 +147,7 @@ struct LaneAddress {
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
 // The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
 __device__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair);
-__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed on the way, of V
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
 __device__ int first_row_of(int warp);  // A warp's first row in the tile
 __device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
@@ -164,7 +164,7 @@ __device__ void copy_k_whole(const Params& params, const element* k, shared_addr
 __device__ void copy_v_whole(const Params& params, const element* v, shared_address stage, int block);
 // Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
 __device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
-// The tile, stashed in shared memory and read back by each block's mask and by the epilogue, instead of being held in registers
+// The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask
 __device__ void stash_tile(const Tile& tile, shared_address smem);
 __device__ Tile stashed_tile(shared_address smem);
 
@@ -177,8 +177,8 @@ struct KvHead {
 __device__ void stash_kv_head(const KvHead& head, shared_address smem);
 __device__ KvHead stashed_kv_head(shared_address smem);
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+// Online softmax. The scale and log2(e) are folded into one factor, as far as a score modification does not need them before. So an element of
+// P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
 // row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
 // P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
@@ -224,9 +224,9 @@ using VAddress = LaneAddress;
 
 __device__ VAddress v_address(shared_address block, int lane);
 template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
-// The keys that some row of [first_row, first_row + count) attends to
+// The keys in the range of some row of [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// The keys that every row of [first_row, first_row + count) attends to
+// The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 // Visits the scores of S with their rows and keys
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -238,12 +238,12 @@ struct KvBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a key that some row of [first_row, first_row + count) attends to
+// The blocks with a key in the range of some row of [first_row, first_row + count)
 __device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
-// Masks the keys that lie outside the range of their row
+// Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane);
-// What happens to S between Q . K^T and softmax, block by block, masked or not
+// What happens to S between Q . K^T and softmax, block by block
 template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     int row_in_tile, int first_key, int lane);
 // Computes this lane's maximum of each row, in row_max's units
@@ -266,8 +266,8 @@ struct BothHalves {
     static constexpr int kFirst = 0, kTiles = 2;
 };
 
-__device__ void normalise(RowTile (&rows)[kRowTiles]);  // Completes row_sum and divides O by it
-// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing
+__device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the complete row_sum
+// Writes lse = ln(sum of exp(score)), where softmax_scale and a modification are part of the score; -inf for a row that attends to nothing
 __device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
 // Rounds O and puts it into the Q tile
 __device__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane);
@@ -278,8 +278,8 @@ __device__ void store_output(const Params& params, const Tile& tile, const RowTi
 // The main loop: rows take S, softmax and P . V of one KV block after another. K has two stages and V has one; block b of K lies in
 // stage b % 2. While the scores of a block are computed, V of it and K of the next block are on their way.
 //
-// Under a diagonal the upper half of the tile's rows needs fewer blocks. Each warp has 16 rows in both halves, so a block that only one
-// half needs is half the work for every warp instead of idle time for some.
+// Under a diagonal the two halves of the tile's rows need different blocks. Each warp has 16 rows in both, so a block that only one half needs is
+// half the work for every warp instead of idle time for some.
 __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
                                           shared_address smem, int warp, int lane) {
     const shared_address v_stage = smem + kVOffset;
@@ -380,9 +380,9 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
 }
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
-    // the same time. Within a section the row blocks come one after another for all heads, last block first: the first
-    // rows attend to the fewest keys, and short tiles at the end leave the fewest SMs idle.
+    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about the same time. Within a
+    // section the row blocks come one after another for all heads, last block first: under a diagonal the first rows attend to the fewest keys,
+    // and short tiles at the end leave the fewest SMs idle.
     const int num_heads = params.num_heads_q;
     const int section = min(divide(index, params.section_tiles_divisor), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
@@ -436,7 +436,7 @@ __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, 
            step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
-// For ldmatrix of Q and, transposed on the way, of V: the four 8x8 matrices are rows 0-7 and 8-15 of the left chunk, then of the right
+// For ldmatrix of Q and, transposed, of V: the four 8x8 matrices of 16-bit halves are rows 0-7 and 8-15 of the left chunk, then of the right
 // one.
 __device__ __forceinline__ LaneAddress qv_lane_address(shared_address block, int lane) {
     return lane_address(block, lane % 16, lane / 16);
@@ -462,6 +462,7 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 // Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side along a row
 // and each takes every kSwizzleChunks-th chunk of its rows. Rows that are not among `rows` and elements from `head_dim` on become zeros.
 // `row_stride` is in elements.
+// kCopyThreads threads call it together, and a thread counts among them.
 template <int kColumns>
 __device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
                                           int head_dim) {
@@ -541,7 +542,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// The tile, stashed in shared memory and read back by each block's mask and by the epilogue, instead of being held in registers.
+// The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask: registers have no room.
 __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
     store_shared_64(smem + kStashOffset, tile.batch, tile.head);
     store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
@@ -664,14 +665,14 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
     }
 }
 
-// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys that every row of [first_row, first_row + count) attends to.
+// The keys in the range of every row of [first_row, first_row + count).
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -698,13 +699,13 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
     }
 }
 
-// The blocks with a key that some row of [first_row, first_row + count) attends to.
+// The blocks with a key in the range of some row of [first_row, first_row + count).
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// Masks the keys that lie outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
+// Masks the keys outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
 template <int kTiles>
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
                                            int lane) {
@@ -719,7 +720,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     }
 }
 
-// What happens to S between Q . K^T and softmax, block by block, masked or not.
+// What happens to S between Q . K^T and softmax, block by block: a modification first, then the mask, so that what is hidden stays hidden.
 // The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
@@ -749,7 +750,8 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the maxima of a block, and rescales O and row_sum.
+// Raises row_max to the maxima of a block, and rescales O and row_sum. A pair of warps raises it to a whole number: where the two raise to
+// different ones, P is scaled by a power of two, and not rounded a second time.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
@@ -793,7 +795,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     exponentiate(scores, rows, scale_log2, p);
 }
 
-// Completes row_sum and divides O by it. A row that attends to nothing has the sum 0 and becomes 0.
+// Divides O by the complete row_sum. A row that attends to nothing has the sum 0 and becomes 0.
 __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -811,8 +813,8 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing.
-// (batch, num_heads_q, seqlen_q).
+// Writes lse = ln(sum of exp(score)), where softmax_scale and a modification are part of the score; -inf for a row that attends to nothing.
+// The layout is (batch, num_heads_q, seqlen_q), or (num_heads_q, rows) of the sequence.
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                           int lane) {
     if (params.lse == nullptr || lane % 4 != 0) return;

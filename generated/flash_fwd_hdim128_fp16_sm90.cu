@@ -102,11 +102,11 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
-// The keys that some row of [first_row, first_row + count) attends to
+// The keys in the range of some row of [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
 
-// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers
-// have released it: K and V every warp; Q one thread of each warpgroup, once TMA has read from the buffer the O that it stores.
+// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers have
+// released it: K and V every warp; Q every warp, or one thread of each warpgroup after TMA has read the O staged there.
 struct Barriers {
     shared_address first;
 
@@ -182,8 +182,8 @@ struct PackedScores {
 // Starts O (64 x kHeadDimV) += P . V
 __device__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem);
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+// Online softmax. The scale and log2(e) are folded into one factor, as far as a score modification does not need them before. So an element of
+// P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
 // row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
 // P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
@@ -224,7 +224,7 @@ struct KvBlocks {
     int last;
 };
 
-// Those of which one of `count` rows from `first_row` on sees a key
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on
 __device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 
 // The tiles that a thread block of the persistent grid takes, one after the other.
@@ -424,8 +424,9 @@ flash_fwd_hdim128_fp16_sm90(const __grid_constant__ Params params) {
 }
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
-    // the same time. Within a section the row blocks come one after another for all heads.
+    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about the same time. Within a
+    // section the row blocks come one after another for all heads, last block first: under a diagonal the first rows attend to the fewest keys,
+    // and short tiles at the end leave the fewest SMs idle.
     const int num_heads = params.num_heads_q;
     const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
@@ -456,7 +457,7 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
-// The keys that some row of [first_row, first_row + count) attends to: all.
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
@@ -721,7 +722,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
 }
 
-// Those of which one of `count` rows from `first_row` on sees a key.
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};

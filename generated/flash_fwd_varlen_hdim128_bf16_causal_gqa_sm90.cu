@@ -170,13 +170,13 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
-// The keys that some row of [first_row, first_row + count) attends to
+// The keys in the range of some row of [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// The keys that every row of [first_row, first_row + count) attends to
+// The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
-// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when every consumer
-// warp has released it.
+// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers have
+// released it: K and V every warp; Q every warp, or one thread of each warpgroup after TMA has read the O staged there.
 struct Barriers {
     shared_address first;
 
@@ -188,7 +188,7 @@ struct Barriers {
     __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
     // The consumers have cleared rows of V that no query sees.
     __device__ __forceinline__ shared_address rows_clear() const { return at(2 * kQStages + 4 * kStages); }
-    // A tile is full when find_tiles() has stored it, and empty when every consumer warp and the producer warp have read it.
+    // A tile is full when find_tiles() has stored it, and empty when every consumer warp and each producer warp have read it.
     __device__ __forceinline__ shared_address tile_full(int stage) const { return at(2 * kQStages + 4 * kStages + 1 + stage); }
     __device__ __forceinline__ shared_address tile_empty(int stage) const { return at(3 * kQStages + 4 * kStages + 1 + stage); }
 
@@ -264,8 +264,8 @@ __device__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p,
 // Writes zeros over the rows [begin, end) of a block of kRows
 template <int kPanelCount, int kRows> __device__ void clear_rows(shared_address block, int begin, int end = kRows);
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+// Online softmax. The scale and log2(e) are folded into one factor, as far as a score modification does not need them before. So an element of
+// P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
@@ -303,7 +303,7 @@ struct KvBlocks {
     int last;
 };
 
-// Those of which one of `count` rows from `first_row` on sees a key
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on
 __device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 
 // The tiles that a thread block of the persistent grid takes, one after the other.
@@ -332,8 +332,8 @@ __device__ int rows_ahead(const Params&, int rows);  // How many rows of a seque
 
 // Finds tile after tile, in rising order. The row blocks of sequences are numbered slice by slice, the last slice first: slice s has
 // row blocks [s * slice_blocks, (s + 1) * slice_blocks) of each sequence. So the longest sequences come first, and the end of the grid
-// is short, while tiles that share keys in L2 stay together. Within a slice the sequences come one after another, the last row block of
-// each first, each row block for all heads. The whole warp works: a lane counts the row blocks of one of 32 sequences.
+// is short, while tiles that share keys in L2 stay together. Within a slice the sequences come one after another, the last row block of each
+// first, each row block for all heads. The whole warp works: a lane counts the row blocks of one of 32 sequences.
 struct TileFinder {
     int slice_blocks;
     int slice;
@@ -394,7 +394,7 @@ struct TileFinder {
 
 // The tile that comes next, as a producer warp reads it
 __device__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane);
-__device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found);  // The KV blocks of a tile
+__device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found);  // The KV blocks of a tile that the thread block has
 // Turns a tile of its sequence into the same one of the whole array, as TMA takes it
 __device__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile);
 // Loads Q of a tile when its buffer is empty
@@ -486,8 +486,8 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         if (found.sequence < 0) break;
         const Params params = of_sequence(all, found);
         const Tile tile = tile_of(params, found);
-        // V of the block in which the sequence ends is cleared past that end, by all consumers, also those that skip the block. Each
-        // awaits the others, so none is ahead by a phase.
+        // V of the block in which the sequence ends is cleared past that end, by all consumers, also a consumer that skips the block. Each awaits
+        // the others, so none is a phase further.
         auto has_tail = [&](int kv_block) { return (kv_block + 1) * kBlockN > params.seqlen_kv; };
         auto clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
@@ -660,8 +660,8 @@ __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
-// `params` has the bounds of all sequences.
+// The parameters for a sequence of these lengths: under a diagonal its last query is aligned with its last key, shifted by the diagonal_offset of
+// the call. `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
     own.seqlen_q = seqlen_q;
@@ -723,14 +723,14 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys that every row of [first_row, first_row + count) attends to.
+// The keys in the range of every row of [first_row, first_row + count).
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -1023,7 +1023,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
 }
 
-// Those of which one of `count` rows from `first_row` on sees a key.
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const int skipped = max(-first_row, 0);
     const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
@@ -1071,7 +1071,7 @@ __device__ __forceinline__ SequenceTile take_tile(shared_address shared, const B
     return found;
 }
 
-// The KV blocks of a tile.
+// The KV blocks of a tile that the thread block has.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found) {
     return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found.first_row, kBlockM);
 }

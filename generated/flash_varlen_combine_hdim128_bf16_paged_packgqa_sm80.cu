@@ -10,8 +10,8 @@
 // template  flash_varlen_combine_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
-// Adds up what several thread blocks of the kernel before this one have left of a tile. Those whose shares begin within the tile divide
-// its rows among them: each has one thread block here.
+// Adds up the parts of a tile that several thread blocks of the previous kernel have left. Each part but the first has a thread block here, and
+// these divide the tile's rows among them.
 
 using element = bf16;
 
@@ -103,6 +103,7 @@ struct KeyRange {
 __device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
 
 // The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
+// These are the KV blocks that some query of the sequence sees. The rows of one tile may see fewer.
 struct Tiles {
     int row_blocks;
     int first_kv_block;
@@ -120,7 +121,7 @@ __device__ int share_of(const Params& params, int thread_block);  // The number 
 __device__ int head_of_set(const Params& params, int thread_block, int nth_head);
 // How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences
 __device__ int count_kv_blocks(const Params& params, const Lengths& lengths);
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences in its set of heads
+// KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from
 __device__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane);
 
 // A sequence, its lengths, and the numbers [begin, end) of its KV blocks.
@@ -132,13 +133,13 @@ struct Place {
 };
 
 __device__ Lengths of_lane(const Lengths& lengths, int lane);  // What another lane has
-// The sequence that has KV block `index` of the set, which has more
+// The sequence that has number `index` of the KV blocks, of which there are more
 __device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);
-// Tile `tile_index` of a sequence, of which `params` are, among those of the thread block's set of heads
+// Tile `tile_index` of a sequence, whose parameters are `params`, among the tiles of the heads that the thread block computes
 __device__ Tile find_tile(const Params& params, const Place& place, int tile_index);
 
-// The shares [first, last] that had KV blocks of a tile, in the kernel before this one, and the rows of the tile that this thread block
-// combines: `count` of them, each step-th from `first_row` on.
+// The parts [first, last] of a tile in the workspace, and the rows of the tile that this thread block combines: `count` of them, each step-th
+// from `first_row` on. A part is a split, or what one share has of the tile.
 struct Parts {
     Tile tile;
     int first;
@@ -150,7 +151,7 @@ struct Parts {
     int count;
 };
 
-// What the thread block of share `index` of [first, last] combines
+// The rows that the thread block of part `index` of [first, last] combines
 __device__ void divide_rows(const Params& params, Parts& parts, int index);
 __device__ Params of_sequence(const Params& params, const Place& place);  // The parameters of a call of one sequence alone
 // The parts of the tile with which, or within which, a share begins
@@ -253,7 +254,8 @@ __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
+// The parameters for a sequence of these lengths: under a diagonal its last query is aligned with its last key, shifted by the diagonal_offset of
+// the call. `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
     own.seqlen_q = seqlen_q;
@@ -307,8 +309,8 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengt
     return params.heads_per_set * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences in its set of heads. Each lane counts those of every
-// 32nd sequence; `lane_lengths` are those of its first one.
+// KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from. Each lane counts every 32nd
+// sequence; `lane_lengths` are the lengths of its first one.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
     int count = count_kv_blocks(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
@@ -329,7 +331,7 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has KV block `index` of the set, which has more. `lengths` are those of the lane's sequence among the first 32.
+// The sequence that has number `index` of the KV blocks, of which there are more. `lengths` are those of the lane's sequence among the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
@@ -346,7 +348,7 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// Tile `tile_index` of a sequence, of which `params` are, among those of the thread block's set of heads.
+// Tile `tile_index` of a sequence, whose parameters are `params`, among the tiles of the heads that the thread block computes.
 __device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int tile_index) {
     const int row_blocks = tiles_of(params).row_blocks;
     const int nth_head = tile_index / row_blocks;
@@ -358,7 +360,7 @@ __device__ __forceinline__ Tile find_tile(const Params& params, const Place& pla
     return tile;
 }
 
-// What the thread block of share `index` of [first, last] combines. The first has nothing to combine here: its share begins with the tile.
+// The rows that the thread block of part `index` of [first, last] combines. The first part has none.
 __device__ __forceinline__ void divide_rows(const Params& params, Parts& parts, int index) {
     parts.step = parts.last - parts.first;
     parts.first_row = index - parts.first - 1;

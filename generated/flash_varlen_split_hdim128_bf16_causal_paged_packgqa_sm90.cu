@@ -125,7 +125,7 @@ struct Share {
     int end;
 };
 
-// What a share has of a tile: KV blocks [first, end) of the sequence.
+// What a thread block computes of a tile at a time: KV blocks [first, end) of the sequence.
 struct Part {
     int tile;  // among those of the sequence
     int first;
@@ -181,7 +181,7 @@ __device__ Tiles tiles_of(const Params& params);  // `params` are those of the s
 __device__ int num_heads(const Params& params);
 // How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences
 __device__ int count_kv_blocks(const Params& params, const Lengths& lengths);
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences
+// KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from
 __device__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane);
 // `lane_lengths` are those of the lane's sequence among the first 32
 __device__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane);
@@ -195,7 +195,7 @@ struct Place {
 };
 
 __device__ Lengths of_lane(const Lengths& lengths, int lane);  // What another lane has
-// The sequence that has KV block `index` of all, of which there are more
+// The sequence that has number `index` of the KV blocks, of which there are more
 __device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);
 __device__ Place next_place(const Params& params, const Place& place);  // The next sequence that has KV blocks
 // The part that begins with KV block `index` of the share
@@ -242,13 +242,13 @@ struct SequenceTile {
 __device__ SequenceTile tile_at(const Params&, int sequence, const Rows& queries, const Rows& keys, int head, int first_row);
 __device__ Params of_sequence(const Params& params, const SequenceTile& found);  // The parameters of a call of one sequence alone
 __device__ Tile tile_of(const Params& params, const SequenceTile& found);
-// The keys that some row of [first_row, first_row + count) attends to
+// The keys in the range of some row of [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// The keys that every row of [first_row, first_row + count) attends to
+// The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
-// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when every consumer
-// warp has released it.
+// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers have
+// released it: K and V every warp; Q every warp, or one thread of each warpgroup after TMA has read the O staged there.
 struct Barriers {
     shared_address first;
 
@@ -260,7 +260,7 @@ struct Barriers {
     __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
     // The consumers have cleared rows of V that no query sees.
     __device__ __forceinline__ shared_address rows_clear() const { return at(2 * kQStages + 4 * kStages); }
-    // A tile is full when find_tiles() has stored it, and empty when every consumer warp and both producer warps have read it.
+    // A tile is full when find_tiles() has stored it, and empty when every consumer warp and each producer warp have read it.
     __device__ __forceinline__ shared_address tile_full(int stage) const { return at(2 * kQStages + 4 * kStages + 1 + stage); }
     __device__ __forceinline__ shared_address tile_empty(int stage) const { return at(3 * kQStages + 4 * kStages + 1 + stage); }
 
@@ -336,8 +336,8 @@ __device__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p,
 // Writes zeros over the rows [begin, end) of a block of kRows
 template <int kPanelCount, int kRows> __device__ void clear_rows(shared_address block, int begin, int end = kRows);
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
-// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+// Online softmax. The scale and log2(e) are folded into one factor, as far as a score modification does not need them before. So an element of
+// P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
@@ -378,7 +378,7 @@ struct KvBlocks {
     int last;
 };
 
-// Those of which one of `count` rows from `first_row` on sees a key
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on
 __device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 // Those that the thread block has of a tile, but for those of which its rows see no key
 __device__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& found);
@@ -422,7 +422,8 @@ struct BoxKeys {
     }
 
     // Goes to the KV block before, `block_pages` whole pages and `block_rows` rows down, and does not wait for its entry. All keys of that
-    // block are keys of the sequence; ahead of the first one there is no entry.
+    // block are keys of the sequence; before the first one there is no entry. Where no entry is read, the entry of the last page stays: its rows
+    // are cleared, or masked.
     __device__ __forceinline__ void step_down(const Params& params, int block_pages, int block_rows, int lane) {
         index -= block_pages;
         row -= block_rows;
@@ -574,8 +575,8 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         if (found.sequence < 0) break;
         const Params params = of_sequence(all, found);
         const Tile tile = tile_of(params, found);
-        // V of the block in which the sequence ends is cleared past that end, by all consumers. Each awaits the others, so none is ahead
-        // by a phase.
+        // V of the block in which the sequence ends is cleared past that end, by all consumers, also a consumer that skips the block. Each awaits
+        // the others, so none is a phase further.
         auto has_tail = [&](int kv_block) { return (kv_block + 1) * kBlockN > params.seqlen_kv; };
         auto clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
@@ -761,8 +762,8 @@ __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
-// `params` has the bounds of all sequences.
+// The parameters for a sequence of these lengths: under a diagonal its last query is aligned with its last key, shifted by the diagonal_offset of
+// the call. `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
     own.seqlen_q = seqlen_q;
@@ -815,8 +816,8 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengt
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
-// `lane_lengths` are those of its first one.
+// KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from. Each lane counts every 32nd
+// sequence; `lane_lengths` are the lengths of its first one.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
     int count = count_kv_blocks(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
@@ -845,7 +846,7 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has KV block `index` of all, of which there are more. `lengths` are those of the lane's sequence among the first 32.
+// The sequence that has number `index` of the KV blocks, of which there are more. `lengths` are those of the lane's sequence among the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
@@ -908,14 +909,14 @@ __device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile
     return tile;
 }
 
-// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys that every row of [first_row, first_row + count) attends to.
+// The keys in the range of every row of [first_row, first_row + count).
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -1227,7 +1228,7 @@ __device__ __forceinline__ void store_part(const Params& params, const Tile& til
     }
 }
 
-// Those of which one of `count` rows from `first_row` on sees a key.
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
