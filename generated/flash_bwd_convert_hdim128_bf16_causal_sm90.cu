@@ -39,7 +39,7 @@ struct Params {
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
-__device__ int unit_rows(const Params& params);
+__device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
 __device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
@@ -53,8 +53,7 @@ __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, 
 __device__ void load_rows(const float* tile, int g, float (&rows)[2][8]);  // Rows g and g + 8 of a tile
 // Rounds and writes 8 elements of a row, times `scale`, as far as there are columns
 __device__ void store(element* destination, const float (&values)[8], float scale, int columns_left);
-// A thread block awaits the main kernel's thread blocks of its own head, not that whole grid
-__device__ void await_added(const Params& params, int head_of_batch);
+__device__ void await_added(const Params& params, int head_of_batch);  // Waits until every thread block of the head has added to dQ
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 flash_bwd_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
@@ -90,6 +89,7 @@ flash_bwd_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params params
     }
 }
 
+// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
 // The row of the workspace that a head begins with.
@@ -121,6 +121,7 @@ __device__ __forceinline__ void store(element* destination, const float (&values
                       pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
 }
 
+// Waits until every thread block of the head has added to dQ.
 // A thread block awaits the main kernel's thread blocks of its own head, not that whole grid. So dQ of most heads is rounded on multiprocessors
 // that the last thread blocks of the main kernel leave idle. The acquire makes what those thread blocks have added to dQ visible here.
 //

@@ -37,7 +37,7 @@ struct Params {
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
-__device__ int unit_rows(const Params& params);
+__device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
 __device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
@@ -91,6 +91,7 @@ flash_bwd_convert_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Pa
     }
 }
 
+// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
 // The row of the workspace that a head begins with.

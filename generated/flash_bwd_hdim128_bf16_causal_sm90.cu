@@ -103,7 +103,7 @@ struct Params {
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
-__device__ int unit_rows(const Params& params);
+__device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
 __device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
@@ -123,8 +123,7 @@ struct KeyBlock {
     int first_key;
 };
 
-// Heads are launched in sections, and in a section the first block of each head comes first, then the second one
-__device__ KeyBlock find_key_block(const Params& params, int index);
+__device__ KeyBlock find_key_block(const Params& params, int index);  // The block of keys of a thread block
 
 // Blocks of kBlockM queries.
 struct QueryBlocks {
@@ -140,11 +139,10 @@ struct Step {
     int block;
 };
 
-__device__ int kv_head_of(const Params&, const KeyBlock& block);
+__device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head of a block of keys
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
-// Steps go from the last block of queries to the first
-__device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);
-__device__ Step next_step(const Step& step, const QueryBlocks&);
+__device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
+__device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
 __device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
@@ -249,12 +247,11 @@ template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColu
 // Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any longer
 template <int kColumns> __device__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
     shared_address staging, int first_row, int head, int batch, int barrier, int lane);
-__device__ int head_of_grid(const Params& params, const KeyBlock& block);  // dQ is added to memory that has to be 0 first
-__device__ int num_heads_of_grid(const Params& params);
+__device__ int head_of_grid(const Params& params, const KeyBlock& block);  // The head of the grid that a block of keys is of
+__device__ int num_heads_of_grid(const Params& params);  // Heads of the grid, over the batch
 __device__ int rows_of_head(const Params& params);
-__device__ void clear_ahead(const Params& params, const KeyBlock& block, int lane);  // Called by a warp of the producer warpgroup
-// Called by the producer thread before it loads Q of the second step, in which consumers add dQ of the first
-__device__ void await_cleared(const Params& params, const KeyBlock& block);
+__device__ void clear_ahead(const Params& params, const KeyBlock& block, int lane);  // Clears a part of dq_accum of a later head
+__device__ void await_cleared(const Params& params, const KeyBlock& block);  // Waits until dq_accum of the head is clear
 
 constexpr int kAddedThreads = 128 * kConsumers + 32;  // at kAddedBarrier
 
@@ -269,11 +266,11 @@ struct StepRows {
     int64_t unit_row;
 };
 
-__device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);
+__device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);  // Where the rows of a step are
 // Starts loading Q and LSE of a step
 __device__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
     int more = 0);
-// Likewise dO and delta
+// Starts loading dO and delta of a step
 __device__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
     int more = 0);
 
@@ -471,6 +468,7 @@ flash_bwd_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
     }
 }
 
+// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
 // The row of the workspace that a head begins with.
@@ -483,6 +481,7 @@ __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& par
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
+// The block of keys of a thread block.
 // Heads are launched in sections, and in a section the first block of each head comes first, then the second one. A section has few
 // heads, so that several blocks of a head run at a time and share its queries in L2.
 // The most queries attend to the first keys. So long blocks fill up what the short ones of the section before leave, and the last blocks of
@@ -508,15 +507,18 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
     return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
+// The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
 // The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
+// The first step of a thread block.
 // Steps go from the last block of queries to the first. Unless a left window ends earlier, all thread blocks of a head that have any begin with
 // the same block.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
 
+// The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
 // The first query that attends to a key: that of its diagonal; to a key past the last none does.
@@ -776,6 +778,7 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
+// The head of the grid that a block of keys is of.
 // dQ is added to memory that has to be 0 first. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. Each
 // later head is cleared by the thread blocks of the head that comes clear_distance before it. Each clears one part while it computes.
 // clear_distance is more than a section, so the thread blocks that clear have lower indices in the grid than those that wait, and
@@ -785,10 +788,12 @@ __device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock
     return block.batch * params.num_heads_kv + block.kv_head;
 }
 
+// Heads of the grid, over the batch.
 __device__ __forceinline__ int num_heads_of_grid(const Params& params) { return params.batch_size * params.num_heads_kv; }
 
 __device__ __forceinline__ int rows_of_head(const Params& params) { return unit_rows(params); }
 
+// Clears a part of dq_accum of a later head.
 // Called by a warp of the producer warpgroup: clears this thread block's part of a later head, in rows of tiles as dq_tiles has them.
 __device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock& block, int lane) {
     const int head = head_of_grid(params, block) + params.clear_distance;
@@ -808,6 +813,7 @@ __device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock
     if (lane == 0) add_release_32(params.cleared + head, 1);
 }
 
+// Waits until dq_accum of the head is clear.
 // Called by the producer thread before it loads Q of the second step, in which consumers add dQ of the first. Their waits for that Q pass the
 // acquire on to them; where there is a single step, those for its dO.
 __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlock& block) {
@@ -827,6 +833,7 @@ __device__ __forceinline__ void count_added(const Params& params, const KeyBlock
 
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
+// Where the rows of a step are.
 __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
     StepRows rows;
     rows.head = head_of(params, block, step);
@@ -845,7 +852,7 @@ __device__ __forceinline__ void load_q(const Params& params, const StepRows& row
     bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Likewise dO and delta.
+// Starts loading dO and delta of a step.
 __device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
                                           int stage, int more) {
     const shared_address full = barriers.dout_full(stage);

@@ -139,7 +139,7 @@ struct Params {
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
-__device__ int unit_rows(const Params& params);
+__device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
 __device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
@@ -161,8 +161,7 @@ struct KeyBlock {
 };
 
 __device__ int heads_of_grid(const Params& params);  // Heads of a batch entry in the grid
-// Blocks of a head add to dQ in the order of their launch, the last keys first (turn_of)
-__device__ KeyBlock find_key_block(const Params& params, int index);
+__device__ KeyBlock find_key_block(const Params& params, int index);  // The block of keys of a thread block
 
 // Blocks of kBlockM queries.
 struct QueryBlocks {
@@ -179,13 +178,12 @@ struct Step {
     int block;
 };
 
-__device__ int kv_head_of(const Params& params, const KeyBlock& block);
+__device__ int kv_head_of(const Params& params, const KeyBlock& block);  // The kv head of a block of keys
 __device__ int heads_of_block(const Params& params);  // How many query heads a thread block goes through, beginning with first_head_of()
-__device__ int first_head_of(const Params& params, const KeyBlock& block);
+__device__ int first_head_of(const Params& params, const KeyBlock& block);  // The first query head that a thread block goes through
 __device__ int head_of(const Params& params, const KeyBlock& block, const Step& step);  // The query head of a step
-// Steps go from the first block of queries to the last
-__device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);
-__device__ Step next_step(const Step& step, const QueryBlocks& queries);
+__device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
+__device__ Step next_step(const Step& step, const QueryBlocks& queries);  // The step after this one
 
 // Keys [begin, end).
 struct KeyRange {
@@ -213,7 +211,7 @@ __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows
 // The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the addresses
 // that follow from it
 __device__ void stash_block(const KeyBlock& block, shared_address smem);
-__device__ KeyBlock stashed_block(shared_address smem);
+__device__ KeyBlock stashed_block(shared_address smem);  // The block of keys that was stashed
 
 constexpr int kChunkElements = 16 / sizeof(element);
 
@@ -351,8 +349,7 @@ __device__ uint32_t turn_of(const Params& params, const KeyBlock& block, const S
 __device__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step);
 // Whether all that were ahead of this thread block have added; if so, their additions come before those that follow
 __device__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step);
-// Called by one thread behind a barrier that follows the additions of all
-__device__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step);
+__device__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step);  // Passes the turn to the next thread block
 // dQ of a warp's queries and columns in a step, added to what other thread blocks have
 __device__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const RowsOfK& k_columns, shared_address smem,
     int first_row, int column_warp, int lane);
@@ -467,6 +464,7 @@ flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params par
     store_gradients(params, stashed_block(smem), gradients, smem, warp_key, part, lane);
 }
 
+// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
 // The row of the workspace that a head begins with.
@@ -482,6 +480,7 @@ __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& par
 // Heads of a batch entry in the grid: each kv head, or each part of its query heads.
 __device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
 
+// The block of keys of a thread block.
 // Blocks of a head add to dQ in the order of their launch, the last keys first (turn_of). Heads are launched in sections of about as
 // many blocks as run at a time, and in a section the last block of each head comes first, then the one before it. So when a block
 // starts, those of its head that are ahead of it have a lead, and it seldom waits.
@@ -510,11 +509,13 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
     return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
+// The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params& params, const KeyBlock& block) { return block.group_part / params.group_parts; }
 
 // How many query heads a thread block goes through, beginning with first_head_of().
 __device__ __forceinline__ int heads_of_block(const Params& params) { return params.heads_per_part; }
 
+// The first query head that a thread block goes through.
 __device__ __forceinline__ int first_head_of(const Params& params, const KeyBlock& block) {
     return block.group_part * params.heads_per_part;
 }
@@ -524,11 +525,13 @@ __device__ __forceinline__ int head_of(const Params& params, const KeyBlock& blo
     return first_head_of(params, block) + step.head;
 }
 
+// The first step of a thread block.
 // Steps go from the first block of queries to the last. Under a diagonal a thread block begins with a block of queries to which no later keys
 // are visible, or with query 0. There it has the first turn, and from there on it follows the thread blocks of later keys.
 // The query heads follow each other, so that the gradients of their keys are summed here.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {0, queries.first}; }
 
+// The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
     return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
 }
@@ -552,6 +555,7 @@ __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_addres
     store_shared_64(smem + kStashOffset + 8, block.index, block.first_key);
 }
 
+// The block of keys that was stashed.
 __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
     const uint4 words = load_shared_128(smem + kStashOffset);
     KeyBlock block;
@@ -847,6 +851,7 @@ __device__ __forceinline__ bool has_turn(const Params& params, const KeyBlock& b
     return load_acquire_32(turns_of(params, block, step)) == turn_of(params, block, step);
 }
 
+// Passes the turn to the next thread block.
 // Called by one thread behind a barrier that follows the additions of all: the release covers them.
 __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step) {
     store_release_32(turns_of(params, block, step), turn_of(params, block, step) + 1);

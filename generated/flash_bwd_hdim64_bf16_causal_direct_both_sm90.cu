@@ -128,8 +128,8 @@ __device__ int tiles_of_kind(const Params& params, bool of_keys);  // The tiles 
 // The tile of one kind that thread block `index` has, if it has one
 __device__ Tile find_tile(const Params& params, int index, bool of_keys);
 __device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
-__device__ int num_rows(const Params& params);
-__device__ int query_of_row(const Params&, int row);
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
+__device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 
 // Keys [begin, end).
 struct KeyRange {
@@ -656,8 +656,10 @@ __device__ __forceinline__ int first_query_of_key(const Params& params, int key)
     return max(diagonal, 0);
 }
 
+// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
+// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
 // The keys that a query attends to: those up to its diagonal.

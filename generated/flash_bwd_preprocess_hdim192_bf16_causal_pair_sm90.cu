@@ -54,7 +54,7 @@ struct Params {
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
-__device__ int unit_rows(const Params& params);
+__device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
 __device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
 constexpr int kRowsPerPass = kThreads / kLanes;
@@ -135,6 +135,7 @@ flash_bwd_preprocess_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Param
     }
 }
 
+// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
 // The row of the workspace that a head begins with.

@@ -42,7 +42,7 @@ struct Params {
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 
-template <int kUnit> __device__ int64_t unit_rows(const Params& params);
+template <int kUnit> __device__ int64_t unit_rows(const Params& params);  // Rows of a head in the workspace
 // The row of a head that a sequence begins with, from row `begin` of its entry of q
 template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
 __device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
@@ -87,8 +87,7 @@ struct QueryUnit {
     int seqlen_q;  // its queries
 };
 
-// The units of a head of a sequence follow each other, then come those of its next head
-__device__ QueryUnit find_query_unit(const Params& params, int index, int lane);
+__device__ QueryUnit find_query_unit(const Params& params, int index, int lane);  // The unit of queries of a thread block
 __device__ Params of_sequence(const Params& params, const QueryUnit& unit);  // The parameters of a call of the unit's sequence alone
 __device__ void load_rows(const float* tile, int g, float (&rows)[2][8]);  // Rows g and g + 8 of a tile
 // Rounds and writes 8 elements of a row, times `scale`, as far as there are columns
@@ -137,6 +136,7 @@ flash_bwd_varlen_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params
     }
 }
 
+// Rows of a head in the workspace.
 template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
@@ -206,6 +206,7 @@ __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int seq
     return {begin, rows - begin};
 }
 
+// The unit of queries of a thread block.
 // The units of a head of a sequence follow each other, then come those of its next head.
 __device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
     const auto rows_of = [&](int sequence) {

@@ -109,7 +109,7 @@ struct Params {
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 
-template <int kUnit> __device__ int64_t unit_rows(const Params& params);
+template <int kUnit> __device__ int64_t unit_rows(const Params& params);  // Rows of a head in the workspace
 // The row of a head that a sequence begins with, from row `begin` of its entry of q
 template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
 __device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
@@ -157,11 +157,10 @@ struct Step {
     int block;
 };
 
-__device__ int kv_head_of(const Params&, const KeyBlock& block);
+__device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head of a block of keys
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
-// Steps go from the last block of queries to the first
-__device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);
-__device__ Step next_step(const Step& step, const QueryBlocks&);
+__device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
+__device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
 __device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K and V arrive with the first Q and dO. A stage, of Q and
@@ -256,9 +255,9 @@ __device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 
 // Writes zeros over the rows [begin, end) of a block of kRows
 template <int kPanelCount, int kRows> __device__ void clear_rows(shared_address block, int begin, int end = kRows);
 __device__ bool has_unseen_keys(const Params& params, const KeyBlock& block);  // Whether no query of the sequence sees some rows of K and V
-// Clears them
+// Clears the rows of K and V that no query sees
 __device__ void clear_unseen_keys(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
-// Likewise rows of Q and dO of a step past the sequence's queries
+// Clears rows of Q and dO of a step past the sequence's queries
 __device__ void clear_tail_of_step(const Params& params, const Step& step, shared_address shared, const Barriers& barriers,
     const RingPosition<kStages>& ring);
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
@@ -289,11 +288,11 @@ struct StepRows {
     int64_t unit_row;
 };
 
-__device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);
+__device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);  // Where the rows of a step are
 // Starts loading Q and LSE of a step
 __device__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
     int more = 0);
-// Likewise dO and delta
+// Starts loading dO and delta of a step
 __device__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
     int more = 0);
 
@@ -484,6 +483,7 @@ flash_bwd_varlen_hdim128_bf16_causal_sm90(const __grid_constant__ Params params)
     }
 }
 
+// Rows of a head in the workspace.
 template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
@@ -544,15 +544,18 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
     return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
+// The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
 // The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
+// The first step of a thread block.
 // Steps go from the last block of queries to the first. Unless a left window ends earlier, all thread blocks of a head that have any begin with
 // the same block.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
 
+// The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
 // The first query that attends to a key: that of its diagonal; to a key past the last none does.
@@ -764,8 +767,8 @@ __device__ __forceinline__ bool has_unseen_keys(const Params& params, const KeyB
     return params.seqlen_kv - block.first_key < kBlockN;
 }
 
-// Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. It waits for K and V itself. All consumers of
-// a thread block that has steps call it, ahead of their first read of either.
+// Clears the rows of K and V that no query sees. TMA brings zeros past the end of an array, but past a sequence it brings the next one. All
+// consumers of a thread block that has steps call it, before they first read any of them. It waits for K and V itself.
 __device__ __forceinline__ void clear_unseen_keys(const Params& params, const KeyBlock& block, shared_address shared,
                                                   const Barriers& barriers) {
     const int keys_left = params.seqlen_kv - block.first_key;
@@ -776,7 +779,7 @@ __device__ __forceinline__ void clear_unseen_keys(const Params& params, const Ke
     barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
 }
 
-// Likewise rows of Q and dO of a step past the sequence's queries.
+// Clears rows of Q and dO of a step past the sequence's queries.
 __device__ __forceinline__ void clear_tail_of_step(const Params& params, const Step& step, shared_address shared, const Barriers& barriers,
                                                    const RingPosition<kStages>& ring) {
     const int queries_left = params.seqlen_q - step.block * kBlockM;
@@ -882,6 +885,7 @@ __device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& b
 
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
+// Where the rows of a step are.
 __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
     StepRows rows;
     rows.head = head_of(params, block, step);
@@ -902,7 +906,7 @@ __device__ __forceinline__ void load_q(const Params& params, const StepRows& row
     bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Likewise dO and delta.
+// Starts loading dO and delta of a step.
 __device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
                                           int stage, int more) {
     const shared_address full = barriers.dout_full(stage);

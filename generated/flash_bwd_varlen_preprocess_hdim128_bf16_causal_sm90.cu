@@ -68,7 +68,7 @@ struct Params {
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 
-template <int kUnit> __device__ int64_t unit_rows(const Params& params);
+template <int kUnit> __device__ int64_t unit_rows(const Params& params);  // Rows of a head in the workspace
 // The row of a head that a sequence begins with, from row `begin` of its entry of q
 template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
 __device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
@@ -105,11 +105,10 @@ struct QueryUnit {
     int seqlen_q;  // its queries
 };
 
-// The units of a head of a sequence follow each other, then come those of its next head
-__device__ QueryUnit find_query_unit(const Params& params, int index, int lane);
+__device__ QueryUnit find_query_unit(const Params& params, int index, int lane);  // The unit of queries of a thread block
 __device__ Params of_sequence(const Params& params, const QueryUnit& unit);  // The parameters of a call of the unit's sequence alone
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
-__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+__device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 
 // What a thread block of the main kernel computes: dK and dV of kBlockN keys of a kv head of a sequence, summed over its query heads, and
 // their share of dQ.
@@ -140,10 +139,9 @@ struct LaunchedBlock {
 // Each lane keeps the blocks of this many sequences in registers, as the search goes through them many times.
 constexpr int kKeptSequences = 4;
 
-// Finds the smallest number of query blocks such that at most `index` blocks belong to longer sequences
+// The block of keys that is launched as number `index`
 __device__ LaunchedBlock find_launched_block(const Params& params, int index, int lane);
-// The blocks of a sequence follow each other, by groups of heads that have about blocks_together blocks in all
-__device__ KeyBlock find_key_block(const Params& params, int index, int lane);
+__device__ KeyBlock find_key_block(const Params& params, int index, int lane);  // The block of keys of a thread block
 // Finds the block of each thread block of the main kernel, which reads it from key_blocks
 __device__ void place_key_blocks(const Params& params);
 
@@ -227,6 +225,7 @@ flash_bwd_varlen_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Par
     }
 }
 
+// Rows of a head in the workspace.
 template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
@@ -294,6 +293,7 @@ __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int seq
     return {begin, rows - begin};
 }
 
+// The unit of queries of a thread block.
 // The units of a head of a sequence follow each other, then come those of its next head.
 __device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
     const auto rows_of = [&](int sequence) {
@@ -333,7 +333,7 @@ __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// Its keys.
+// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
     return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
@@ -365,6 +365,7 @@ __device__ __forceinline__ int query_blocks_of(const Params& params, int sequenc
     return sequence < params.batch_size ? (queries_of(params, sequence).count + kBlockN - 1) / kBlockN : 0;
 }
 
+// The block of keys that is launched as number `index`.
 // Finds the smallest number of query blocks such that at most `index` blocks belong to longer sequences. The search doubles from 1, then
 // bisects: short sequences are many. Sums are unsigned, as lengths that contradict the arrays may add up to more than an int holds.
 __device__ __forceinline__ LaunchedBlock find_launched_block(const Params& params, int index, int lane) {
@@ -397,6 +398,7 @@ __device__ __forceinline__ LaunchedBlock find_launched_block(const Params& param
     return {most, int(index - ahead)};
 }
 
+// The block of keys of a thread block.
 // The blocks of a sequence follow each other, by groups of heads that have about blocks_together blocks in all: one block of each head of a
 // group, then the next one. Few heads at a time leave room in L2 for their Q and dO and for the dQ that is added up, which all blocks of a head
 // use. Ordered additions to dQ begin with the last keys (turn_of in the main kernel), so that when a block starts, the ones before it have a

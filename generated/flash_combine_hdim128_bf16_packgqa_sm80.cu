@@ -66,7 +66,7 @@ struct Tile {
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
-__device__ int query_of_row(const Params& params, int row);
+__device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int rows_of_head(const Params& params);  // The rows of a head in this grid
@@ -138,6 +138,7 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
+// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }

@@ -129,8 +129,8 @@ __device__ int head_of_set(const Params& params, int thread_block, int nth_head)
 __device__ Share find_share(const Params& params, int thread_block);
 __device__ Part find_part(const Params& params, const Share& share, int index);  // The part that begins with KV block `index` of the share
 __device__ Tile find_tile(const Params& params, int tile_index);
-__device__ int num_rows(const Params& params);
-__device__ int query_of_row(const Params& params, int row);
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
+__device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 
@@ -163,7 +163,7 @@ constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+__device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
 // Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
 // step's XOR flips.
@@ -176,7 +176,7 @@ __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For 
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
 __device__ int first_row_of(int warp);  // A warp's first row in the tile
 __device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
-__device__ const element* head_v(const Params& params, const Tile& tile);
+__device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 // Starts the copy of a group's keys of a KV block of K or V, kColumns wide
 template <int kColumns> __device__ void copy_keys(shared_address keys, const element* source, int64_t row_stride, const SeenRows& rows,
     int head_dim);
@@ -213,8 +213,8 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 __device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
-__device__ float quad_max(float value);
-__device__ float quad_sum(float value);
+__device__ float quad_max(float value);  // The maximum over the four lanes of a quad
+__device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
 // What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
 struct RowTile {
@@ -223,7 +223,7 @@ struct RowTile {
     float output[kDimTiles][4];
 };
 
-__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
 __device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
 // S = Q . K^T of kTiles MMA tiles of rows, in fp32
 template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
@@ -269,6 +269,7 @@ template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles]
 // Groups have different keys of the same rows
 __device__ shared_address output_address(shared_address exchange, int group, int warp, int tile, int lane);
 __device__ shared_address sums_address(shared_address sums, int group, int warp, int tile, int lane);
+// Leaves the group's rows in shared memory for group 0
 __device__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int group, int warp, int lane);
 // Adds the rows of the other groups to those of group 0, in the order of the groups
 __device__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp, int lane);
@@ -278,6 +279,7 @@ __device__ void store_lse(const Params& params, const Tile& tile, const RowTile 
 __device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);  // Writes O
 // Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts
 __device__ void store_part(const Params& params, const Tile& tile, int slot, const RowTile (&rows)[kRowTiles], int warp, int lane);
+// Writes O and the LSE of a whole tile, or a part for the next kernel
 __device__ void store_results(const Params& params, const Tile& tile, const Part& part, RowTile (&rows)[kRowTiles], int warp, int lane);
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
@@ -391,8 +393,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int tile_index) 
     return tile;
 }
 
+// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
+// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
@@ -414,6 +418,7 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {end - first_key};
 }
 
+// The number by which the chunks of a row are permuted.
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
@@ -447,6 +452,7 @@ __device__ __forceinline__ const element* head_k(const Params& params, const Til
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
 
+// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
@@ -568,16 +574,19 @@ __device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
     return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
 }
 
+// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
+// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
+// Begins rows: nothing seen yet.
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -783,6 +792,7 @@ __device__ __forceinline__ shared_address sums_address(shared_address sums, int 
     return sums + ((sender * kRowTiles + tile) * 32 + lane) * 16;
 }
 
+// Leaves the group's rows in shared memory for group 0.
 __device__ __forceinline__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int group,
                                           int warp, int lane) {
 #pragma unroll
@@ -911,6 +921,7 @@ __device__ __forceinline__ void store_part(const Params& params, const Tile& til
     }
 }
 
+// Writes O and the LSE of a whole tile, or a part for the next kernel.
 __device__ __forceinline__ void store_results(const Params& params, const Tile& tile, const Part& part, RowTile (&rows)[kRowTiles],
                                               int warp, int lane) {
     if (part.slot >= 0) {

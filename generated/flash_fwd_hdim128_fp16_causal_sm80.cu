@@ -95,9 +95,9 @@ struct Tile {
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
-__device__ Tile find_tile(const Params& params, int index);
-__device__ int num_rows(const Params& params);
-__device__ int query_of_row(const Params&, int row);
+__device__ Tile find_tile(const Params& params, int index);  // The tile of number `index`, in the order of the launch
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
+__device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 
@@ -130,7 +130,7 @@ constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+__device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
 // Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
 struct LaneAddress {
@@ -151,7 +151,7 @@ __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For 
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
 __device__ int first_row_of(int warp);  // A warp's first row in the tile
 __device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
-__device__ const element* head_v(const Params& params, const Tile& tile);
+__device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 // Starts the copy of a KV block of K or V, kColumns wide, into shared memory
 template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
     int head_dim);
@@ -166,7 +166,7 @@ __device__ void copy_v_whole(const Params& params, const element* v, shared_addr
 __device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
 // The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask
 __device__ void stash_tile(const Tile& tile, shared_address smem);
-__device__ Tile stashed_tile(shared_address smem);
+__device__ Tile stashed_tile(shared_address smem);  // The tile that was stashed
 
 // Where K and V of the tile's head begin, stashed likewise and read back for each block.
 struct KvHead {
@@ -174,8 +174,8 @@ struct KvHead {
     const element* v;
 };
 
-__device__ void stash_kv_head(const KvHead& head, shared_address smem);
-__device__ KvHead stashed_kv_head(shared_address smem);
+__device__ void stash_kv_head(const KvHead& head, shared_address smem);  // Stashes where K and V of the tile's head begin
+__device__ KvHead stashed_kv_head(shared_address smem);  // Where K and V of the tile's head begin, from the stash
 
 // Online softmax. The scale and log2(e) are folded into one factor, as far as a score modification does not need them before. So an element of
 // P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
@@ -193,8 +193,8 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 __device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
-__device__ float quad_max(float value);
-__device__ float quad_sum(float value);
+__device__ float quad_max(float value);  // The maximum over the four lanes of a quad
+__device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
 // What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
 struct RowTile {
@@ -203,7 +203,7 @@ struct RowTile {
     float output[kDimTiles][4];
 };
 
-__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
 __device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
 // S = Q . K^T of kTiles MMA tiles of rows, in fp32
 template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
@@ -379,6 +379,7 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
+// The tile of number `index`, in the order of the launch.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about the same time. Within a
     // section the row blocks come one after another for all heads, last block first: under a diagonal the first rows attend to the fewest keys,
@@ -400,8 +401,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
+// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
+// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
@@ -421,6 +424,7 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {end - first_key};
 }
 
+// The number by which the chunks of a row are permuted.
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
@@ -455,6 +459,7 @@ __device__ __forceinline__ const element* head_k(const Params& params, const Til
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
 
+// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
@@ -548,6 +553,7 @@ __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem
     store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
 }
 
+// The tile that was stashed.
 __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     const uint4 words = load_shared_128(smem + kStashOffset);
     Tile tile;
@@ -558,6 +564,7 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     return tile;
 }
 
+// Stashes where K and V of the tile's head begin.
 __device__ __forceinline__ void stash_kv_head(const KvHead& head, shared_address smem) {
     const uint64_t k = reinterpret_cast<uint64_t>(head.k);
     const uint64_t v = reinterpret_cast<uint64_t>(head.v);
@@ -565,6 +572,7 @@ __device__ __forceinline__ void stash_kv_head(const KvHead& head, shared_address
     store_shared_64(smem + kStashOffset + 24, v, v >> 32);
 }
 
+// Where K and V of the tile's head begin, from the stash.
 __device__ __forceinline__ KvHead stashed_kv_head(shared_address smem) {
     const uint4 words = load_shared_128(smem + kStashOffset + 16);
     return {reinterpret_cast<const element*>(uint64_t(words.y) << 32 | words.x),
@@ -579,16 +587,19 @@ __device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
     return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
 }
 
+// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
+// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
+// Begins rows: nothing seen yet.
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {

@@ -19,14 +19,14 @@
 // row_sum.
 //
 // Map
-//   warpgroup 0       produce(): one thread loads Q, K and V by TMA. kProducerRegisters = 32 a thread
+//   warpgroup 0       produce(): loads Q, K and V by TMA. kProducerRegisters = 32 a thread
 //   warpgroups 1 ...  consume(): 64 rows each: S, softmax, O. kConsumerRegisters = 160 a thread
 //   shared memory     kQStages = 2 buffers of Q, kQBytes = 49152 each; kStages = 3 of K, kKBytes = 16384, and 3 of V, kVBytes = 16384;
 //                     then the mbarriers
 //   mbarrier          arrivals of a phase                                 who waits
 //   q_full, k_full, v_full  1, and the bytes of TMA: the producer         consumers
 //   k_empty, v_empty  4 kConsumers: lane 0 of each consumer warp          producer
-//   q_empty           a thread of each consumer, see Barriers::init()     producer
+//   q_empty           the consumers, see Barriers::init()                producer
 //   named barriers    see NamedBarrier
 
 using element = fp16;
@@ -93,9 +93,9 @@ struct Tile {
     int first_row;  // below 0 where a head's first tile is not whole
 };
 
-__device__ Tile find_tile(const Params& params, int index);
-__device__ int num_rows(const Params& params);
-__device__ int query_of_row(const Params&, int row);
+__device__ Tile find_tile(const Params& params, int index);  // The tile of number `index`, in the order of the launch
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
+__device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 
@@ -160,7 +160,7 @@ template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN
 // seven bits of a byte, where a comparison makes one.
 using key_word = uint32_t;  // a bit for each key of a lane
 
-__device__ constexpr key_word key_bit(int key);
+__device__ constexpr key_word key_bit(int key);  // The bit of a key
 // The bits of the lane's keys from `key` on, in the KV block at `first_key`
 __device__ key_word bits_from(int key, int first_key, int lane);
 // Hides the keys of the KV block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`
@@ -204,8 +204,8 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 __device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
-__device__ float quad_max(float value);
-__device__ float quad_sum(float value);
+__device__ float quad_max(float value);  // The maximum over the four lanes of a quad
+__device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
 struct RowState {
     float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain; rows g and g + 8 of the warp's 16
@@ -215,7 +215,7 @@ struct RowState {
 
 // Turns S of a KV block into P and adds it to row_sum
 __device__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2);
-__device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);
+__device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);  // Multiplies O by the factors by which row_max has moved
 __device__ bool is_row(const Params& params, int row);  // Whether a row of a tile is that of a query
 // The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete
 __device__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane, float (&factor)[2]);
@@ -445,6 +445,7 @@ flash_fwd_hdim128_fp16_local_sm90(const __grid_constant__ Params params) {
     }
 }
 
+// The tile of number `index`, in the order of the launch.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about the same time. Within a
     // section the row blocks come one after another for all heads, last block first: under a diagonal the first rows attend to the fewest keys,
@@ -468,8 +469,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
+// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
+// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
@@ -523,6 +526,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
     }
 }
 
+// The bit of a key.
 __device__ constexpr key_word key_bit(int key) {
     constexpr int kTopBit = 8 * sizeof(key_word) - 1;
     return key_word(1) << kTopBit - key / 8 * 2 - key % 8;
@@ -644,11 +648,13 @@ __device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
     return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
 }
 
+// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
+// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -691,6 +697,7 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
     return moves;
 }
 
+// Multiplies O by the factors by which row_max has moved.
 __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
 #pragma unroll
     for (int n = 0; n < kHeadDimV / 8; ++n) {

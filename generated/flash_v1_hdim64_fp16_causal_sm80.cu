@@ -78,8 +78,8 @@ struct Tile {
     int first_row;
 };
 
-__device__ int num_rows(const Params& params);
-__device__ int query_of_row(const Params&, int row);
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
+__device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 
@@ -112,7 +112,7 @@ constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+__device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
 // Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
 // step's XOR flips.
@@ -125,7 +125,7 @@ __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For 
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
 __device__ int first_row_of(int warp);  // A warp's first row in the tile
 __device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
-__device__ const element* head_v(const Params& params, const Tile& tile);
+__device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 // Starts the copy of a KV block of K or V, kColumns wide, into shared memory
 template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
     int head_dim);
@@ -140,8 +140,8 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 __device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
-__device__ float quad_max(float value);
-__device__ float quad_sum(float value);
+__device__ float quad_max(float value);  // The maximum over the four lanes of a quad
+__device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
 // What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
 struct RowTile {
@@ -191,15 +191,17 @@ template <int kTiles> __device__ void apply_mask(const Params& params, float (&s
 // What happens to S between Q . K^T and softmax, block by block
 template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     int row_in_tile, int first_key, int lane);
-__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
 // Multiplies O of each row by a function of the row's l
 template <typename Factor> __device__ void scale_output(RowTile (&rows)[kRowTiles], Factor factor);
 // Calls at_row(row, rows[i], row8) for each row of this warp's MMA tiles that exists; the row counts within the head
 template <typename Rows, typename AtRow> __device__ void for_each_row(const Params& params, const Tile& tile, Rows& rows, int warp,
     int lane, AtRow at_row);
 __device__ int64_t row_index(const Params& params, const Tile& tile, int row);  // Where l and m of a row lie, and the LSE
-__device__ void load_rows(const Params& params, const Tile& tile, RowTile (&rows)[kRowTiles], int warp, int lane);  // Line 8
-__device__ void store_rows(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);  // Lines 12 and 13
+// Loads O, l and m of a tile's rows
+__device__ void load_rows(const Params& params, const Tile& tile, RowTile (&rows)[kRowTiles], int warp, int lane);
+// Stores O, l and m of a tile's rows
+__device__ void store_rows(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
 // Rounds O to `out`, and writes lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing
 __device__ void store_results(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
 // Brings m, l and O up to date with the scores of a KV block
@@ -271,8 +273,10 @@ flash_v1_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
     }
 }
 
+// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
+// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
@@ -292,6 +296,7 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {end - first_key};
 }
 
+// The number by which the chunks of a row are permuted.
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
@@ -325,6 +330,7 @@ __device__ __forceinline__ const element* head_k(const Params& params, const Til
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
 
+// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
@@ -405,11 +411,13 @@ __device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
     return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
 }
 
+// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
+// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -528,6 +536,7 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
+// Begins rows: nothing seen yet.
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -576,6 +585,7 @@ __device__ __forceinline__ int64_t row_index(const Params& params, const Tile& t
     return (int64_t(tile.batch) * params.num_heads_q + tile.head) * params.seqlen_q + row;
 }
 
+// Loads O, l and m of a tile's rows.
 // Line 8: m, l and O from global memory. Rows past the last one have none, and are never stored.
 __device__ __forceinline__ void load_rows(const Params& params, const Tile& tile, RowTile (&rows)[kRowTiles], int warp, int lane) {
     clear(rows);
@@ -594,6 +604,7 @@ __device__ __forceinline__ void load_rows(const Params& params, const Tile& tile
     });
 }
 
+// Stores O, l and m of a tile's rows.
 // Lines 12 and 13: m, l and O to global memory. A lane stores what it loads again, except that one of a quad stores m and l for all;
 // barriers stand between that and the next load.
 __device__ __forceinline__ void store_rows(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,

@@ -67,8 +67,8 @@ struct Tile {
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
-__device__ int query_of_row(const Params& params, int row);
-__device__ int num_rows(const Params& params);
+__device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
@@ -81,7 +81,7 @@ struct Rows {
 
 __device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
-__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+__device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
 
 // Where the queries and the keys of a sequence are.
@@ -90,7 +90,7 @@ struct Lengths {
     Rows keys;
 };
 
-__device__ Lengths lengths_of(const Params& params, int sequence);  // None where there is no such sequence
+__device__ Lengths lengths_of(const Params& params, int sequence);  // The lengths of a sequence
 __device__ Params with_lengths(const Params& params, const Lengths& lengths);  // The parameters for a sequence of these lengths
 __device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
 
@@ -110,7 +110,7 @@ struct Tiles {
     int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
 };
 
-__device__ Tiles tiles_of(const Params& params);  // `params` are those of the sequence
+__device__ Tiles tiles_of(const Params& params);  // The tiles of a sequence
 
 // The heads of the grid are 1, 2 or 4 sets: head h is of set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
 // and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
@@ -174,7 +174,7 @@ __device__ void share_sums(const Sums& sums, shared_address smem, int warp, int 
 template <int kTeam> __device__ void store_row(const Params& params, const Tile& tile, int row, shared_address smem, int first, int thread);
 // Every kTeam warps add up the parts of a row together
 template <int kTeam> __device__ void combine_by(const Params& params, const Parts& parts, shared_address smem, int warp, int lane);
-// A single row may have many parts
+// Adds up the parts of the thread block's rows
 __device__ void combine(const Params& params, const Parts& parts, shared_address smem, int warp, int lane);
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
@@ -218,10 +218,12 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
+// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
+// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
@@ -249,7 +251,7 @@ __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// Its keys.
+// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
@@ -263,6 +265,7 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
+// The lengths of a sequence.
 // None where there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
@@ -287,6 +290,7 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
+// The tiles of a sequence.
 // `params` are those of the sequence.
 __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     if (params.seqlen_q == 0) return {0, 0, 1};
@@ -517,6 +521,7 @@ __device__ __forceinline__ void combine_by(const Params& params, const Parts& pa
     }
 }
 
+// Adds up the parts of the thread block's rows.
 // A single row may have many parts. A thread block has several rows only where a tile has more rows than thread blocks that share them,
 // one for each part but the first: each of these rows has few parts.
 __device__ __forceinline__ void combine(const Params& params, const Parts& parts, shared_address smem, int warp, int lane) {

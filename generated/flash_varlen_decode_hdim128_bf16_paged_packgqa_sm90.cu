@@ -114,8 +114,8 @@ struct Tile {
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
-__device__ int num_rows(const Params& params);
-__device__ int query_of_row(const Params& params, int row);
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
+__device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
@@ -128,7 +128,7 @@ struct Rows {
 
 __device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
-__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+__device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
 
 // Where the queries and the keys of a sequence are.
@@ -137,7 +137,7 @@ struct Lengths {
     Rows keys;
 };
 
-__device__ Lengths lengths_of(const Params& params, int sequence);
+__device__ Lengths lengths_of(const Params& params, int sequence);  // The lengths of a sequence
 __device__ Params with_lengths(const Params& params, const Lengths& lengths);  // The parameters for a sequence of these lengths
 __device__ Params of_sequence(const Params& params, int sequence, const Lengths& lengths);  // The parameters of a call of one sequence alone
 
@@ -170,7 +170,7 @@ constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-__device__ int swizzle_key(int row);  // With 8 chunks every row starts at bank 0
+__device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
 // Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
 // step's XOR flips.
@@ -182,7 +182,7 @@ __device__ shared_address step_address(LaneAddress lane, int row_step, int chunk
 __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
 __device__ const element* head_k(const Params& params, const Tile& tile);  // Where the rows of the tile's head begin in page 0 of K and V
-__device__ const element* head_v(const Params& params, const Tile& tile);
+__device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 
 // kSwizzleChunks threads stand side by side along a row, and each takes every kSwizzleChunks-th chunk of its rows.
 constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
@@ -285,8 +285,8 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 __device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
-__device__ float quad_max(float value);
-__device__ float quad_sum(float value);
+__device__ float quad_max(float value);  // The maximum over the four lanes of a quad
+__device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
 // What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
 struct RowTile {
@@ -295,7 +295,7 @@ struct RowTile {
     float output[kDimTiles][4];
 };
 
-__device__ void clear(RowTile (&rows)[kRowTiles]);
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
 __device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
 // S = Q . K^T of kTiles MMA tiles of rows, in fp32
 template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
@@ -423,8 +423,10 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
+// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
+// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
@@ -454,7 +456,7 @@ __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// Its keys.
+// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
@@ -468,6 +470,7 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
+// The lengths of a sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     return {queries_of(params, sequence), keys_of(params, sequence)};
 }
@@ -498,6 +501,7 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {end - first_key};
 }
 
+// The number by which the chunks of a row are permuted.
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
@@ -528,6 +532,7 @@ __device__ __forceinline__ const element* head_k(const Params& params, const Til
     return params.k + tile.kv_head * params.k_head_stride;
 }
 
+// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.kv_head * params.v_head_stride;
 }
@@ -770,16 +775,19 @@ __device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
     return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
 }
 
+// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
+// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
+// Begins rows: nothing seen yet.
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {

@@ -75,8 +75,8 @@ struct Row {
     Parts parts;  // of its tile
 };
 
-__device__ int num_rows(const Params& params);
-__device__ int query_of_row(const Params& params, int row);
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
+__device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
 __device__ int rows_of_head(const Params& params);  // The rows of a head in this grid
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
@@ -88,7 +88,7 @@ struct Rows {
 
 __device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
-__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+__device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
 
 // Where the queries and the keys of a sequence are.
@@ -97,7 +97,7 @@ struct Lengths {
     Rows keys;
 };
 
-__device__ Lengths lengths_of(const Params& params, int sequence);  // None where there is no such sequence
+__device__ Lengths lengths_of(const Params& params, int sequence);  // The lengths of a sequence
 __device__ Params with_lengths(const Params& params, const Lengths& lengths);  // The parameters for a sequence of these lengths
 __device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
 
@@ -117,7 +117,7 @@ struct Tiles {
     int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
 };
 
-__device__ Tiles tiles_of(const Params& params);  // `params` are those of the sequence
+__device__ Tiles tiles_of(const Params& params);  // The tiles of a sequence
 __device__ int num_heads(const Params& params);
 // How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences
 __device__ int count_kv_blocks(const Params& params, const Lengths& lengths);
@@ -186,8 +186,10 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
+// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
+// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
@@ -212,7 +214,7 @@ __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// Its keys.
+// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
@@ -227,6 +229,7 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
+// The lengths of a sequence.
 // None where there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
@@ -253,6 +256,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
+// The tiles of a sequence.
 // `params` are those of the sequence.
 __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     if (params.seqlen_q == 0) return {0, 0, 1};

@@ -19,19 +19,20 @@
 // has a whole tile divides O by row_sum in the end. Others leave their parts in the workspace, and the next kernel combines them.
 //
 // Map
-//   warpgroup 0       produce(): one thread loads Q, K and V by TMA. kProducerRegisters = 56 a thread
+//   warpgroup 0       produce(): loads Q, K and V by TMA. kProducerRegisters = 56 a thread
 //   warpgroups 1 ...  consume(): 64 rows each: S, softmax, O. kConsumerRegisters = 152 a thread
 //   shared memory     kQStages = 2 buffers of Q, kQBytes = 49152 each; kStages = 3 of K, kKBytes = 16384, and 3 of V, kVBytes = 16384;
 //                     then the mbarriers
 //   mbarrier          arrivals of a phase                                 who waits
 //   q_full, k_full, v_full  1, and the bytes of TMA: the producer         consumers
 //   k_empty, v_empty  4 kConsumers: lane 0 of each consumer warp          producer
-//   q_empty           a thread of each consumer, see Barriers::init()     producer
+//   q_empty           the consumers, see Barriers::init()                producer
 //   named barriers    see NamedBarrier
 //   find_tiles()      warp 1 of warpgroup 0: finds the tiles, and passes them on in slots after the mbarriers, one for each Q buffer
 //   tile_full         1: lane 0 of find_tiles()                           producer, consumers
 //   tile_empty        lane 0 of each warp that reads the tile             find_tiles()
 //   rows_clear        4 kConsumers: V's unseen rows are cleared           consumers
+//   produce_v()       warp 2 of warpgroup 0: loads V, whose rows are in pages; produce() loads Q and K
 
 using element = bf16;
 
@@ -134,8 +135,8 @@ struct Part {
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
-__device__ int num_rows(const Params& params);
-__device__ int query_of_row(const Params& params, int row);
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
+__device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
@@ -148,7 +149,7 @@ struct Rows {
 
 __device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
-__device__ Rows keys_of(const Params& params, int sequence);  // Its keys
+__device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
 
 // Where the queries and the keys of a sequence are.
@@ -157,7 +158,7 @@ struct Lengths {
     Rows keys;
 };
 
-__device__ Lengths lengths_of(const Params& params, int sequence);  // None where there is no such sequence
+__device__ Lengths lengths_of(const Params& params, int sequence);  // The lengths of a sequence
 __device__ Params with_lengths(const Params& params, const Lengths& lengths);  // The parameters for a sequence of these lengths
 __device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
 
@@ -177,7 +178,7 @@ struct Tiles {
     int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
 };
 
-__device__ Tiles tiles_of(const Params& params);  // `params` are those of the sequence
+__device__ Tiles tiles_of(const Params& params);  // The tiles of a sequence
 __device__ int num_heads(const Params& params);
 // How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences
 __device__ int count_kv_blocks(const Params& params, const Lengths& lengths);
@@ -306,7 +307,7 @@ template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN
 // seven bits of a byte, where a comparison makes one.
 using key_word = uint32_t;  // a bit for each key of a lane
 
-__device__ constexpr key_word key_bit(int key);
+__device__ constexpr key_word key_bit(int key);  // The bit of a key
 // The bits of the lane's keys from `key` on, in the KV block at `first_key`
 __device__ key_word bits_from(int key, int first_key, int lane);
 // Hides the keys of the KV block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`
@@ -348,8 +349,8 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 __device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
-__device__ float quad_max(float value);
-__device__ float quad_sum(float value);
+__device__ float quad_max(float value);  // The maximum over the four lanes of a quad
+__device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
 struct RowState {
     float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain; rows g and g + 8 of the warp's 16
@@ -359,7 +360,7 @@ struct RowState {
 
 // Turns S of a KV block into P and adds it to row_sum
 __device__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2);
-__device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);
+__device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);  // Multiplies O by the factors by which row_max has moved
 __device__ bool is_row(const Params& params, int row);  // Whether a row of a tile is that of a query
 // The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete
 __device__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane, float (&factor)[2]);
@@ -726,8 +727,10 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
+// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
+// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
@@ -757,7 +760,7 @@ __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// Its keys.
+// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
@@ -772,6 +775,7 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
+// The lengths of a sequence.
 // None where there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
@@ -798,6 +802,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
+// The tiles of a sequence.
 // `params` are those of the sequence.
 __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     if (params.seqlen_q == 0) return {0, 0, 1};
@@ -949,6 +954,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
     }
 }
 
+// The bit of a key.
 __device__ constexpr key_word key_bit(int key) {
     constexpr int kTopBit = 8 * sizeof(key_word) - 1;
     return key_word(1) << kTopBit - key / 8 * 2 - key % 8;
@@ -1084,11 +1090,13 @@ __device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
     return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
 }
 
+// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
+// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -1131,6 +1139,7 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
     return moves;
 }
 
+// Multiplies O by the factors by which row_max has moved.
 __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
 #pragma unroll
     for (int n = 0; n < kHeadDimV / 8; ++n) {

@@ -58,7 +58,7 @@ struct Tile {
 __device__ Tile find_tile(const Params& params, int index);
 __device__ int row_keys(const Params& params);  // Floats of a row of S
 __device__ int64_t row_of_s(const Params& params, int head_of_batch, int row);  // Where a row of S begins, in floats
-// A block of a matrix in shared memory has rows of kColumns elements, which are written and read in chunks of 16 bytes
+// The address of a chunk of a block in shared memory
 template <int kColumns> __device__ shared_address chunk_address(shared_address block, int row, int chunk);
 // Starts the copy of a block of kRows rows
 template <int kRows, int kColumns> __device__ void copy_block(shared_address block, const element* source, int64_t row_stride, int rows,
@@ -138,6 +138,7 @@ __device__ __forceinline__ int64_t row_of_s(const Params& params, int head_of_ba
     return (int64_t(head_of_batch) * params.seqlen_q + row) * row_keys(params);
 }
 
+// The address of a chunk of a block in shared memory.
 // A block of a matrix in shared memory has rows of kColumns elements, which are written and read in chunks of 16 bytes. The chunks of
 // a row are permuted by its row number, so that the eight rows that ldmatrix reads at a time lie in eight different groups of banks.
 template <int kColumns>

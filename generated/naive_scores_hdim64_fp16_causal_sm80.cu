@@ -55,13 +55,13 @@ struct Tile {
 };
 
 __device__ Tile find_tile(const Params& params, int index);
-__device__ int num_rows(const Params& params);
-__device__ int query_of_row(const Params&, int row);
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
+__device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int row_keys(const Params& params);  // Floats of a row of S
 __device__ int64_t row_of_s(const Params& params, int head_of_batch, int row);  // Where a row of S begins, in floats
-// A block of a matrix in shared memory has rows of kColumns elements, which are written and read in chunks of 16 bytes
+// The address of a chunk of a block in shared memory
 template <int kColumns> __device__ shared_address chunk_address(shared_address block, int row, int chunk);
 // Starts the copy of a block of kRows rows
 template <int kRows, int kColumns> __device__ void copy_block(shared_address block, const element* source, int64_t row_stride, int rows,
@@ -160,8 +160,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
+// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
+// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
@@ -178,6 +180,7 @@ __device__ __forceinline__ int64_t row_of_s(const Params& params, int head_of_ba
     return (int64_t(head_of_batch) * params.seqlen_q + row) * row_keys(params);
 }
 
+// The address of a chunk of a block in shared memory.
 // A block of a matrix in shared memory has rows of kColumns elements, which are written and read in chunks of 16 bytes. The chunks of
 // a row are permuted by its row number, so that the eight rows that ldmatrix reads at a time lie in eight different groups of banks.
 template <int kColumns>

@@ -39,8 +39,8 @@ __device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
 __device__ int row_keys(const Params& params);  // Floats of a row of S
 __device__ int64_t row_of_s(const Params& params, int head_of_batch, int row);  // Where a row of S begins, in floats
 __device__ void load_scores(float (&scores)[8], const float* source);  // Eight scores
-__device__ float warp_max(float value);
-__device__ float warp_sum(float value);
+__device__ float warp_max(float value);  // The maximum over the lanes of a warp
+__device__ float warp_sum(float value);  // The sum over the lanes of a warp
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
 naive_softmax_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
@@ -120,12 +120,14 @@ __device__ __forceinline__ void load_scores(float (&scores)[8], const float* sou
     }
 }
 
+// The maximum over the lanes of a warp.
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, step));
     return value;
 }
 
+// The sum over the lanes of a warp.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffff, value, step);
