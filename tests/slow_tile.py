@@ -18,7 +18,7 @@ def write(folder):
     a call might take one of them, depending on how much the tuned one happened to gain.
     """
     text = (specs_dir() / "flash_fwd_sm80.yaml").read_text()
-    before, after = text[: text.index("tune:\n")], text[text.index("params:\n") :]
+    before, after = text[: text.index("tune:\n")], text[text.index("params: [\n") :]
     before = re.sub(r"^  - \{name: \w+, dtype: fp32,.*\n", "", before, flags=re.MULTILINE)
     before = before.replace("tiles:\n", f"tiles:\n  - {_row(POINT | SLOW)}\n")
     folder.mkdir()

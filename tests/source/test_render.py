@@ -84,9 +84,10 @@ def test_the_header_says_what_the_kernel_is(variant):
 
 
 def test_rendering_is_a_function_of_the_variant(tiny_folder, variant):
-    steering = {"efficiency": 0.5, "start": 2.0, "fill": 0.5, "passes": 4.0, "priority": 3, "rows_at_most": 8}
-    changes = {"committed": False, "archs": ("sm_90",), "no_spills": ("sm_90",), "dependent_launch": True}
-    tuned = dataclasses.replace(variant, **steering, **changes)
+    steering = {"efficiency": 0.5, "start": 2.0, "fill": 0.5, "passes": 4.0, "rows_at_most": 8}
+    changes = {"dispatch": variant.dispatch._replace(**steering), "priority": 3, "committed": False}
+    changes |= {"archs": ("sm_90",), "no_spills": ("sm_90",), "dependent_launch": True}
+    tuned = dataclasses.replace(variant, **changes)
     assert render(tuned) == render(variant)
     assert source_digest(tuned) == source_digest(variant)
     elsewhere = shutil.copytree(tiny_folder, tiny_folder.parent / "elsewhere")

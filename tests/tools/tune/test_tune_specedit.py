@@ -51,7 +51,7 @@ def test_an_efficiency_that_is_there_is_replaced_by_the_mean(spec_file, edit_spe
     points = served(load_spec(spec_file), 0)
     winners = {point: won(efficiency=1.21 if point[1] == "fp16" else 1.0) for point in points}
     spec = apply(spec_file, winners)
-    assert 1.0 < spec.content.rows[0]["efficiency"] < 1.21
+    assert 1.0 < spec.content.rows[0].dispatch["efficiency"] < 1.21
     assert spec_file.read_text().count("efficiency: ") == 2  # of this row, and of m64
 
 
@@ -74,7 +74,7 @@ def test_where_points_of_a_row_disagree_it_takes_what_most_of_them_want(spec_fil
     other = TILE | {"block_n": 32}
     spec = apply(spec_file, {point: won(other if point in rare else TILE) for point in points})
     assert len(spec.content.rows) == 4
-    assert dict(spec.content.rows[1]["tile"]) == TILE
+    assert dict(spec.content.rows[1].tile) == TILE
     assert served(spec, 0) == rare
 
 
@@ -130,11 +130,11 @@ def test_shipped_files_keep_their_comments_and_all_tiles_that_were_not_tuned(nam
     path.write_bytes(shipped.read_bytes())
     spec = load_spec(path)
     rng = random.Random(seed)
-    keys = [key for key, _ in spec.content.rows[0]["tile"]]
+    keys = [key for key, _ in spec.content.rows[0].tile]
     small = {"block_m": 32, "block_n": 16, "warps": 1, "loop": "stages", "min_blocks": 1}
     if name == "flash_fwd_sm90":
         small = {"block_m": 64, "block_n": 64, "stages": 2}
-    tile = dict(spec.content.rows[0]["tile"]) | {key: small[key] for key in small if key in keys}
+    tile = dict(spec.content.rows[0].tile) | {key: small[key] for key in small if key in keys}
     points = rng.sample([*spec.content.entries], 25)
     found = apply(path, {point: won(tile) if rng.random() < 0.8 else None for point in points})
     old, new = shipped.read_text().splitlines(), path.read_text().splitlines()
