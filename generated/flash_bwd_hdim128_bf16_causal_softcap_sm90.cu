@@ -47,7 +47,7 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-enum NamedBarrier : int {  // 0 is that of __syncthreads()
+enum NamedBarrier : int {  // __syncthreads() has the number 0
     kStoreBarrier = 1,  // + consumer: dK or dV of the warpgroup is in shared memory, 128 threads
     kStartBarrier = 3,  // + consumer: it may start a step. The other consumer arrives, 2 x 128 threads
     kAddedBarrier = 5,  // dQ is added: the consumers arrive, count_added() waits, kAddedThreads

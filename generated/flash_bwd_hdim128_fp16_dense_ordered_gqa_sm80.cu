@@ -242,7 +242,8 @@ struct SwizzledRows {
 
 // Where a lane finds its part of what ldmatrix reads
 template <typename Rows> __device__ Rows down_first(shared_address block, int row, int chunk, int lane);
-template <typename Rows> __device__ Rows right_first(shared_address block, int row, int chunk, int lane);  // Likewise
+// Where a lane finds its part of what ldmatrix reads, the other way round
+template <typename Rows> __device__ Rows right_first(shared_address block, int row, int chunk, int lane);
 
 using RowsOfK = SwizzledRows<kRowBytes>;  // of Q, too
 using RowsOfV = SwizzledRows<kRowBytesV>;  // of dO, too
@@ -573,7 +574,7 @@ __device__ __forceinline__ Rows down_first(shared_address block, int row, int ch
     return Rows(block, row + lane % 16, chunk + lane / 16);
 }
 
-// Likewise: the left and the right chunk of rows 0-7, then of rows 8-15.
+// Where a lane finds its part of what ldmatrix reads, the other way round: the left and the right chunk of rows 0-7, then of rows 8-15.
 template <typename Rows>
 __device__ __forceinline__ Rows right_first(shared_address block, int row, int chunk, int lane) {
     return Rows(block, row + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);

@@ -57,7 +57,7 @@ constexpr int kLaunchRegisters = 65536 / (kMinBlocks * kThreads) / 8 * 8;
 constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
 
-enum NamedBarrier : int {  // 0 is that of __syncthreads()
+enum NamedBarrier : int {  // __syncthreads() has the number 0
     kStoreBarrier = 1,  // + warpgroup: its gradients are in shared memory, 128 threads
 };
 

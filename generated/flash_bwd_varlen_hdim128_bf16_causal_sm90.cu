@@ -45,7 +45,7 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-enum NamedBarrier : int {  // 0 is that of __syncthreads()
+enum NamedBarrier : int {  // __syncthreads() has the number 0
     kClearBarrier = 1,  // rows that no query sees are cleared: all consumers
     kStartBarrier = 3,  // + consumer: it may start a step. The other consumer arrives, 2 x 128 threads
 };

@@ -94,7 +94,7 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// Rows are (query, head in group) pairs, heads fastest.
+// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;  // first query head of the group that shares a head of K and V

@@ -46,7 +46,7 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-enum NamedBarrier : int {  // 0 is that of __syncthreads()
+enum NamedBarrier : int {  // __syncthreads() has the number 0
     kTurnBarrier = 1,  // + consumer: its turn to issue MMAs. The consumer before it arrives, 2 x 128 threads
     kStoreBarrier = kTurnBarrier + kConsumers,  // + consumer: O of the warpgroup is in shared memory, 128 threads
 };
@@ -84,6 +84,7 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
+// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;

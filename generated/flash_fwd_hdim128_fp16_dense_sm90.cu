@@ -51,7 +51,7 @@ constexpr int kConsumerRegisters = 208;
 
 constexpr int kMaskWarps = 3;  // of the producer warpgroup, warps that read the mask
 
-enum NamedBarrier : int {  // 0 is that of __syncthreads()
+enum NamedBarrier : int {  // __syncthreads() has the number 0
     kTurnBarrier = 1,  // + consumer: its turn to issue MMAs. The consumer before it arrives, 2 x 128 threads
     kMaskBarrier = kTurnBarrier + kConsumers,  // a block of the mask is packed: kMaskWarps
 };
@@ -103,6 +103,7 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
+// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;

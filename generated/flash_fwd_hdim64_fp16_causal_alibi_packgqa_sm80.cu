@@ -94,7 +94,7 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// Rows are (query, head in group) pairs, heads fastest.
+// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;  // first query head of the group that shares a head of K and V
@@ -906,6 +906,7 @@ __device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], s
 }
 
 // Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors.
+// Where a pair of warps shares rows, it puts their columns together there, and each warp stores half of the rows.
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
                                              shared_address smem, int warp, int lane) {
     stage_output(rows, smem, warp, lane);

@@ -58,8 +58,8 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 __device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
 
-// A tile of the kernel before this one: kBlockM rows of queries.
-// Rows are (query, head in group) pairs, heads fastest.
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
+// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;  // first query head of the group that shares a head of K and V
@@ -335,7 +335,8 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has number `index` of the KV blocks, of which there are more. `lengths` are those of the lane's sequence among the first 32.
+// The sequence that has number `index` of the KV blocks, of which there are more. `lengths` are the lengths of the lane's
+// sequence among the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {

@@ -97,7 +97,7 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// Rows are (query, head in group) pairs, heads fastest.
+// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;  // first query head of the group that shares a head of K and V
@@ -283,7 +283,8 @@ struct Fetch {
 
 __device__ SeenRows seen_rows(const Params& params, const Fetch& fetch);  // Which of the group's keys of the next KV block some query sees
 __device__ Pages find_pages(const Params& params, const Fetch& fetch);  // `params` have the bounds of all sequences
-__device__ Fetch seek(const Params& params, const Place& place, int index, int group);  // `params` are those of the sequence at `place`
+// Goes to the first KV block of number `index` of the KV blocks
+__device__ Fetch seek(const Params& params, const Place& place, int index, int group);
 // Prefetches the next KV block into L2, if the share has one left
 __device__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch);
 // Starts the copies of the next KV block, if the share has one left
@@ -601,7 +602,8 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has number `index` of the KV blocks, of which there are more. `lengths` are those of the lane's sequence among the first 32.
+// The sequence that has number `index` of the KV blocks, of which there are more. `lengths` are the lengths of the lane's
+// sequence among the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
@@ -789,7 +791,7 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& f
     return find_pages(params, fetch.page_table, fetch.first_key, seen_rows(params, fetch));
 }
 
-// `params` are those of the sequence at `place`.
+// Goes to the first KV block of number `index` of the KV blocks. `params` are the parameters of the sequence at `place`.
 __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, int index, int group) {
     const Tiles tiles = tiles_of(params);
     const int tile_index = (index - place.begin) / tiles.kv_blocks;

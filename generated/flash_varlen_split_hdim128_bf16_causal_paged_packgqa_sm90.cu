@@ -51,7 +51,7 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = 152;
 
-enum NamedBarrier : int {  // 0 is that of __syncthreads()
+enum NamedBarrier : int {  // __syncthreads() has the number 0
     kTurnBarrier = 1,  // + consumer: its turn to issue MMAs. The consumer before it arrives, 2 x 128 threads
 };
 
@@ -111,7 +111,7 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// Rows are (query, head in group) pairs, heads fastest.
+// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;  // first query head of the group that shares a head of K and V
@@ -851,7 +851,8 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has number `index` of the KV blocks, of which there are more. `lengths` are those of the lane's sequence among the first 32.
+// The sequence that has number `index` of the KV blocks, of which there are more. `lengths` are the lengths of the lane's
+// sequence among the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {

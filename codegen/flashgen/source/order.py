@@ -105,7 +105,7 @@ def _bare(line: str) -> str:
 
 
 def _signature(unit: _Unit) -> str | None:
-    """What is before the body of a function, on one line; None for what is no definition of one."""
+    """What is before the body of a function, on one line; None where it is not a function."""
     code = " ".join(_LITERAL.sub(_blank, _bare(line)).strip() for line in unit.lines)
     match = re.match(r'((?:template <[^{]*?> )?(?:__device__|extern "" __global__) [^;{]*\)) \{', code)
     return match[1] if match else None
