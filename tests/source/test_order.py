@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import time
 
 import pytest
 
@@ -141,3 +142,10 @@ def test_the_numbers_of_a_map_are_those_of_the_kernel(spec, fresh_seed):
             stated = re.findall(r"\b(k[A-Z]\w+) = (\d+)", "\n".join(named))
             values = constants(source, step.element_bytes)
             assert [(name, values[name]) for name, _ in stated] == [(name, int(n)) for name, n in stated]
+
+
+@pytest.mark.parametrize("line", ["    f();", "    // words", "    {", "#define x", "// words", "template <"])
+def test_it_takes_linear_time(line):
+    begin = time.process_time()
+    from_the_top("__device__ void f() {\n" + f"{line}\n" * 20_000 + "}\n" + f"{line}\n" * 20_000)
+    assert time.process_time() - begin < 2

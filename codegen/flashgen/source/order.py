@@ -74,26 +74,28 @@ def _marked(text: str) -> list[str]:
 def _units(text: list[str]) -> list[_Unit]:
     units: list[_Unit] = []
     unit = _Unit([], [])
+    depth = 0  # brackets that are open
     for line in text:
         if not unit.lines and _bare(line).startswith("//"):
             unit.comment.append(line)
             continue
         unit.lines.append(line)
-        if _is_complete(unit.lines):
+        code = _code(line)
+        depth += code.count("{") + code.count("(") - code.count("}") - code.count(")")
+        begin = _bare(unit.lines[0])
+        if begin.startswith(_PTX_BEGIN):
+            complete = code.startswith(_PTX_END)
+        else:
+            complete = begin.startswith("#") or not begin or (depth == 0 and code.endswith((";", "}")))
+        if complete:
             units.append(unit)
-            unit = _Unit([], [])
+            unit, depth = _Unit([], []), 0
     return [*units, unit]
 
 
-def _is_complete(lines: list[str]) -> bool:
-    begin = _bare(lines[0])
-    if begin.startswith(_PTX_BEGIN):
-        return _bare(lines[-1]).startswith(_PTX_END)
-    if not begin or begin.startswith("#"):
-        return True
-    code = "\n".join(_LITERAL.sub(_blank, _bare(line)) for line in lines).rstrip()
-    closed = code.count("{") == code.count("}") and code.count("(") == code.count(")")
-    return closed and code.endswith((";", "}"))
+def _code(line: str) -> str:
+    """A line without comments and without what is in string literals."""
+    return _LITERAL.sub(_blank, _bare(line)).rstrip()
 
 
 def _blank(match: re.Match[str]) -> str:
@@ -106,7 +108,7 @@ def _bare(line: str) -> str:
 
 def _signature(unit: _Unit) -> str | None:
     """What is before the body of a function, on one line; None where it is not a function."""
-    code = " ".join(_LITERAL.sub(_blank, _bare(line)).strip() for line in unit.lines)
+    code = " ".join(_code(line).strip() for line in unit.lines)
     match = re.match(r'((?:template <[^{]*?> )?(?:__device__|extern "" __global__) [^;{]*\)) \{', code)
     return match[1] if match else None
 
