@@ -60,6 +60,8 @@ def from_the_top(text: str, *roles: str) -> str:
 
 def _marked(text: str) -> list[str]:
     """The lines, with a mark on each line where the renderer marked the last line of a value of several."""
+    if "\x04" not in text:
+        return text.splitlines()
     lines, mark = [], ""
     for line in reversed(text.splitlines()):
         match = _MARK.search(line)
@@ -74,19 +76,20 @@ def _marked(text: str) -> list[str]:
 def _units(text: list[str]) -> list[_Unit]:
     units: list[_Unit] = []
     unit = _Unit([], [])
-    depth = 0  # brackets that are open
+    depth = 0  # braces that are open
     for line in text:
-        if not unit.lines and _bare(line).startswith("//"):
+        if not unit.lines and line.startswith("//"):
             unit.comment.append(line)
             continue
         unit.lines.append(line)
-        code = _code(line)
-        depth += code.count("{") + code.count("(") - code.count("}") - code.count(")")
-        begin = _bare(unit.lines[0])
+        if depth and "{" not in line and "}" not in line:
+            continue  # most lines are within a function
+        begin, code = unit.lines[0], _code(line)
         if begin.startswith(_PTX_BEGIN):
             complete = code.startswith(_PTX_END)
         else:
-            complete = begin.startswith("#") or not begin or (depth == 0 and code.endswith((";", "}")))
+            depth += code.count("{") - code.count("}")
+            complete = begin.startswith("#") or not begin or (not depth and code.endswith((";", "}")))
         if complete:
             units.append(unit)
             unit, depth = _Unit([], []), 0
@@ -95,11 +98,7 @@ def _units(text: list[str]) -> list[_Unit]:
 
 def _code(line: str) -> str:
     """A line without comments and without what is in string literals."""
-    return _LITERAL.sub(_blank, _bare(line)).rstrip()
-
-
-def _blank(match: re.Match[str]) -> str:
-    return '""' if match[0].startswith('"') else ""
+    return _LITERAL.sub(lambda match: '""' if match[0][0] == '"' else "", _bare(line)).rstrip()
 
 
 def _bare(line: str) -> str:
@@ -108,8 +107,16 @@ def _bare(line: str) -> str:
 
 def _signature(unit: _Unit) -> str | None:
     """What is before the body of a function, on one line; None where it is not a function."""
-    code = " ".join(_code(line).strip() for line in unit.lines)
-    match = re.match(r'((?:template <[^{]*?> )?(?:__device__|extern "" __global__) [^;{]*\)) \{', code)
+    if not unit.lines or not unit.lines[0].startswith(("template <", "__device__ ", 'extern "C" ')):
+        return None
+    parts = []
+    for line in unit.lines:
+        parts.append(_code(line).strip())
+        if "{" in parts[-1]:
+            break
+    match = re.match(
+        r'((?:template <[^{]*?> )?(?:__device__|extern "" __global__) [^;{]*\)) \{', " ".join(parts)
+    )
     return match[1] if match else None
 
 
@@ -126,11 +133,15 @@ def _prototype(signature: str, unit: _Unit) -> list[str]:
     comment = _first_sentence(unit.comment)
     if comment and len(line) + len(comment) + 4 <= _WIDTH:
         return [f"{line}  // {comment}{end}"]
-    # A line ends between two parameters alone.
-    joined = re.sub(r"(?<!,) ", "\0", line)
-    lines = [part.replace("\0", " ") for part in textwrap.wrap(joined, _WIDTH, subsequent_indent="    ")]
-    if comment:
-        lines[:0] = textwrap.wrap(comment, _WIDTH, initial_indent="// ", subsequent_indent="// ")
+    lines = [f"// {comment}"] if comment else []
+    if lines and len(lines[0]) > _WIDTH:
+        lines = textwrap.wrap(comment, _WIDTH, initial_indent="// ", subsequent_indent="// ")
+    if len(line) <= _WIDTH:
+        lines.append(line)
+    else:
+        # A line ends between two parameters alone.
+        joined = re.sub(r"(?<!,) ", "\0", line)
+        lines += [part.replace("\0", " ") for part in textwrap.wrap(joined, _WIDTH, subsequent_indent="    ")]
     return [line + end for line in lines]
 
 
