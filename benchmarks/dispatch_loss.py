@@ -81,7 +81,7 @@ def calls(count: int, seed: int) -> Iterator[tuple[str, Case]]:
 
 def measure(case: Case, host: Host, near: float, rounds: int, sample_ms: float) -> dict[str, Any]:
     """Microseconds of each candidate by its name, and which one dispatch takes."""
-    from flashgen.api.backends import specs_for
+    from flashgen.call.backends import specs_for
     from flashgen.runtime.device import device
     from flashgen.schedule.dispatch import candidates, cost, offers
 

@@ -191,11 +191,11 @@ def fake_arrays():
 @pytest.fixture
 def forget_plans(monkeypatch):
     """No plan is kept of the tests before; ``forget_plans()``: nor of the calls before."""
-    from flashgen.api import calls
+    from flashgen.call import compute
 
     def forget():
-        monkeypatch.setattr(calls, "_plans", {})
-        monkeypatch.setattr(calls, "_recent", {})
+        monkeypatch.setattr(compute, "_plans", {})
+        monkeypatch.setattr(compute, "_recent", {})
 
     forget()
     return forget

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from flashgen.api.backward import attention_backward, plan_backward
     from flashgen.api.cascade import cascade
     from flashgen.api.explain import explain, warmup
-    from flashgen.api.kvcache import KVCache, Rotary
     from flashgen.api.merge import merge
+    from flashgen.call.kvcache import KVCache, Rotary
     from flashgen.errors import (
         BadParam,
         BadTensorDtype,
@@ -80,9 +80,9 @@ __all__ = [
 
 _HOMES = {
     "AppendPlan": "flashgen.api.append",
-    "KVCache": "flashgen.api.kvcache",
+    "KVCache": "flashgen.call.kvcache",
     "Plan": "flashgen.runtime.plans",
-    "Rotary": "flashgen.api.kvcache",
+    "Rotary": "flashgen.call.kvcache",
     "SplitEvery": "flashgen.operators.splits",
     "append": "flashgen.api.append",
     "attention": "flashgen.api.attention",

@@ -3,14 +3,18 @@
 One class for each status, each also the built-in exception that a Python caller would catch. A message names
 the argument, its value and what is expected. Nothing has been launched and no output touched when one is
 raised.
+
+A message refers to arguments (`arg`), so that a function whose signature has other names for them can have
+its errors use these (`naming`). No text is searched for names.
 """
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
     from types import TracebackType
 
 __all__ = [
@@ -35,14 +39,94 @@ __all__ = [
 ]
 
 
+# A message refers to an argument between these: START, the name, and where its words differ TEXT and these,
+# then END. They are private characters of Unicode, which repr() of anything in a message escapes.
+_START, _TEXT, _END = "\ue000", "\ue001", "\ue002"
+
+
+def _nothing_is_traced() -> bool:
+    return False
+
+
+# Whether torch.compile traces the caller, who then sees messages as they were made; PyTorch's own function
+# once its tensors are used.
+is_traced: Callable[[], bool] = _nothing_is_traced
+
+
+def arg(name: str, words: str = "") -> str:
+    """A reference to an argument, for the message of an error: ``f"{arg('q')} has shape {shape}"``. Callers
+    under whose signature it has another name exchange it, see `naming`.
+
+    name: the argument, or several joined by ", ", or any other term that callers may know in other words.
+    words: what the message says, where that is not the name.
+    """
+    if is_traced():
+        return words or name
+    return f"{_START}{name}{_TEXT}{words}{_END}" if words else f"{_START}{name}{_END}"
+
+
 class FlashgenError(Exception):
-    """Base of every error that flashgen raises on purpose."""
+    """Base of every error that flashgen raises on purpose. The first argument is the message, in which
+    arguments are references (`arg`); ``str()`` shows their names.
+    """
+
+    def __str__(self) -> str:
+        return text_of(self.message)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    @property
+    def message(self) -> str:
+        """The message with its references, to be part of another one."""
+        return str(self.args[0]) if self.args else ""
+
+    @property
+    def subject(self) -> str:
+        """The argument that the message begins with, or nothing."""
+        first, _, _ = self.message.partition(_END)
+        return first.removeprefix(_START).partition(_TEXT)[0] if first.startswith(_START) else ""
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call arguments as the caller does: ``names`` has the caller's name of each, where it differs."""
+        if self.args and _START in self.message:
+            self.args = (_renamed(self.message, names), *self.args[1:])
+
+
+def text_of(message: str) -> str:
+    """A message as a reader sees it: each reference is its words, or its name."""
+    if _START not in message:
+        return message
+    text, *rest = message.split(_START)
+    for part in rest:
+        reference, _, after = part.partition(_END)
+        name, _, words = reference.partition(_TEXT)
+        text += (words or name) + after
+    return text
+
+
+def _renamed(message: str, names: Mapping[str, str]) -> str:
+    text, *rest = message.split(_START)
+    for part in rest:
+        reference, _, after = part.partition(_END)
+        name, _, words = reference.partition(_TEXT)
+        if not words:  # of several arguments two may have one name
+            reference = ", ".join(dict.fromkeys(names.get(one, one) for one in name.split(", ")))
+        elif name in names:
+            text += names[name] + after  # these may have references themselves
+            continue
+        text += f"{_START}{reference}{_END}{after}"
+    return text
 
 
 class naming:  # a generator of contextlib costs four times as much
-    """Errors raised within name arguments as the caller gave them: ``naming(pages="block_table")``."""
+    """Errors raised within call arguments as the caller does: ``with naming({"pages": "block_table"}): ...``.
+    May be entered many times, by many threads.
+    """
 
-    def __init__(self, **names: str) -> None:
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
 
     def __enter__(self) -> None:
@@ -52,19 +136,7 @@ class naming:  # a generator of contextlib costs four times as much
         self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, FlashgenError):
-            rename(error, **self._names)
-
-
-def rename(error: FlashgenError, **names: str) -> None:
-    """Exchange names of arguments in the message of an error for those that the caller gave them. A name may
-    be a phrase, such as advice that the caller cannot follow: longer ones go first. Some names are English
-    words as well: behind a number, `which` or `that`, as in "2 pages", they are no names.
-    """
-    words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    if words and error.args:
-        message, *rest = error.args
-        name = rf"(?<!\d )(?<!which )(?<!that )(?<!\w)(?:{words})(?!\w)"
-        error.args = (re.sub(name, lambda word: names[word[0]], str(message)), *rest)
+            error.rename(self._names)
 
 
 class BadParam(FlashgenError, ValueError):
@@ -148,7 +220,14 @@ class SimulationError(InternalError):
 
 
 class SpecError(FlashgenError, ValueError):
-    """A spec file is wrong; the message names file, line, key and what is allowed."""
+    """A spec file is wrong; the message names file, line, key and what is allowed.
+
+    ``explanation`` is the message from the line on, where the error is about the file ``path``.
+    """
+
+    def __init__(self, explanation: str, path: Path | None = None) -> None:
+        super().__init__(explanation if path is None else f"{path}:{explanation}")
+        self.explanation, self.path = explanation, path
 
 
 class CacheWarning(UserWarning):

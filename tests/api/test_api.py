@@ -12,7 +12,8 @@ import pytest
 
 import flashgen
 from flashgen import errors
-from flashgen.api import attention, calls, explain
+from flashgen.api import attention, explain
+from flashgen.call import compute
 from flashgen.runtime import device, kernel
 from flashgen.runtime.arrays import kind_of
 
@@ -172,7 +173,7 @@ def test_kinds_that_are_mixed_are_called_by_their_own_libraries():
 def test_kinds_that_nothing_refuses_are_a_fault_of_flashgen(monkeypatch):
     torch = pytest.importorskip("torch")
     q, k, v = qkv()
-    monkeypatch.setattr(calls, "make_plan", lambda *_, **__: None)
+    monkeypatch.setattr(compute, "make_plan", lambda *_, **__: None)
     with pytest.raises(errors.InternalError, match="several libraries: numpy, numpy, torch"):
         flashgen.attention(q, k, torch.from_numpy(v))
 
@@ -262,8 +263,8 @@ def test_masked_arrays_of_numpy_are_refused():
 
 def test_options_in_any_form_are_one_plan(monkeypatch):
     made = []
-    plan = calls.make_plan
-    monkeypatch.setattr(calls, "make_plan", lambda *a, **options: made.append(1) or plan(*a, **options))
+    plan = compute.make_plan
+    monkeypatch.setattr(compute, "make_plan", lambda *a, **options: made.append(1) or plan(*a, **options))
     q, k, v = qkv()
     expected = flashgen.attention(q, k, v, window_size=(5, 0))
     for window in ([5, 0], np.array([5, 0]), (np.int64(5), 0)):
@@ -337,8 +338,8 @@ def test_a_bound_in_a_tensor_is_that_of_its_call(library):
 
 def test_plans_are_kept_per_layout_and_options(monkeypatch):
     made = []
-    plan = calls.make_plan
-    monkeypatch.setattr(calls, "make_plan", lambda *a, **options: made.append(1) or plan(*a, **options))
+    plan = compute.make_plan
+    monkeypatch.setattr(compute, "make_plan", lambda *a, **options: made.append(1) or plan(*a, **options))
     q, k, v = qkv()
     for seed in range(3):
         flashgen.attention(*qkv(seed=seed))
@@ -349,10 +350,10 @@ def test_plans_are_kept_per_layout_and_options(monkeypatch):
     flashgen.attention(q, k, v, softmax_scale=0.5)  # a scalar, which a plan takes with each call
     flashgen.attention(q, k, v, out=np.empty_like(q))
     assert len(made) == 5
-    monkeypatch.setattr(calls, "MAX_PLANS", 4)
+    monkeypatch.setattr(compute, "MAX_PLANS", 4)
     for length in range(1, 9):
         flashgen.attention(q[:, :length], k, v)
-    assert len(calls._plans) == 4
+    assert len(compute._plans) == 4
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
@@ -410,7 +411,7 @@ def test_ready_raises_what_attention_would_and_computes_nothing(forget_plans):
     def ready(q, k, v, **options):
         defaults, _ = explain._function("attention")
         call = {**defaults, "q": q, "k": k, "v": v, **options}
-        return calls.ready(*attention.asked_by_name(call), None, None, None)
+        return compute.ready(attention.request_by_name(call))
 
     q, k, v = qkv()
     wrong = [
@@ -431,10 +432,10 @@ def test_ready_raises_what_attention_would_and_computes_nothing(forget_plans):
     for options in ({}, {"causal": True, "softcap": 3.0, "return_lse": True}):
         out = np.full_like(q, np.nan)
         plan, (work, given, _, stream, _) = ready(q, k, v, out=out, **options)
-        count = len(calls._plans)
+        count = len(compute._plans)
         assert np.isnan(out).all()
         expected = flashgen.attention(q, k, v, out=np.empty_like(q), **options)
-        assert len(calls._plans) == count  # the plan that ready has made
+        assert len(compute._plans) == count  # the plan that ready has made
         work(given, stream)
         np.testing.assert_equal(plan.results_of(given), expected)
 
@@ -541,7 +542,7 @@ def test_calls_of_one_layout_take_one_plan_and_others_their_own():
         found[given[0].shape[1]].append(flashgen.attention(q, *given))
     for results in found.values():
         assert all(torch.equal(x, results[0]) for x in results)
-    assert len(calls._plans) == 2
+    assert len(compute._plans) == 2
     with pytest.raises(errors.BadTensorDtype):
         flashgen.attention(q, k, v.bfloat16())
 
@@ -680,7 +681,7 @@ def test_plans_of_each_algorithm_are_kept_apart():
     q, k, v = qkv()
     for algorithm in (None, "naive", "v2", None, "naive"):
         flashgen.attention(q, k, v, algorithm=algorithm)
-    assert len(calls._plans) == 3
+    assert len(compute._plans) == 3
     shown = [name for name in dir(flashgen) if not name.startswith("__")]
     assert shown == sorted(flashgen.__all__)
     raised = {name for name, x in vars(errors).items() if isinstance(x, type) and issubclass(x, Exception)}

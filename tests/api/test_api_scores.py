@@ -13,7 +13,7 @@ import pytest
 
 import flashgen
 from flashgen import errors
-from flashgen.api import calls
+from flashgen.call import compute
 from flashgen.operators.masks import Band
 from flashgen.operators.reference import attention as reference
 from flashgen.operators.reference import largest, modification_of
@@ -323,8 +323,8 @@ def test_bad_input_is_named_before_anything_is_written(call, given, error, says)
 def test_a_number_that_changes_makes_no_new_plan(backend, monkeypatch):
     q, k, v = qkv(np.random.default_rng())
     flashgen.attention(q, k, v, softcap=3.0, backend=backend)
-    assert len(calls._plans) == 1
-    monkeypatch.setattr(calls, "make_plan", None)
+    assert len(compute._plans) == 1
+    monkeypatch.setattr(compute, "make_plan", None)
     monkeypatch.setattr("flashgen.source.render.render", None)
     for cap in (1.0, 2.0, np.float32(0.5)):
         out = flashgen.attention(q, k, v, softcap=cap, backend=backend)
@@ -332,11 +332,11 @@ def test_a_number_that_changes_makes_no_new_plan(backend, monkeypatch):
         np.testing.assert_allclose(out.astype(np.float64), expected, rtol=4e-3, atol=4e-3)
     slopes = np.ones(4, np.float32)
     monkeypatch.undo()
-    calls._plans.clear()
-    calls._recent.clear()
+    compute._plans.clear()
+    compute._recent.clear()
     for factor in (1, 2, 3):  # other contents of an array are no new plan either
         flashgen.attention(q, k, v, alibi_slopes=slopes * np.float32(factor), backend=backend)
-    assert len(calls._plans) == 1
+    assert len(compute._plans) == 1
 
 
 def test_a_plan_keeps_its_numbers_and_takes_others():

@@ -20,7 +20,8 @@ from api.parts import (
     normal,
 )
 from flashgen import errors
-from flashgen.api import calls, cascade
+from flashgen.api import cascade
+from flashgen.call import compute
 from flashgen.operators import merge as operator
 from flashgen.operators import reference
 from flashgen.operators.masks import Band
@@ -186,7 +187,7 @@ def test_a_call_over_a_cache_is_prepared_once(monkeypatch):
     prepared = []
 
     def recorded(*given):
-        prepared.append(calls.ready(*given))
+        prepared.append(compute.ready(*given))
         return prepared[-1]
 
     monkeypatch.setattr(cascade, "ready", recorded)
@@ -395,7 +396,7 @@ def test_the_simulator_serves_both(compiler_of_the_host):
     out = flashgen.cascade(q, given, causal=True, backend="simulator")
     right = flashgen.cascade(q, given, causal=True)
     np.testing.assert_allclose(out.astype(float), right.astype(float), atol=4e-3)
-    assert operator.MERGE.name in {plan.problem.operator.name for plan in calls._plans.values()}
+    assert operator.MERGE.name in {plan.problem.operator.name for plan in compute._plans.values()}
 
 
 @pytest.fixture

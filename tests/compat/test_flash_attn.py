@@ -478,15 +478,15 @@ def test_a_gradient_is_refused_by_name(name):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_reaches_the_gradients(deterministic, monkeypatch):
     torch = pytest.importorskip("torch")
-    from flashgen.api import autograd
+    from flashgen.call import autograd
 
-    asked, real = [], autograd.asked_backward
-    monkeypatch.setattr(autograd, "asked_backward", lambda *given: asked.append(given[-1]) or real(*given))
+    calls, real = [], autograd.gradients_of
+    monkeypatch.setattr(autograd, "gradients_of", lambda call: calls.append(call.deterministic) or real(call))
     q, cu = torch.randn(2, 9, 4, 16, requires_grad=True), torch.tensor([0, 9, 18], dtype=torch.int32)
     flash_attn_func(q, q, q, deterministic=deterministic).sum().backward()
     rows = (q.flatten(0, 1),) * 3
     flash_attn_varlen_func(*rows, cu, cu, 9, 9, deterministic=deterministic).sum().backward()
-    assert asked == [deterministic] * 2
+    assert calls == [deterministic] * 2
 
 
 def test_gradients_are_those_of_attention():

@@ -256,7 +256,7 @@ def test_a_tuned_tile_has_the_parameters_of_its_own_tile_keys(q_stages, shipped,
 def test_a_plan_takes_the_tuned_tile_and_an_unusable_one_is_passed_over(shipped, fake_gpu, monkeypatch):
     import flashgen
     from fake_gpu import array
-    from flashgen.api import backends
+    from flashgen.call import backends
     from flashgen.errors import CompileError
     from flashgen.runtime import kernel
 

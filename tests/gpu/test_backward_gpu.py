@@ -11,11 +11,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="the float64 reference is computed with PyTorch on the GPU")
 
 import flashgen  # noqa: E402
-from flashgen.api.asked import score_of  # noqa: E402
+from flashgen.call.record import AttentionCall, call_of  # noqa: E402
+from flashgen.call.request import score_of  # noqa: E402
 from flashgen.families.load import load_specs  # noqa: E402
 from flashgen.operators.backward import normalise  # noqa: E402
 from flashgen.operators.gradients import gradients  # noqa: E402
-from flashgen.operators.maskoptions import sees_no_later_key  # noqa: E402
 from flashgen.operators.masks import Band  # noqa: E402
 from flashgen.operators.reference import largest, modification_of  # noqa: E402
 from flashgen.runtime.arrays import view  # noqa: E402
@@ -116,9 +116,9 @@ class Call:
         self.random = random
         self.scored, self.modification, self.arrays, self.numbers = scored or {}, None, (), ()
         if scored:
-            masking = options.get("causal", False), None, options.get("window_size", (-1, -1))
-            given = (scored.get(each) for each in ("softcap", "alibi_slopes", "score", "params"))
-            self.modification, self.arrays, self.numbers = score_of(*given, sees_no_later_key(*masking))
+            masking = {name: x for name, x in options.items() if name in ("causal", "window_size")}
+            call = call_of(AttentionCall, **masking, **scored)
+            self.modification, self.arrays, self.numbers = score_of(call)
 
     def forward(self):
         """The results of the forward call for the inputs as they are."""

@@ -178,7 +178,7 @@ def test_numbers_that_differ_from_call_to_call_compile_nothing(rng, monkeypatch)
     plan = flashgen.plan(*on_device, softcap=5.0, return_lse=True)
     flashgen.attention(*on_device, softcap=5.0, return_lse=True)
     monkeypatch.setattr("flashgen.toolchain.obtain.obtain", None)
-    monkeypatch.setattr("flashgen.api.calls.make_plan", None)
+    monkeypatch.setattr("flashgen.call.compute.make_plan", None)
     for cap in (5.0, 1.0, 30.0, np.float32(2.5), 5.0):
         problem = plan.problem.with_scalars((None, cap))
         for out, lse in (

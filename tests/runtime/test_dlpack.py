@@ -10,7 +10,6 @@ from flashgen.errors import (
     DeviceTypeNotSupported,
     NoCompilerError,
     NullPointer,
-    rename,
 )
 from flashgen.runtime import arrays, dlpack
 
@@ -71,9 +70,9 @@ class TestJax:
 def test_a_library_that_was_adopted_is_called_by_its_own_name():
     given = {"q": np.zeros(3), "k": Exporter(np.zeros(3)), "v": None}
     views = {name: arrays.view(dlpack.adopt(given[name], name), name) for name in "qk"}
-    error = BadParam(f"k is a {views['k'].kind} array but q is a {views['q'].kind} one")
-    rename(error, **dlpack.own_libraries(given))
-    assert str(error) == f"k is a {__name__.partition('.')[0]} array but q is a numpy one"
+    error = BadParam(arrays.mixed("k", views["k"].kind, "q", views["q"].kind))
+    error.rename(dlpack.own_libraries(given))
+    assert str(error).startswith(f"k is a {__name__.partition('.')[0]} array but q is a numpy one; convert")
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.bool_])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashgen
-from flashgen.api.backends import backend_for
+from flashgen.call.backends import backend_for
 from flashgen.errors import CompileError
 from flashgen.families.arch import KNOWN_ARCHS
 from flashgen.host import paths

@@ -135,7 +135,7 @@ cupy.cuda.nvrtc = types.SimpleNamespace(getVersion=absent)
 from flashgen.toolchain import compile
 compile.installed_version = lambda: None
 from flashgen.families.arch import typical
-from flashgen.api.backends import specs_for
+from flashgen.call.backends import specs_for
 from flashgen.api.explain import _shaped
 from flashgen.errors import NoCompilerError
 from flashgen.runtime import kernel

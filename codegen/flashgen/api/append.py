@@ -7,9 +7,10 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
-from flashgen.api.calls import MAX_PLANS, are_all, call_of, make_plan, ready
-from flashgen.api.keywords import unexpected
-from flashgen.api.kvcache import FIELDS, KVCache, Rotary
+from flashgen.call.compute import MAX_PLANS, are_all, compute, make_plan, ready
+from flashgen.call.keywords import unexpected
+from flashgen.call.kvcache import FIELDS, KVCache, Rotary
+from flashgen.call.request import Request, request_of
 from flashgen.errors import (
     BadParam,
     BadTensorDtype,
@@ -17,19 +18,19 @@ from flashgen.errors import (
     BadTensorStrides,
     FlashgenError,
     NullPointer,
+    arg,
     naming,
-    rename,
 )
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag, length_bound, overlapping
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.runtime import arrays, check, dlpack, hostarrays, torchkind
-from flashgen.runtime.plans import adopted, cache_arrays, placed_workspace
+from flashgen.runtime.plans import TAKES, adopted, cache_arrays, placed_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from flashgen.api.asked import Asked
+    from flashgen.call.record import Call
     from flashgen.families.variant import Variant
     from flashgen.operators.arguments import Placed
     from flashgen.runtime.arrays import Arrays
@@ -87,24 +88,26 @@ def append(
     if unknown:
         raise unexpected(append, unknown)
     try:
-        asked = _asked(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new, stream)
-        first = asked[1][0]
+        request = _request(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new, stream, backend)
+        first = request.arrays[0]
         kind = arrays.kind_of(first)
         if kind is not None and kind.watched(first):
-            from flashgen.api import compiled
+            from flashgen.call import compiled
 
-            return compiled.append(asked, stream, backend)
-        total, *rotated = call_of(kind, *asked, stream, backend, None)[2:]
+            return compiled.append(request)
+        total, *rotated = compute(request, kind)[2:]
     except torchkind.RequiresGradient as error:
         refused = error.of("append()")
-        rename(refused, **FIELDS)
+        refused.rename(FIELDS)
         raise refused from None
     except FlashgenError as error:
-        rename(error, **FIELDS)
+        error.rename(FIELDS)
         raise
     results = (total, rotated[0] if rotated else None)
     if arrays.kind_of(k_new) is None:
-        return tuple(None if x is None else dlpack.hand_back(x, k_new, asked[1], stream) for x in results)
+        return tuple(
+            None if x is None else dlpack.hand_back(x, k_new, request.arrays, stream) for x in results
+        )
     return results
 
 
@@ -185,9 +188,8 @@ class AppendPlan:
             second, given = self._attending(native_q, first[1], named, stream, workspace)
             _queue(self.append, first, self.attention, second, (*given, workspace))
         except FlashgenError as error:
-            takes = {self.append.takes(): self._takes()}
             own = dlpack.own_libraries({"q": q, **named})
-            rename(error, cu_seqlens_new="cu_seqlens_q", **takes, **own, **FIELDS)
+            error.rename({"cu_seqlens_new": "cu_seqlens_q", TAKES: self._takes(), **own, **FIELDS})
             if isinstance(error, torchkind.RequiresGradient):
                 raise error.of("plans") from None
             raise
@@ -212,10 +214,10 @@ class AppendPlan:
                 pointers = self.attention.pointers(given)
             return self.attention.ready(given, pointers, scalars, stream, workspace), given
         except FlashgenError as error:
-            names = {"kv_lengths": "total_lengths", self.attention.takes(): self._takes()}
+            names = {"kv_lengths": "total_lengths", TAKES: self._takes()}
             if rotated is not None:
-                names |= {"q": "q_rotated", "negate q": "negate q"}  # this advice stays as it is
-            rename(error, **names)
+                names["q"] = "q_rotated"
+            error.rename(names)
             raise
 
     def _misnamed(self, named: dict[str, Any]) -> BadParam:
@@ -239,43 +241,35 @@ class AppendPlan:
         return f"the plan takes {', '.join(taken)}"
 
 
-def asked_to_append(
-    q: Any,
-    cache: Any,
-    new: Any,
-    rotary: Rotary | None,
-    cu_seqlens_q: Any,
-    max_seqlen_kv: Any,
-    mask: Any,
-    masking: tuple[Any, Any, Any],
-    stream: Any = None,
-) -> Asked:
-    """What ``attention(append=, rotary=)`` asks of the operator ``append``, with native arrays. ``masking``
-    has causal, mask_type and window_size. Raises BadParam, also for a bound below the number of new tokens;
-    and BadTensorShape where it is not said to which positions queries are to be rotated, and for packed
-    queries that are not as many as the new tokens.
+def requested_append(call: Call) -> Request:
+    """What ``attention(append=, rotary=)`` requests of the operator ``append``, with native arrays. Raises
+    BadParam, also for a bound below the number of new tokens; and BadTensorShape where it is not said to
+    which positions queries are to be rotated, and for packed queries that are not as many as the new tokens.
     """
-    if new is None:
-        raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
+    q, cache, rotary, cu_seqlens_q = call.q, call.k, call.rotary, call.cu_seqlens_q
+    if call.append is None:
+        raise BadParam(
+            f"{arg('rotary')} was given without append; it rotates what goes into a cache, and the queries"
+        )
     if not isinstance(cache, KVCache):
         raise BadParam(
-            f"append was given, and k has type {type(cache).__name__}; append writes into a cache, so it "
-            "needs k to be a flashgen.KVCache, and no v"
+            f"{arg('append')} was given, and {arg('k')} has type {type(cache).__name__}; append writes into "
+            f"a cache, so it needs {arg('k')} to be a flashgen.KVCache, and no {arg('v')}"
         )
-    causal, mask_type, window_size = masking
-    moves = flag("causal", causal) or mask_type_name(mask_type) == "causal_bottom_right"
-    positions = "each" if moves or window_of(window_size) != NO_WINDOW else "first"
-    new = _pair(new)
+    moves = flag("causal", call.causal) or mask_type_name(call.mask_type) == "causal_bottom_right"
+    positions = "each" if moves or window_of(call.window_size) != NO_WINDOW else "first"
+    new = _pair(call.append)
     dlpack.check_libraries({"q": q, "k_new": new[0], "k": cache.k}, ("k",))
-    if max_seqlen_kv is not None and cu_seqlens_q is None:
-        _check_bound(max_seqlen_kv, new[0])
+    if call.max_seqlen_kv is not None and cu_seqlens_q is None:
+        _check_bound(call.max_seqlen_kv, new[0])
     if rotary is None and cu_seqlens_q is not None:
         _check_packed(q, new[0])
     if isinstance(rotary, Rotary) and rotary.positions is None and cu_seqlens_q is None:
-        _check_rotated(q, new[0], positions, mask is not None)
+        _check_rotated(q, new[0], positions, call.mask is not None)
     if rotary is None or getattr(rotary, "positions", None) is not None:
         positions = "each"  # nothing is rotated, or to the positions of rotary
-    return _asked(cache, *new, rotary, None if rotary is None else q, positions, cu_seqlens_q, stream)
+    q = None if rotary is None else q
+    return _request(cache, *new, rotary, q, positions, cu_seqlens_q, call.stream, call.backend)
 
 
 def _check_bound(max_seqlen_kv: Any, k_new: Any) -> None:
@@ -284,8 +278,8 @@ def _check_bound(max_seqlen_kv: Any, k_new: Any) -> None:
     most = length_bound("max_seqlen_kv", max_seqlen_kv)
     if len(shape) > 2 and most < shape[-3]:
         raise BadParam(
-            f"max_seqlen_kv is {most} but k_new has {shape[-3]} tokens of each sequence; it counts the new "
-            "keys as well"
+            f"{arg('max_seqlen_kv')} is {most} but {arg('k_new')} has {shape[-3]} tokens of each sequence; "
+            "it counts the new keys as well"
         )
 
 
@@ -297,8 +291,8 @@ def _check_packed(q: Any, k_new: Any) -> None:
     queries, tokens = (shape[0] if len(shape) == 3 else None for shape in shapes)
     if None not in (queries, tokens) and queries != tokens:
         raise BadTensorShape(
-            f"q has {queries} tokens but k_new has {tokens}; cu_seqlens_q counts those of both, so they must "
-            "be as many"
+            f"{arg('q')} has {queries} tokens but {arg('k_new')} has {tokens}; {arg('cu_seqlens_q')} counts "
+            "those of both, so they must be as many"
         )
 
 
@@ -310,74 +304,72 @@ def _check_rotated(q: Any, k_new: Any, positions: str, is_masked: bool) -> None:
         return  # `append` says what is wrong
     if positions == "each" and queries != tokens:
         raise BadTensorShape(
-            f"q has seqlen_q {queries} but k_new has seqlen_new {tokens}; with rotary, query i is rotated to "
-            "the position of new token i, so pass as many, or call append() first and rotate q yourself"
+            f"{arg('q')} has seqlen_q {queries} but {arg('k_new')} has seqlen_new {tokens}; with rotary, "
+            "query i is rotated to the position of new token i, so pass as many, or call append() first and "
+            f"rotate {arg('q')} yourself"
         )
     if positions == "first" and is_masked and queries > 1:
         raise BadParam(
-            f"mask and rotary were given, with {queries} queries: a mask does not say at which positions "
-            "they are; pass Rotary(..., positions=...), or causal=True or window_size beside the mask"
+            f"{arg('mask')} and rotary were given, with {queries} queries: a {arg('mask')} does not say at "
+            "which positions they are; pass Rotary(..., positions=...), or causal=True or "
+            f"{arg('window_size')} beside the {arg('mask')}"
         )
 
 
-def append_and_attend(
-    of_append: Asked,
-    attention_over: Callable[[Any, KVCache], Asked],
-    q: Any,
-    cache: KVCache,
-    stream: Any,
-    backend: str | None,
-    algorithm: str | None,
-) -> Any:
-    """``attention(append=)``. ``attention_over`` says what it asks for, of q and the cache as ``append``
-    leaves them. Raises what is wrong with either before anything is queued.
+def append_and_attend(call: Call, append_request: Request) -> Any:
+    """``attention(append=)``. Raises what is wrong with the append or the attention before anything is
+    queued.
     """
-    append, first = ready(*of_append, stream, backend, None)
-    asked = attention_over(*_appended(first, q, cache))
-    attention, second = _attending(ready, asked, q, stream, backend, algorithm)
-    _queue(append, first, attention, second, (*asked[1], None))
-    return _handed(attention, second, q, stream)
+    append, first = ready(append_request)
+    request = _attention_after(call, first)
+    attention, second = _attending(ready, request, call)
+    _queue(append, first, attention, second, (*request.arrays, None))
+    return _handed(attention, second, call.q, call.stream)
 
 
-def held(
-    of_append: Asked,
-    attention_over: Callable[[Any, KVCache], Asked],
-    q: Any,
-    cache: KVCache,
-    rotary: Rotary | None,
-    backend: str | None,
-    algorithm: str | None,
-) -> AppendPlan:
+def append_plan(call: Call, append_request: Request) -> AppendPlan:
     """``plan(append=)``; arguments as in `append_and_attend`."""
-    append = make_plan(*of_append, backend, None)
-    first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
-    asked = attention_over(*_appended(first, q, cache))
-    attention = _attending(make_plan, asked, q, backend, algorithm)
-    return AppendPlan(append, attention, _interleaved(rotary))
+    append = make_plan(append_request)
+    first = append.ready(append_request.arrays, append.pointers(append_request.arrays), (), None)
+    attention = _attending(make_plan, _attention_after(call, first), call)
+    return AppendPlan(append, attention, _interleaved(call.rotary))
 
 
-def _attending(make: Callable[..., Any], asked: Asked, q: Any, *rest: Any) -> Any:
-    """What ``make``, `ready` or `make_plan`, makes of the attention behind an append. ``q`` is the caller's.
+def _attention_after(call: Call, first: Ready) -> Request:
+    """What a call requests of attention, of the rotated q over the cache as its append will leave it."""
+    written = first[1]
+    rotated = written[_ROTATED]
+    return request_of(
+        call.replace(
+            q=call.q if rotated is None else rotated,
+            k=dataclasses.replace(call.k, lengths=written[_TOTAL]),
+        )
+    )
+
+
+def _attending(make: Callable[[Request], Any], request: Request, call: Call) -> Any:
+    """What ``make``, `ready` or `make_plan`, makes of the attention after an append.
 
     Raises as it does, but that dtypes have to be the cache's, where for attention alone q's is the norm.
     """
-    operator, given, options, scalars = asked
-    named = dict(zip(operator.positions, given, strict=True))
+    named = request.by_name()
     alone = {name: x for name, x in named.items() if name not in _OF_APPEND}
-    dlpack.check_libraries({"q": q} | alone)
-    if any(x is not None and arrays.kind_of(x) is None for x in given):  # others are of the append
-        given = tuple(adopted(operator, named, rest[0] if make is ready else None).values())
+    dlpack.check_libraries({"q": call.q} | alone)
+    if any(x is not None and arrays.kind_of(x) is None for x in request.arrays):  # others are of the append
+        stream = request.stream if make is ready else None
+        request.arrays = tuple(adopted(request.operator, named, stream).values())
     try:
-        return make(operator, given, options, scalars, *rest)
+        return make(request)
     except BadTensorDtype:
-        of_q, of_k = (arrays.view(x, name).dtype for x, name in zip(asked[1], ("q", "k"), strict=False))
+        of_q, of_k = (arrays.view(named[name], name).dtype for name in ("q", "k"))
         if of_q == of_k:
             raise
-        why = f"q has dtype {of_q}; expected {of_k}, as the cache has dtype {of_k}"
-        raise BadTensorDtype(why) from None
+        raise BadTensorDtype(
+            f"{arg('q')} has dtype {of_q}; expected {of_k}, as the cache has dtype {of_k}"
+        ) from None
 
 
-def _asked(
+def _request(
     cache: Any,
     k_new: Any,
     v_new: Any,
@@ -386,16 +378,17 @@ def _asked(
     q_positions: str,
     cu_seqlens_new: Any,
     stream: Any,
-) -> Asked:
-    """What a call asks of the operator ``append``, with native arrays. Raises BadParam."""
-    given, options = _given(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new)
-    return APPEND, _adopted(given, stream), options, ()
+    backend: str | None,
+) -> Request:
+    """What a call requests of the operator ``append``, with native arrays. Raises BadParam."""
+    values, options = _given(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new)
+    return Request(APPEND, _adopted(values, stream), options, (), stream, backend)
 
 
-def asked_by_name(call: Mapping[str, Any]) -> Asked:
-    """What ``append`` asks for, of all its parameters by name. Raises BadParam."""
+def request_by_name(call: Mapping[str, Any]) -> Request:
+    """What ``append`` requests, of all its parameters by name. Raises BadParam."""
     names = ("cache", "k_new", "v_new", "rotary", "q", "q_positions", "cu_seqlens_new")
-    return APPEND, *_given(*(call[name] for name in names)), ()
+    return Request(APPEND, *_given(*(call[name] for name in names)))
 
 
 def _given(
@@ -405,18 +398,19 @@ def _given(
     if rotary is not None and not isinstance(rotary, Rotary):
         raise _no_rotary(rotary)
     if rotary is not None and rotary.cos is None and rotary.sin is None:
-        raise NullPointer("cos is None and sin is None; rotation takes both")
+        raise NullPointer(f"{arg('cos')} is None and {arg('sin')} is None; rotation takes both")
     if q is not None and rotary is None:
-        raise BadParam("q was given without rotary, which alone changes it; pass both, or neither")
+        raise BadParam(f"{arg('q')} was given without rotary, which alone changes it; pass both, or neither")
     if isinstance(q_positions, str) and q_positions == "first":
         if q is None:
             raise BadParam(
-                "q_positions is 'first' and q is None, which it is about; pass q, or leave q_positions out"
+                f"{arg('q_positions')} is 'first' and {arg('q')} is None, which it is about; pass "
+                f"{arg('q')}, or leave {arg('q_positions')} out"
             )
         if rotary.positions is not None:
             raise BadParam(
-                "q_positions is 'first' and rotary has positions, which say where queries are rotated to; "
-                "leave one of them out"
+                f"{arg('q_positions')} is 'first' and rotary has positions, which say where queries "
+                f"are rotated to; leave one of them out"
             )
     given = _arrays(cache, k_new, v_new, rotary, q, cu_seqlens_new)
     # A key of plans, in which 1.0, which is refused, would find the plan of True.
@@ -471,15 +465,15 @@ def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
         x = given[APPEND.position(f"{name}_cache")]
         if dlpack.immutable(x):
             raise BadParam(
-                f"{name} of the cache has type {type(x).__name__}, whose memory cannot be written to; pass "
-                "an array of another library"
+                f"{arg(name)} of the cache has type {type(x).__name__}, whose memory cannot be written to; "
+                "pass an array of another library"
             )
     named = dict(zip(APPEND.positions, given, strict=True))
     dlpack.check_libraries(named, cache_arrays(named))
     native = {name: None if x is None else dlpack.adopt(x, name, stream) for name, x in named.items()}
     own = dlpack.own_libraries(named)
     if own:  # while it is known of which library they were
-        with naming(**own):
+        with naming(own):
             arrays.check_libraries(
                 {name: arrays.view(x, name) for name, x in native.items() if x is not None}
             )
@@ -489,17 +483,12 @@ def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
 def _pair(new: Any) -> tuple[Any, Any]:
     """(k_new, v_new). Raises BadParam."""
     if not isinstance(new, (tuple, list)):
-        raise BadParam(f"append has type {type(new).__name__}; expected (k_new, v_new)")
+        raise BadParam(f"append has type {type(new).__name__}; expected ({arg('k_new')}, {arg('v_new')})")
     if len(new) != 2:
-        raise BadParam(f"append is a {type(new).__name__} of {len(new)}; expected (k_new, v_new)")
+        raise BadParam(
+            f"append is a {type(new).__name__} of {len(new)}; expected ({arg('k_new')}, {arg('v_new')})"
+        )
     return tuple(new)
-
-
-def _appended(first: Ready, q: Any, cache: KVCache) -> tuple[Any, KVCache]:
-    """q, rotated, and the cache with its lengths, as a call of ``append`` will leave them."""
-    written = first[1]
-    rotated = written[_ROTATED]
-    return q if rotated is None else rotated, dataclasses.replace(cache, lengths=written[_TOTAL])
 
 
 def _handed(attention: Plan, second: Ready, q: Any, stream: Any) -> Any:
@@ -570,7 +559,7 @@ def _check_apart(
 
 
 def _overlap(written: str, read: str) -> BadTensorStrides:
-    return BadTensorStrides(f"{written} overlaps {read} in memory; pass memory of its own")
+    return BadTensorStrides(f"{arg(written)} overlaps {arg(read)} in memory; pass memory of its own")
 
 
 @lru_cache(maxsize=MAX_PLANS)

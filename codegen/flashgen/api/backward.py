@@ -4,58 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api.asked import LENGTHS, asked_backward, names_given
-from flashgen.api.calls import call, make_plan, planning
-from flashgen.api.keywords import unexpected
-from flashgen.errors import BadParam, FlashgenError, naming, rename
+from flashgen.call.compute import compute, make_plan, planning
+from flashgen.call.fields import BY_NAME
+from flashgen.call.keywords import unexpected
+from flashgen.call.record import GradientCall, call_of
+from flashgen.call.request import Request, gradients_of, names_of
+from flashgen.call.signature import public
+from flashgen.errors import BadParam, FlashgenError, arg, naming
 from flashgen.operators.arguments import flag
-from flashgen.operators.maskoptions import NO_WINDOW
-from flashgen.operators.splits import AUTO
 from flashgen.runtime import arrays, torchkind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from flashgen.api.asked import Asked
-    from flashgen.runtime.arrays import Kind
+    from flashgen.call.record import Call
     from flashgen.runtime.plans import Plan
 
-# Options of attention() that have no gradients, or no part in them, and what they are by default.
-NOT_BACKWARD = {"append": None, "rotary": None, "splits": AUTO, "algorithm": None}
+# Options of attention() that have no gradients, or no part in them.
+NOT_BACKWARD = ("append", "rotary", "splits", "algorithm")
 
 
-def attention_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    *,
-    causal: bool = False,
-    mask: Any = None,
-    mask_type: int | str | None = None,
-    window_size: tuple[int, int] = NO_WINDOW,
-    softmax_scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    score: str | Sequence[str] | None = None,
-    params: Mapping[str, Any] | None = None,
-    kv_lengths: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
-    dlse: Any = None,
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
-    deterministic: bool = False,
-    workspace: Any = None,
-    stream: Any = None,
-    backend: str | None = None,
-    **refused: Any,
-) -> tuple[Any, Any, Any]:
+def _attention_backward(call: Call) -> tuple[Any, Any, Any]:
     """The gradients of ``attention`` in q, k and v, for that of its result. PyTorch tensors that require a
     gradient get it from ``attention`` itself.
 
@@ -82,61 +51,22 @@ def attention_backward(
     Raises what ``attention`` raises, before anything is queued or written; BadParam for a gradient of what
     has none: arrays in params, and calls with a KV cache; InsufficientWorkspace.
     """
-    _refuse(attention_backward, refused)
-    kind = arrays.kind_of(dout)
-    wanted = (
-        (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
-        (causal, mask_type, window_size),
-        softmax_scale,
-        (softcap, alibi_slopes, score, params),
-        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
-        _same_bits(deterministic, kind),
-    )
-    how = {"stream": stream, "backend": backend, "workspace": workspace}
+    kind = arrays.kind_of(call.dout)
     try:
-        if kind is not None and kind.watched(dout):
-            from flashgen.api import compiled
+        call = _repeatable(call, kind)
+        if kind is not None and kind.watched(call.dout):
+            from flashgen.call import compiled
 
-            return compiled.attention_backward(*wanted, **how)
-        return call(*asked_backward(*wanted), **how)
+            return compiled.attention_backward(call)
+        return compute(gradients_of(call), kind)
     except FlashgenError as error:
-        # Not of a KVCache, for which the error says to pass kv_lengths.
-        rename(error, **names_given(None, alibi_slopes, softcap=softcap))
+        error.rename(names_of(call))
         if isinstance(error, torchkind.RequiresGradient):
             raise error.of("attention_backward()") from None
         raise
 
 
-def plan_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    *,
-    causal: bool = False,
-    mask: Any = None,
-    mask_type: int | str | None = None,
-    window_size: tuple[int, int] = NO_WINDOW,
-    softmax_scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    score: str | Sequence[str] | None = None,
-    params: Mapping[str, Any] | None = None,
-    kv_lengths: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
-    dlse: Any = None,
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
-    deterministic: bool = False,
-    backend: str | None = None,
-    **refused: Any,
-) -> Plan:
+def _plan_backward(call: Call) -> Plan:
     """A ``Plan`` for all calls of ``attention_backward`` whose arrays have the layouts of these.
 
     Arguments and errors are those of ``attention_backward``. The plan is called with dout, q, k, v, mask, out
@@ -144,47 +74,35 @@ def plan_backward(
     kv_lengths, out and lse. None stands for what the call has not. ``workspace_bytes`` of the plan is what a
     call needs. See ``plan``.
     """
-    _refuse(plan_backward, refused)
-    operator, given, options, scalars = asked_backward(
-        (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
-        (causal, mask_type, window_size),
-        softmax_scale,
-        (softcap, alibi_slopes, score, params),
-        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
-        _same_bits(deterministic, arrays.kind_of(dout)),
-    )
-    with naming(**names_given(None, alibi_slopes, softcap=softcap)), planning("plan_backward", q):
-        return make_plan(operator, given, options, scalars, backend, None)
+    call = _repeatable(call, arrays.kind_of(call.dout))
+    with naming(names_of(call)), planning("plan_backward", call.q):
+        return make_plan(gradients_of(call))
 
 
-def _same_bits(deterministic: Any, kind: Kind | None) -> bool:
-    """Whether the call, or else the library of its arrays, asks for the same bits each time. Raises
-    BadParam.
-    """
-    return flag("deterministic", deterministic) or (kind is not None and kind.wants_same_bits())
+def _repeatable(call: Call, kind: arrays.Kind | None) -> Call:
+    """The call as it is, or deterministic where the library of its arrays says so. Raises BadParam."""
+    if flag("deterministic", call.deterministic) or kind is None or not kind.wants_same_bits():
+        return call
+    return call.replace(deterministic=True)
 
 
-def asked_by_name(call: Mapping[str, Any]) -> Asked:
-    """`asked_backward` of all parameters of ``attention_backward`` by name."""
-    names = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
-    return asked_backward(
-        tuple(call[name] for name in names),
-        tuple(call[name] for name in ("causal", "mask_type", "window_size")),
-        call["softmax_scale"],
-        tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
-        tuple(call[name] for name in LENGTHS),
-        call["deterministic"],
-    )
-
-
-def _refuse(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def _refuse(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
     """Raise BadParam for what ``attention`` takes and has no gradients, TypeError for anything else."""
-    for name, value in given.items():
+    for name, value in unknown.items():
         if name not in NOT_BACKWARD:
             raise unexpected(function, {name: value})
-        default = NOT_BACKWARD[name]
+        default = BY_NAME[name].default
         if type(value) is not type(default) or value != default:
             raise BadParam(
-                f"{name} was given, which {function.__name__} does not take: no KV caches, splits or "
+                f"{arg(name)} was given, which {function.__name__} does not take: no KV caches, splits or "
                 "algorithms"
             )
+
+
+attention_backward = public("attention_backward", GradientCall, _attention_backward, __name__, _refuse)
+plan_backward = public("plan_backward", GradientCall, _plan_backward, __name__, _refuse)
+
+
+def request_by_name(values: dict[str, Any]) -> Request:
+    """What ``attention_backward`` requests, of its parameters by name. Raises BadParam."""
+    return gradients_of(call_of(GradientCall, **values))

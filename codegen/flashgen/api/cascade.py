@@ -5,13 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api.asked import asked, names_given
 from flashgen.api.attention import attention
-from flashgen.api.calls import are_all, ready
-from flashgen.api.keywords import unexpected
-from flashgen.api.kvcache import KVCache
 from flashgen.api.merge import check_list, check_pair, merge
-from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, NullPointer, naming
+from flashgen.call.compute import are_all, ready
+from flashgen.call.keywords import unexpected
+from flashgen.call.kvcache import KVCache
+from flashgen.call.record import AttentionCall, call_of
+from flashgen.call.request import names_of, request_of
+from flashgen.errors import (
+    BadParam,
+    BadTensorShape,
+    BadTensorStrides,
+    FlashgenError,
+    NullPointer,
+    arg,
+    naming,
+)
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
     Placed,
@@ -25,7 +34,6 @@ from flashgen.operators.attention import ATTENTION
 from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.contract import MAX_SEQLEN, check_dtypes, check_out, check_rank
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
-from flashgen.operators.splits import AUTO
 from flashgen.runtime import arrays, check, dlpack, torchkind
 
 if TYPE_CHECKING:
@@ -90,15 +98,15 @@ def cascade(
             raise unexpected(cascade, {name: value})
         if not _does_nothing(name, value):
             if name == "mask_type" and mask_type_name(value) == "causal_bottom_right":
-                raise BadParam(f"mask_type is {value!r}; cascade takes none: pass causal=True")
+                raise BadParam(f"{arg('mask_type')} is {value!r}; cascade takes none: pass causal=True")
             raise BadParam(
-                f"{name} was given; cascade takes none, as its positions would count from the beginning of a "
-                "part"
+                f"{arg(name)} was given; cascade takes none, as its positions would count from the "
+                "beginning of a part"
             )
     parts = _parts(parts)
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     if q is None:
-        raise NullPointer("q is None; expected an array")
+        raise NullPointer(f"{arg('q')} is None; expected an array")
     of_parts = {f"parts[{i}]: {name}": x for i, part in enumerate(parts) for name, x in _named(part).items()}
     if any(x is not None and arrays.kind_of(x) is None for x in (q, *of_parts.values())):
         in_caches = [
@@ -108,7 +116,7 @@ def cascade(
             for name in _named(part)
         ]
         dlpack.check_libraries({"q": q} | of_parts | {"out": out}, in_caches)
-        with naming(**dlpack.own_libraries({"q": q, "out": out} | of_parts)):
+        with naming(dlpack.own_libraries({"q": q, "out": out} | of_parts)):
             return _cascade_adopted(
                 q, parts, out, stream, causal, softmax_scale, softcap, return_lse, backend
             )
@@ -116,7 +124,7 @@ def cascade(
     check_rank(arrays.shape_if_any(q, "q"))
     try:
         if traced:
-            from flashgen.api import compiled
+            from flashgen.call import compiled
 
             compiled.check({"q": q, "out": out} | of_parts, stream, "cascade()", {"out"})
         else:
@@ -206,25 +214,33 @@ def _ready_caches(
     for index, (q, part, diagonal) in enumerate(calls):
         if not isinstance(part, KVCache):
             continue
-        options = diagonal, None, NO_WINDOW, True, AUTO
-        of_score = softcap, None, None, None
+        call = call_of(
+            AttentionCall,
+            q=q,
+            k=part,
+            causal=diagonal,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            return_lse=True,
+            stream=stream,
+            backend=backend,
+        )
         try:
-            with naming(**names_given(part, None, softcap=softcap)):
-                wanted = asked(q, part, None, None, None, options, softmax_scale, of_score, (None,) * 5)
-                plan, call = ready(*wanted, stream, backend, None)
-                _, given, pointers, handle, _ = call
+            with naming(names_of(call)):
+                plan, calling = ready(request_of(call))
+                _, given, pointers, handle, _ = calling
                 found = (
                     check.elements(plan.problem, pointers, given, handle) if plan.checks_elements else None
                 )
                 if found is not None:
                     plan.problem.operator.check_elements(plan.problem, found)
-            found_ready[index] = plan, call
+            found_ready[index] = plan, calling
             if out is not None:
                 _check_apart(out, plan.problem.operator, given)
         except FlashgenError as error:
-            if str(error).startswith(_OF_CALL):
+            if error.subject in _OF_CALL:
                 raise
-            raise type(error)(f"parts[{index}]: {error}") from None
+            raise type(error)(f"parts[{index}]: {error.message}") from None
     return found_ready
 
 
@@ -235,7 +251,9 @@ def _check_apart(out: Any, operator: Operator, given: Sequence[Any]) -> None:
     views = [arrays.view(out, "out"), *(arrays.view(x, name) for name, x in tables.items())]
     spans, placed = _memory(views)
     for place in overlapping(0, spans, [x.pointer for x in views], placed):
-        raise BadTensorStrides(f"out overlaps {[*tables][place - 1]} in memory; pass memory of its own")
+        raise BadTensorStrides(
+            f"{arg('out')} overlaps {[*tables][place - 1]} in memory; pass memory of its own"
+        )
 
 
 def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, causal: bool) -> None:
@@ -265,14 +283,16 @@ def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, cau
             arrays.check_libraries({"q": view, "k": views[0], "v": views[1]})
             if not is_cache[index] and views[0].shape[:-1] != views[1].shape[:-1]:  # batch 1 would hide it
                 raise BadTensorShape(
-                    f"v has shape {views[1].shape} but k has {views[0].shape}; all but the last dimension "
-                    "must be the same"
+                    f"{arg('v')} has shape {views[1].shape} but {arg('k')} has {views[0].shape}; all but the "
+                    "last dimension must be the same"
                 )
             if not views[1].shape:
-                raise BadTensorShape("v has no dimensions; its last one is head_dim_v")
+                raise BadTensorShape(f"{arg('v')} has no dimensions; its last one is head_dim_v")
             width, first = views[1].shape[-1:], pairs[0][1].shape[-1:]
             if width != first:
-                raise BadTensorShape(f"v has head_dim_v {width[0]} but that of parts[0] has {first[0]}")
+                raise BadTensorShape(
+                    f"{arg('v')} has head_dim_v {width[0]} but that of parts[0] has {first[0]}"
+                )
             if is_cache[index]:
                 element = check_dtypes({"q": view, "k": views[0], "v": views[1]})
                 for name, each in zip(("k", "v"), views, strict=True):
@@ -281,7 +301,7 @@ def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, cau
             else:
                 normalise_attention(view, *_views_in_batch(view, *views), out=out_view, causal=causal)
         except FlashgenError as error:
-            raise type(error)(f"parts[{index}]: {error}") from None
+            raise type(error)(f"parts[{index}]: {error.message}") from None
     if key is not None:
         if len(_sound) >= _MAX_SOUND:
             _sound.clear()
@@ -309,13 +329,13 @@ def _check_memory(
     check_memory((q, out), spans[:2], pointers[:2], ())
     for index, first in enumerate(range(2, len(spans), 2)):
         part = slice(first, first + 2)
-        with naming(k=f"parts[{index}]: k", v=f"parts[{index}]: v"):
+        with naming({name: f"parts[{index}]: {name}" for name in "kv"}):
             check_memory((k, v), spans[part], pointers[part], ())
     if spans[1] == (0, 0):
         return
     for place in overlapping(1, spans, pointers, placed):
         name = "q" if place == 0 else f"{'kv'[place % 2]} of parts[{place // 2 - 1}]"
-        raise BadTensorStrides(f"out overlaps {name} in memory; pass memory of its own")
+        raise BadTensorStrides(f"{arg('out')} overlaps {name} in memory; pass memory of its own")
 
 
 def _views_in_batch(q: ArrayView, k: ArrayView, v: ArrayView) -> Sequence[ArrayView]:
@@ -336,9 +356,9 @@ def _in_batch(q: Any, part: tuple[Any, Any] | KVCache, index: int) -> tuple[Any,
         return part
     if isinstance(part, KVCache):
         raise BadParam(
-            f"parts[{index}] is a KVCache of one length for {q.shape[0]} batch entries of q, which share it "
-            "only beside another part, and with causal and several queries not as the last one; pass a "
-            "length for each"
+            f"parts[{index}] is a KVCache of one length for {q.shape[0]} batch entries of {arg('q')}, which "
+            "share it only beside another part, and with causal and several queries not as the last one; "
+            "pass a length for each"
         )
     return tuple(arrays.kind_of(x).broadcast(x, (q.shape[0], *x.shape[1:])) for x in part)
 
@@ -384,7 +404,8 @@ def _cascade_adopted(
     """`cascade` for arrays that flashgen does not read directly: adopt them, and hand the results back."""
     if out is not None and dlpack.immutable(out):
         raise BadParam(
-            f"out has type {type(out).__name__}, whose memory cannot be written to; call without out"
+            f"{arg('out')} has type {type(out).__name__}, whose memory cannot be written to; call without "
+            f"{arg('out')}"
         )
     native_q = dlpack.adopt(q, "q", stream)
     native = []

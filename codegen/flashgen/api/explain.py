@@ -12,16 +12,20 @@ from numbers import Integral
 from operator import index
 from typing import TYPE_CHECKING, Any, Never
 
-from flashgen.api.asked import names_given
-from flashgen.api.backends import specs_for
-from flashgen.api.keywords import advice, unexpected
-from flashgen.api.kvcache import FIELDS, KVCache
+from flashgen.call.backends import specs_for
+from flashgen.call.fields import parameters
+from flashgen.call.keywords import advice, unexpected
+from flashgen.call.kvcache import FIELDS, KVCache
+from flashgen.call.record import AttentionCall, GradientCall, call_of
+from flashgen.call.request import Request, names_of
+from flashgen.call.signature import with_options
 from flashgen.errors import (
     BadParam,
     BadTensorShape,
     CompileError,
     DeviceTypeNotSupported,
     NullPointer,
+    arg,
     naming,
 )
 from flashgen.families.variant import TUNED_TILE
@@ -32,21 +36,33 @@ from flashgen.runtime.plans import cache_arrays
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashgen.api.asked import Asked
     from flashgen.families.arch import Device
     from flashgen.families.variant import Variant
-    from flashgen.operators.operator import Operator, Problem
+    from flashgen.operators.operator import Problem
     from flashgen.schedule.explain import Explanation
 
 # The module beside this one of each function that `explain` and `warmup` know by name, and of its
-# `asked_by_name`, which says what a call of it asks for.
+# `request_by_name`.
 _EXPLAINED = {"attention": "attention", "attention_backward": "backward", "append": "append"}
+_FUNCTIONS = ("attention", "attention_backward")
 # Their parameters that no kernel depends on, or that have arguments of their own.
 _UNEXPLAINED = {"stream", "backend", "algorithm", "workspace"}
 # Those of ``attention`` that make it two calls.
 _APPENDING = {"append", "rotary"}
 
 
+def explained_fields() -> dict[str, str]:
+    """The options of `explain` and their types: what the functions that it knows take."""
+    fields = {x.name: x.type for name in _FUNCTIONS for x in parameters(name)}
+    names = fields.keys() - _UNEXPLAINED - _APPENDING
+    of_append = ("cache", "k_new", "v_new", "rotary", "q_positions", "cu_seqlens_new")
+    return {name: kind for name, kind in fields.items() if name in names} | {
+        "algorithm": "str | None",
+        **dict.fromkeys(of_append, "Any"),
+    }
+
+
+@with_options(explained_fields())
 def explain(
     q: Any = None,
     k: Any = None,
@@ -114,16 +130,18 @@ def warmup(
         raise BadParam(f"jobs is {jobs!r}; expected an integer of 1 or more, or None")
     device = _device_of(arch)
     specs = specs_for(device)
-    asked = []
+    problems = []
     for call in wanted:
-        given = dict(call)
-        dtype = given.pop("dtype", "fp16")
-        operator, algorithm = given.pop("operator", "attention"), given.pop("algorithm", None)
-        if "q" not in given and operator != "append":
-            raise BadParam(f"a call of warmup has no q: {call}; it is a shape, such as (1, 4096, 16, 128)")
-        problem = _shaped(operator, given, dtype)
-        asked.append((problem, offers(problem, device, specs, algorithm)))
-    mains = [select(problem, device, variants) for problem, variants in asked]
+        options = dict(call)
+        dtype = options.pop("dtype", "fp16")
+        operator, algorithm = options.pop("operator", "attention"), options.pop("algorithm", None)
+        if "q" not in options and operator != "append":
+            raise BadParam(
+                f"a call of warmup has no {arg('q')}: {call}; it is a shape, such as (1, 4096, 16, 128)"
+            )
+        problem = _shaped(operator, options, dtype)
+        problems.append((problem, offers(problem, device, specs, algorithm)))
+    mains = [select(problem, device, variants) for problem, variants in problems]
     steps = dict.fromkeys(step for main in mains for step in main.steps)
     if arch is not None:
         in_parallel(partial(_compile, device=device), steps, jobs)
@@ -131,7 +149,7 @@ def warmup(
     from flashgen.runtime.launch import prepare
 
     in_parallel(partial(_load, device=device), steps, jobs)
-    return tuple(prepare(problem, device.ordinal, variants).variant.name for problem, variants in asked)
+    return tuple(prepare(problem, device.ordinal, variants).variant.name for problem, variants in problems)
 
 
 def _compile(variant: Variant, device: Device) -> None:
@@ -167,7 +185,7 @@ def _device_of(arch: str | None) -> Device:
     return typical(arch)
 
 
-def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
+def _shaped(function: str, options: dict[str, Any], dtype: str) -> Problem:
     """The Problem of a call on GPU 0, from its keywords; an array may be a shape. Of a call of attention, k
     is by default as q and v as k. Any other input that there must be has the shape that belongs to these.
     """
@@ -176,52 +194,51 @@ def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
     dtype = dtype_name(dtype)
     if not isinstance(function, str) or function not in _EXPLAINED:
         raise BadParam(f"operator is {function!r}; allowed are {', '.join(map(repr, _EXPLAINED))}")
-    defaults, asked_by_name = _function(function)
-    known = defaults.keys() - _UNEXPLAINED
+    defaults, request_by_name = _function(function)
+    names = defaults.keys() - _UNEXPLAINED
     if function != "append":
-        known -= _APPENDING
-    unknown = given.keys() - known
+        names -= _APPENDING
+    unknown = options.keys() - names
     if unknown:
         apart = ""
         if function == "attention" and unknown & _APPENDING:
             apart = "; what it appends is a call of its own, with operator 'append'"
-        names = sorted(map(str, unknown))
-        meant = advice(names[0], known)
+        wrong = sorted(map(str, unknown))
+        meant = advice(wrong[0], names)
         raise BadParam(
-            f"{', '.join(names)}: no such option; there are {', '.join(sorted(known))}{meant}{apart}"
+            f"{', '.join(wrong)}: no such option; there are {', '.join(sorted(names))}{meant}{apart}"
         )
-    call = defaults | given
+    call = defaults | options
     if function == "append":
-        with naming(**FIELDS):
-            return _problem_of(*asked_by_name(call), dtype)
+        with naming(FIELDS):
+            return _problem_of(request_by_name(call), dtype)
     if call["k"] is None:
         call["k"] = call["q"]
     if call["v"] is None and not isinstance(call["k"], KVCache):
         call["v"] = call["k"]
-    with naming(**names_given(call["k"], call["alibi_slopes"], call["kv_lengths"], call["softcap"])):
-        return _problem_of(*asked_by_name(call), dtype)
+    record = AttentionCall if function == "attention" else GradientCall
+    with naming(names_of(call_of(record, **call))):
+        return _problem_of(request_by_name(call), dtype)
 
 
-def _problem_of(
-    operator: Operator, given: tuple[Any, ...], options: tuple[Any, ...], scalars: tuple[Any, ...], dtype: str
-) -> Problem:
-    """The Problem of what is asked of an operator, on GPU 0."""
+def _problem_of(request: Request, dtype: str) -> Problem:
+    """The Problem of a request, on GPU 0; its arrays may be shapes."""
+    operator, values = request.operator, request.arrays
     shapes = {
         argument.name: shape
-        for argument, x in zip(operator.arguments, given, strict=True)
+        for argument, x in zip(operator.arguments, values, strict=True)
         if isinstance(shape := arrays.shape_if_any(x, argument.name, x), tuple | list)
         and not argument.optional
     }
     views, of_arrays = [], {}
-    named = dict(zip(operator.positions, given, strict=True))
-    given_arrays = {name: x for name, x in named.items() if not isinstance(x, tuple | list | str)}
-    dlpack.check_libraries(given_arrays, cache_arrays(given_arrays))
-    for argument, x in zip(operator.arguments, given, strict=True):
+    by_name = {name: x for name, x in request.by_name().items() if not isinstance(x, tuple | list | str)}
+    dlpack.check_libraries(by_name, cache_arrays(by_name))
+    for argument, x in zip(operator.arguments, values, strict=True):
         if x is None and not (argument.optional or argument.is_output):
             x = operator.shape_beside(argument.name, shapes)
         if x is None:
             if argument.name in ("q", "k", "v") and not argument.optional:
-                raise NullPointer(f"{argument.name} is None; expected a shape or an array")
+                raise NullPointer(f"{arg(argument.name)} is None; expected a shape or an array")
             views.append(None)
         elif isinstance(x, tuple | list | str):
             views.append(view_of_shape(_shape(argument.name, x), argument.dtype(dtype), 0))
@@ -231,38 +248,38 @@ def _problem_of(
             views.append(of_arrays[argument.name])
     if of_arrays:
         arrays.check_libraries(of_arrays)
-    return operator.normalise(views, options, scalars)
+    return operator.normalise(views, request.options, request.scalars)
 
 
-def _shape(name: str, given: tuple[Any, ...] | list[Any] | str) -> tuple[int, ...]:
+def _shape(name: str, extents: tuple[Any, ...] | list[Any] | str) -> tuple[int, ...]:
     """A shape as a caller gives it. Raises BadParam for what is none, and BadTensorShape."""
     try:
-        shape = None if isinstance(given, str) else tuple(map(index, given))
+        shape = None if isinstance(extents, str) else tuple(map(index, extents))
     except TypeError:
         shape = None
     if shape is None:
         raise BadParam(
-            f"{name} is {reprlib.repr(given)}; expected a shape of integers, such as (1, 4096, 16, 128), or "
-            "an array"
+            f"{arg(name)} is {reprlib.repr(extents)}; expected a shape of integers, such as (1, 4096, 16, "
+            "128), or an array"
         )
     if any(extent < 0 for extent in shape):
-        raise BadTensorShape(f"{name} has shape {shape}; expected sizes of 0 or more")
+        raise BadTensorShape(f"{arg(name)} has shape {shape}; expected sizes of 0 or more")
     return shape
 
 
-def _calls(given: Any) -> list[Mapping[str, Any]]:
+def _calls(calls: Any) -> list[Mapping[str, Any]]:
     """The calls of a warmup. Raises BadParam."""
     example = "{'q': (1, 4096, 16, 128), 'causal': True}"
     try:
-        each = None if isinstance(given, Mapping) else iter(given)
+        iterator = None if isinstance(calls, Mapping) else iter(calls)
     except TypeError:
-        each = None
-    if each is None:
+        iterator = None
+    if iterator is None:
         raise BadParam(
-            f"calls has type {type(given).__name__}; expected a list with the arguments of each call, such "
+            f"calls has type {type(calls).__name__}; expected a list with the arguments of each call, such "
             f"as [{example}]"
         )
-    calls = list(each)
+    calls = list(iterator)
     for place, call in enumerate(calls):
         if not isinstance(call, Mapping):
             raise BadParam(
@@ -273,12 +290,12 @@ def _calls(given: Any) -> list[Mapping[str, Any]]:
 
 
 @lru_cache(maxsize=len(_EXPLAINED))
-def _function(name: str) -> tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], Asked]]:
+def _function(name: str) -> tuple[Mapping[str, Any], Callable[[dict[str, Any]], Request]]:
     """The parameters of a function in `_EXPLAINED` with their defaults, None where there is none, and its
-    `asked_by_name`.
+    `request_by_name`.
     """
     module = importlib.import_module(f"flashgen.api.{_EXPLAINED[name]}")
     parameters = inspect.signature(getattr(module, name)).parameters.values()
-    named = (each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD)
-    defaults = {each.name: None if each.default is each.empty else each.default for each in named}
-    return defaults, module.asked_by_name
+    named = (x for x in parameters if x.kind is not inspect.Parameter.VAR_KEYWORD)
+    defaults = {x.name: None if x.default is x.empty else x.default for x in named}
+    return defaults, module.request_by_name

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Never
 
-from flashgen.api.calls import call_of
-from flashgen.api.keywords import unexpected
-from flashgen.errors import BadParam, FlashgenError, naming, rename
+from flashgen.call.compute import compute
+from flashgen.call.keywords import unexpected
+from flashgen.call.request import Request
+from flashgen.errors import BadParam, FlashgenError, arg, naming
 from flashgen.operators.arguments import check_memory
 from flashgen.operators.merge import MERGE, check_parts, normalise
 from flashgen.runtime import arrays, dlpack, torchkind
@@ -52,10 +53,12 @@ def merge(
     if len(pairs) == 1:
         for name, x in (("out", out), ("lse_out", lse_out)):
             if x is not None:
-                raise BadParam(f"{name} was given with one part, which is returned as it is; leave it out")
+                raise BadParam(
+                    f"{arg(name)} was given with one part, which is returned as it is; leave it out"
+                )
     try:
         if traced:
-            from flashgen.api import compiled
+            from flashgen.call import compiled
 
             named = {
                 f"{name} of parts[{index}]": x
@@ -67,16 +70,14 @@ def merge(
         elif len(pairs) != 2:  # two are checked on the way to the kernel
             _check_merge(pairs, out, lse_out, stream)
         for number, part in enumerate(pairs[1:], 2):
-            given = o, lse, *part, *((out, lse_out) if number == len(pairs) else (None, None))
-            if traced:
-                o, lse = compiled.merge(given, backend)
-            else:
-                o, lse = call_of(kind, MERGE, given, (), (), stream, backend, None)
+            into = (out, lse_out) if number == len(pairs) else (None, None)
+            request = Request(MERGE, (o, lse, *part, *into), stream=stream, backend=backend)
+            o, lse = compiled.merge(request) if traced else compute(request, kind)
     except FlashgenError as error:
         if traced:  # named already
             raise
         refused = error.of("merge()") if isinstance(error, torchkind.RequiresGradient) else error
-        rename(refused, **_names(len(pairs)))
+        refused.rename(_names(len(pairs)))
         raise refused from None
     return o, lse
 
@@ -118,14 +119,14 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
     results = {"out": out, "lse_out": lse_out}
     for name, x in results.items():
         if x is not None and dlpack.immutable(x):
-            raise BadParam(f"{name} has type {type(x).__name__}, whose memory cannot be written to")
+            raise BadParam(f"{arg(name)} has type {type(x).__name__}, whose memory cannot be written to")
     dlpack.check_libraries(dict(zip(names, given, strict=True)) | results)
     views = [arrays.view(dlpack.adopt(x, name, stream), name) for x, name in zip(given, names, strict=True)]
     written = {
         name: None if x is None else arrays.view(dlpack.adopt(x, name, stream), name)
         for name, x in results.items()
     }
-    with naming(**dlpack.own_libraries(dict(zip(names, given, strict=True)) | results)):
+    with naming(dlpack.own_libraries(dict(zip(names, given, strict=True)) | results)):
         arrays.check_libraries(dict(zip(names, views, strict=True)) | written)
     parts = list(zip(views[::2], views[1::2], strict=True))
     check_parts(parts)
@@ -138,5 +139,5 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
         spans = tuple(
             (0, 0) if view is None else span for view, span in zip(all_views, problem.spans(), strict=True)
         )
-        with naming(o2=f"o{number}", lse2=f"lse{number}"):
+        with naming({"o2": f"o{number}", "lse2": f"lse{number}"}):
             check_memory(MERGE.arguments, spans, pointers, given_results, problem.placed())

@@ -152,7 +152,7 @@ def _place() -> tuple[Device | None, str]:
 
 def _simulating() -> bool:
     """Whether attention() runs the generated CUDA for arrays in host memory."""
-    from flashgen.api.backends import backend_for
+    from flashgen.call.backends import backend_for
 
     return backend_for(None) == "simulator"
 

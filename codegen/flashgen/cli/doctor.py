@@ -317,7 +317,7 @@ def _attention(report: Report) -> dict[str, Any]:
 def _host_path(report: Report) -> dict[str, Any]:
     import numpy as np
 
-    from flashgen.api.backends import backend_for
+    from flashgen.call.backends import backend_for
     from flashgen.errors import BadParam, FlashgenError
 
     try:
@@ -337,7 +337,7 @@ def _host_path(report: Report) -> dict[str, Any]:
 
 
 def _gpu_path(report: Report) -> dict[str, Any]:
-    from flashgen.api.backends import backend_for
+    from flashgen.call.backends import backend_for
     from flashgen.errors import FlashgenError
     from flashgen.runtime.device import available, device, why_unavailable
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 # Options of this command in place of arguments, in messages.
 _WORDS = {
-    "cu_seqlens_q, cu_seqlens_kv": "--packed",
     "cu_seqlens_q": "--packed",
     "cu_seqlens_kv": "--packed",
     "max_seqlen_q": "--max-seqlen-q",
@@ -109,7 +108,7 @@ def command(
     Needs no GPU, and nothing is compiled.
     """
     from flashgen.api.explain import explain
-    from flashgen.api.kvcache import KVCache
+    from flashgen.call.kvcache import KVCache
     from flashgen.cli.output import print_json
     from flashgen.errors import naming
 
@@ -137,7 +136,7 @@ def command(
         options["kv_lengths"] = (batch,)
     elif packed is not None:
         options["cu_seqlens_kv"] = (packed + 1,)
-    with naming(**_WORDS):
+    with naming(_WORDS):
         found = explain(q, k, v, dtype=dtype, arch=arch, operator=operator, **options)
     if as_json:
         print_json(_as_dict(found))

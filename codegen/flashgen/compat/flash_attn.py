@@ -15,11 +15,11 @@ import numbers
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
-from flashgen.api.kvcache import KVCache, Rotary
+from flashgen.call.kvcache import KVCache, Rotary
 from flashgen.compat.libraries import int32s, is_tensor, is_zero, module_of, shape_of
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, missing, readable_rows
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, naming
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, arg, naming
 from flashgen.operators.arguments import Expected, flag, shown_shape
 from flashgen.operators.maskoptions import window_of
 
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # What errors of ``attention`` call arguments, and advise, in the words of here.
-_OPTIONS = {"return_lse": "return_attn_probs", "cap": "softcap", "None for no cap": "0 for no cap"}
+_OPTIONS = {"return_lse": "return_attn_probs", "cap": "softcap", "no softcap": "0"}
 _SEQUENCES = _OPTIONS | {"cu_seqlens_kv": "cu_seqlens_k", "max_seqlen_kv": "max_seqlen_k"}
 # The lengths of a cache, made of cu_seqlens_k.
 _BLOCKS = _SEQUENCES | {"lengths": "diff(cu_seqlens_k)", "pages": "block_table"}
@@ -54,10 +54,10 @@ _CACHES = _OPTIONS | {
     "sin": "rotary_sin",
     "interleaved": "rotary_interleaved",
     "splits": "num_splits",
-    "1 or 'auto'": "1, or 0 to let flashgen choose",
+    "one split": "1, or 0 to let flashgen choose",
 }
 _KV = {"k": "kv", "v": "kv"}
-_QKV = _KV | {"q": "qkv", "negate q": "negate q"}
+_QKV = _KV | {"q": "qkv"}
 _QKV_SEQUENCES = _QKV | {
     "cu_seqlens_q": "cu_seqlens",
     "cu_seqlens_k": "cu_seqlens",
@@ -109,7 +109,7 @@ def flash_attn_func(
         _check_rank(name, x, "batch, seqlen, nheads, headdim")
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options |= {"return_lse": return_attn_probs, "deterministic": deterministic}
-    with naming(**_OPTIONS):
+    with naming(_OPTIONS):
         result = attention_of_any_width(q, k, v, **options)
     return (*result, None) if return_attn_probs else result
 
@@ -129,7 +129,7 @@ def flash_attn_qkvpacked_func(
     strides. Everything else is as there.
     """
     q, k, v = _unpacked("qkv", qkv, "batch, seqlen, 3, nheads, headdim")
-    with naming(**_QKV):
+    with naming(_QKV):
         return flash_attn_func(
             q,
             k,
@@ -161,7 +161,7 @@ def flash_attn_kvpacked_func(
     strides. Everything else is as there.
     """
     k, v = _unpacked("kv", kv, "batch, seqlen_k, 2, nheads_k, headdim")
-    with naming(**_KV):
+    with naming(_KV):
         return flash_attn_func(
             q,
             k,
@@ -226,7 +226,7 @@ def flash_attn_varlen_func(
         refuse_gradients(q=q, k=k, v=v)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x is None:
-            raise NullPointer(f"{name} is None; expected an int32 array, (batch + 1,)")
+            raise NullPointer(f"{arg(name)} is None; expected an int32 array, (batch + 1,)")
         _check_rank(name, x, "batch + 1")
     _check_rank("q", q, "total_q, nheads, headdim")
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
@@ -239,7 +239,7 @@ def flash_attn_varlen_func(
     if block_table is None:
         for name, x in (("k", k), ("v", v)):
             _check_rank(name, x, "total_k, nheads_k, headdim")
-        with naming(**_SEQUENCES):
+        with naming(_SEQUENCES):
             result = attention_of_any_width(q, k, v, cu_seqlens_kv=cu_seqlens_k, **options)
     else:
         for name, x in (("k", k), ("v", v)):
@@ -250,7 +250,7 @@ def flash_attn_varlen_func(
         _check_rank("block_table", block_table, "batch, max_num_blocks_per_seq")
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cache = KVCache(k, v, lengths, pages=_contiguous(block_table))
-        with naming(**_BLOCKS):
+        with naming(_BLOCKS):
             result = attention(readable_rows(q), cache, **options)
     return (*result, None) if return_attn_probs else result
 
@@ -272,7 +272,7 @@ def flash_attn_varlen_qkvpacked_func(
     strides; cu_seqlens and max_seqlen are those of queries and keys alike. Everything else is as there.
     """
     q, k, v = _unpacked("qkv", qkv, "total, 3, nheads, headdim")
-    with naming(**_QKV_SEQUENCES):
+    with naming(_QKV_SEQUENCES):
         return flash_attn_varlen_func(
             q,
             k,
@@ -312,7 +312,7 @@ def flash_attn_varlen_kvpacked_func(
     strides. Everything else is as there.
     """
     k, v = _unpacked("kv", kv, "total_k, 2, nheads_k, headdim")
-    with naming(**_KV):
+    with naming(_KV):
         return flash_attn_varlen_func(
             q,
             k,
@@ -406,10 +406,11 @@ def flash_attn_with_kvcache(
     cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
     if rotary_cos is not None and window_of(options["window_size"]) != (-1, -1) and q.shape[1] != seqlen_new:
         raise NotImplementedError(
-            f"q has seqlen_q {q.shape[1]} but k has {seqlen_new} new tokens; with rotary_cos, and causal or "
-            "with a window, flashgen takes as many: pass q and k rotated, and no rotary_cos"
+            f"q has seqlen_q {q.shape[1]} but k has {seqlen_new} new tokens; with "
+            f"rotary_cos, and causal or with a window, flashgen takes as many: pass q and "
+            f"k rotated, and no rotary_cos"
         )
-    with naming(**_CACHES):
+    with naming(_CACHES):
         if cache.lengths is None:
             return attention(q, cache.k, cache.v, **options)
         if k is not None:
@@ -477,11 +478,13 @@ def _cache(
     elif index is None:
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
             if x.shape[0] < batch:
-                raise BadTensorShape(f"{name} has {x.shape[0]} entries; q has {batch}, and each needs one")
+                raise BadTensorShape(
+                    f"{arg(name)} has {x.shape[0]} entries; {arg('q')} has {batch}, and each needs one"
+                )
         if k_cache.shape[:-1] != v_cache.shape[:-1]:  # said of the entries that q has not, too
             raise BadTensorShape(
-                f"v_cache has shape {tuple(v_cache.shape)} but k_cache has {tuple(k_cache.shape)}; all but "
-                "the last dimension must be the same"
+                f"{arg('v_cache')} has shape {tuple(v_cache.shape)} but {arg('k_cache')} has "
+                f"{tuple(k_cache.shape)}; all but the last dimension must be the same"
             )
         if k_cache.shape[0] > batch:
             k_cache, v_cache = k_cache[:batch], v_cache[:batch]
@@ -494,12 +497,12 @@ def _cache(
         length = room if filled is None else int(filled)
         if not 0 <= length <= room - seqlen_new:
             new = f", and k has {seqlen_new} new ones" if seqlen_new else ""
-            raise BadParam(f"cache_seqlens is {length}; k_cache has room for {room} keys{new}")
+            raise BadParam(f"cache_seqlens is {length}; {arg('k_cache')} has room for {room} keys{new}")
         lengths = int32s(batch, length, q)
         if lengths is None:
             raise NotImplementedError(
-                f"cache_seqlens is {filled} and q of type {type(q).__name__}, of which flashgen cannot make "
-                "an array of lengths: pass one, int32, (batch,)"
+                f"cache_seqlens is {filled} and q of type {type(q).__name__}, of which flashgen "
+                f"cannot make an array of lengths: pass one, int32, (batch,)"
             )
     return KVCache(k_cache, v_cache, lengths, pages, _contiguous(index))
 
@@ -523,10 +526,13 @@ def _check_new(k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, cache_seqlens: 
         (("rotary_sin", rotary_sin), ("rotary_cos", rotary_cos)),
     ):
         if x is not None and y is None:
-            raise NullPointer(f"{other} is None but {name} was given; pass both, or neither")
+            raise NullPointer(f"{other} is None but {arg(name)} was given; pass both, or neither")
     if k is None:
         if rotary_cos is not None:
-            raise BadParam("rotary_cos was given without k and v; it rotates q where k is appended")
+            raise BadParam(
+                f"rotary_cos was given without {arg('k')} and {arg('v')}; it rotates {arg('q')} where "
+                f"{arg('k')} is appended"
+            )
         return
     for name, x in (("k", k), ("v", v)):
         _check_rank(name, x, "batch, seqlen_new, nheads_k, headdim")
@@ -534,7 +540,7 @@ def _check_new(k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, cache_seqlens: 
         if x is not None:
             _check_rank(name, x, "seqlen_ro, rotary_dim / 2")
     if cache_seqlens is None:
-        raise NullPointer("cache_seqlens is None but k was given; it says where k goes")
+        raise NullPointer(f"cache_seqlens is None but {arg('k')} was given; it says where {arg('k')} goes")
 
 
 def _check_cache(name: str, x: Any, expected: str) -> None:
@@ -544,8 +550,9 @@ def _check_cache(name: str, x: Any, expected: str) -> None:
     if lacking:
         width = x.shape[-1]
         raise BadTensorShape(
-            f"{name} has head_dim {width}, and padding it would copy the cache; allocate it with "
-            f"{width + lacking}, pad q, k and v with zeros to that, and pass softmax_scale={width}**-0.5"
+            f"{arg(name)} has head_dim {width}, and padding it would copy the cache; allocate it with "
+            f"{width + lacking}, pad {arg('q')}, {arg('k')} and {arg('v')} with zeros to that, and pass "
+            f"softmax_scale={width}**-0.5"
         )
 
 
@@ -554,7 +561,7 @@ def _unpacked(name: str, x: Any, expected: str) -> Sequence[Any]:
     _check_rank(name, x, expected)
     parts = int(expected.split(", ")[-3])
     if x.shape[-3] != parts:
-        raise BadTensorShape(f"{name} has shape {tuple(x.shape)}; expected ({expected})")
+        raise BadTensorShape(f"{arg(name)} has shape {tuple(x.shape)}; expected ({expected})")
     # One function of autograd: it puts the gradients of the parts into one array, where each slice would add
     # to zeros.
     return x.unbind(-3) if is_tensor(x) else [x[..., place, :, :] for place in range(parts)]
@@ -566,4 +573,4 @@ def _check_rank(name: str, x: Any, expected: str) -> None:
         return
     shape = shape_of(name, x)
     if len(shape) != rank:
-        raise BadTensorShape(f"{name} has shape {shape}; expected {shown_shape(expected.split(', '))}")
+        raise BadTensorShape(f"{arg(name)} has shape {shape}; expected {shown_shape(expected.split(', '))}")

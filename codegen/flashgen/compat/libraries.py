@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from flashgen.errors import BadTensorDtype, FlashgenError
+from flashgen.errors import BadTensorDtype, FlashgenError, arg
 from flashgen.runtime.arrays import kind_of, tensor_kind, view
 from flashgen.runtime.dlpack import adopt
 
@@ -32,8 +32,8 @@ def shape_of(name: str, x: Any) -> tuple[int, ...]:
         view(adopt(x, name), name)
         if not hasattr(x, "shape"):
             raise BadTensorDtype(
-                f"{name} has type {type(x).__name__}, which has no shape; pass an array made of it, such as "
-                "numpy.from_dlpack makes"
+                f"{arg(name)} has type {type(x).__name__}, which has no shape; pass an array made of it, "
+                "such as numpy.from_dlpack makes"
             )
     return tuple(x.shape)
 

@@ -12,7 +12,7 @@ import torch
 from flashgen.compat.libraries import is_tensor, shape_of
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, FlashgenError, rename
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, FlashgenError, arg
 from flashgen.operators.arguments import flag
 from flashgen.runtime.arrays import is_of
 
@@ -29,6 +29,7 @@ _NAMES = {
     "mask": "attn_mask",
     "bias": "attn_mask",
     "softmax_scale": "scale",
+    "the negated q": "negate query",
 }
 
 
@@ -77,7 +78,7 @@ def scaled_dot_product_attention(
     for name, x in (tensors if attn_mask is None else tensors | {"attn_mask": attn_mask}).items():
         if not is_tensor(x):
             if not isinstance(x, torch.Tensor):
-                raise BadTensorDtype(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
+                raise BadTensorDtype(f"{arg(name)} has type {type(x).__name__}; expected a torch.Tensor")
             shape_of(name, x)  # raises for a nested or a sparse one
     refuse_gradients(attn_mask=attn_mask)
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
@@ -86,13 +87,13 @@ def scaled_dot_product_attention(
     for name, x in tensors.items():
         if x.dim() not in (3, 4):
             raise NotImplementedError(
-                f"{name} has {x.dim()} dimensions; flashgen takes (batch, heads, seqlen, E), or that without "
-                "batch"
+                f"{name} has {x.dim()} dimensions; flashgen takes (batch, heads, seqlen, E), or that "
+                "without batch"
             )
         if x.dim() != query.dim():
             raise BadTensorShape(
-                f"{name} has shape {tuple(x.shape)} but query has {tuple(query.shape)}; expected as many "
-                "dimensions"
+                f"{arg(name)} has shape {tuple(x.shape)} but query has {tuple(query.shape)}; expected as "
+                "many dimensions"
             )
     query, key, value = _autocast(query, key, value)
     query, key, value = _broadcast(query, key, value, enable_gqa)
@@ -103,7 +104,7 @@ def scaled_dot_product_attention(
     except FlashgenError as error:
         if attn_mask is not None and "mask_type" not in options:  # whose shape costs 3 µs to look at
             _check_mask(attn_mask, query, key)
-        rename(error, **_NAMES)
+        error.rename(_NAMES)
         raise
     return out.transpose(-3, -2)
 
@@ -150,8 +151,8 @@ def _in_groups_alike(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Te
     for name, count in (("key", key_heads), ("value", value_heads)):
         if not count or heads % count:
             raise BadTensorShape(
-                f"query has {heads} heads, {name} has {count}; those of query must be a positive multiple of "
-                f"those of {name}"
+                f"query has {heads} heads, {arg(name)} has {count}; those of query must be a positive "
+                f"multiple of those of {arg(name)}"
             )
     most = max(key_heads, value_heads)
     kv_heads = heads if most % min(key_heads, value_heads) else most
@@ -168,7 +169,7 @@ def _size(tensors: dict[str, Tensor], dimension: int, of_what: str, hint: str = 
     for name, other in sizes.items():
         if other != size:
             raise BadTensorShape(
-                f"{name} has {other} {of_what} but {first} has {size}; they must be the same, or 1{hint}"
+                f"{arg(name)} has {other} {of_what} but {first} has {size}; they must be the same, or 1{hint}"
             )
     return size
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
 from flashgen.compat.libraries import is_tensor, module_of
-from flashgen.errors import BadTensorShape
+from flashgen.errors import BadTensorShape, arg
 from flashgen.operators.arguments import ROW_ALIGNMENT
 from flashgen.operators.contract import MAX_HEAD_DIM
 from flashgen.runtime.arrays import kind_of
@@ -29,10 +29,12 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
     if unchanged or not all(getattr(x, "shape", ()) for x in given):
         return attention(q, k, v, softmax_scale=softmax_scale, **options)
     if k.shape[-1] != q.shape[-1]:  # which the padding may have made equal
-        raise BadTensorShape(f"k has head_dim {k.shape[-1]} but q has {q.shape[-1]}; they must be the same")
+        raise BadTensorShape(
+            f"{arg('k')} has head_dim {k.shape[-1]} but {arg('q')} has {q.shape[-1]}; they must be the same"
+        )
     for name, x in zip("qkv", given, strict=True):
         if x.shape[-1] > MAX_HEAD_DIM:  # said of it without the zeros
-            raise BadTensorShape(f"{name} has head_dim {x.shape[-1]}; the largest is {MAX_HEAD_DIM}")
+            raise BadTensorShape(f"{arg(name)} has head_dim {x.shape[-1]}; the largest is {MAX_HEAD_DIM}")
     if softmax_scale is None and q.shape[-1]:  # a head dim of 0 is an error of attention
         softmax_scale = q.shape[-1] ** -0.5
     result = attention(*padded, softmax_scale=softmax_scale, **options)

@@ -56,7 +56,7 @@ def check(path: Path, text: bytes, tuned: Tuned | None = None) -> Content:
     try:
         rows, problems = tunedrows.read(tuned, checked.file, checked.content, checked.table)
     except SpecError as error:
-        rows, problems = [], [tunedrows.without_path(tuned, error)]
+        rows, problems = [], [error.explanation]
     return tunedrows.combine(checked.content, rows, problems)
 
 

@@ -149,8 +149,8 @@ class Extended(Document):
         owner, place = self._place(keys)
         if owner is self:
             return super().error(place, message)
-        found = owner.error(place, message)
-        return SpecError(f"{found} (extended by {self.path})")
+        error = owner.error(place, message)
+        return SpecError(f"{error.explanation} (extended by {self.path})", error.path)
 
     def node(self, keys: Keys) -> yaml.Node:
         owner, place = self._place(keys)

@@ -56,7 +56,7 @@ def read(tuned: Tuned, file: File, content: Content, table: TileTable) -> tuple[
             entry = _entry(tuned, table, tile, point, error)
             rows[point] = TunedRow(point, tile, made["efficiency"], made["measured"], entry)
         except SpecError as wrong:
-            problems.append(without_path(tuned, wrong))
+            problems.append(wrong.explanation)
     return list(rows.values()), problems
 
 
@@ -80,12 +80,7 @@ def _entry(tuned: Tuned, table: TileTable, tile: dict[str, int], point: Point, e
     try:
         steps = table.resources(tile, point, error)
     except SpecError as wrong:
-        if str(wrong).startswith(f"{tuned.path}:"):
+        if wrong.path == tuned.path:
             raise
         raise error(str(wrong)) from None  # about a box of the spec, which this tile does not fit
     return Entry(-1, False, steps)
-
-
-def without_path(tuned: Tuned, error: SpecError) -> str:
-    """The message of an error about ``tuned``, from its line on."""
-    return str(error).removeprefix(f"{tuned.path}:")

@@ -37,20 +37,20 @@ class Document:
         self.path = path
         self._text = text
         if len(text) > MAX_BYTES:
-            raise SpecError(f"{path}:1: has {len(text):,} bytes; a spec has at most {MAX_BYTES:,}")
+            raise SpecError(f"1: has {len(text):,} bytes; a spec has at most {MAX_BYTES:,}", path)
         self._values = 0
         try:
             root = yaml.compose(text.decode(), Loader=_Loader)
         except RecursionError:
-            raise SpecError(f"{path}:1: values are nested too deeply, at most {MAX_DEPTH} deep") from None
+            raise SpecError(f"1: values are nested too deeply, at most {MAX_DEPTH} deep", path) from None
         except UnicodeDecodeError as error:
-            raise SpecError(f"{path}: cannot be read: {error}") from error
+            raise SpecError(f" cannot be read: {error}", path) from error
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             line = mark.line + 1 if mark else 1
-            raise SpecError(f"{path}:{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+            raise SpecError(f"{line}: not valid YAML: {getattr(error, 'problem', error)}", path) from None
         if not isinstance(root, yaml.MappingNode):
-            raise SpecError(f"{path}:1: a spec is a mapping of keys to values")
+            raise SpecError("1: a spec is a mapping of keys to values", path)
         self._root = root
         self.value: dict[str, Any] = self._plain(root)
 
@@ -65,7 +65,7 @@ class Document:
             line = str(node.start_mark.line + 1)
             if node.style not in ("|", ">"):  # a block's text begins on another line
                 line += f":{node.start_mark.column + bool(node.style) + column + 1}"
-        return SpecError(f"{self.path}:{line}: {where + ': ' if where else ''}{message}")
+        return SpecError(f"{line}: {where + ': ' if where else ''}{message}", self.path)
 
     def inherited(self, keys: Keys) -> bool:
         """Whether what stands at ``keys`` comes from a spec that this one extends."""
@@ -110,18 +110,22 @@ class Document:
     def _plain(self, node: yaml.Node, depth: int = 0) -> Any:
         self._values += 1
         if self._values > MAX_VALUES or depth > MAX_DEPTH:
-            at = f"{self.path}:{node.start_mark.line + 1}"
+            line = node.start_mark.line + 1
             if depth > MAX_DEPTH:
-                raise SpecError(f"{at}: nested more than {MAX_DEPTH} deep, or an anchor contains itself")
-            raise SpecError(f"{at}: more than {MAX_VALUES:,} values, aliases included")
+                raise SpecError(
+                    f"{line}: nested more than {MAX_DEPTH} deep, or an anchor contains itself", self.path
+                )
+            raise SpecError(f"{line}: more than {MAX_VALUES:,} values, aliases included", self.path)
         if isinstance(node, yaml.ScalarNode):
-            at = f"{self.path}:{node.start_mark.line + 1}"
+            line = node.start_mark.line + 1
             try:
                 value = _scalar(node)
             except ValueError as error:
-                raise SpecError(f"{at}: {_shortened(node.value)!r}: {error}") from None
+                raise SpecError(f"{line}: {_shortened(node.value)!r}: {error}", self.path) from None
             if isinstance(value, int) and abs(value) >= 1 << 63:
-                raise SpecError(f"{at}: the integer {_shortened(node.value)} has more than 64 bits")
+                raise SpecError(
+                    f"{line}: the integer {_shortened(node.value)} has more than 64 bits", self.path
+                )
             return value
         if isinstance(node, yaml.SequenceNode):
             return [self._plain(item, depth + 1) for item in node.value]
@@ -132,7 +136,7 @@ class Document:
                 key = str(key_node.value)
             if key in mapping:
                 line = key_node.start_mark.line + 1
-                raise SpecError(f"{self.path}:{line}: {key}: the key occurs twice in one mapping")
+                raise SpecError(f"{line}: {key}: the key occurs twice in one mapping", self.path)
             mapping[key] = self._plain(value_node, depth + 1)
         return mapping
 

@@ -10,12 +10,12 @@ from typing import Any
 
 # The module that registers each operator.
 OPERATORS = {
-    "append": "flashgen.api.compiled",
-    "attention": "flashgen.api.autograd",
-    "attention_backward": "flashgen.api.autograd",
-    "attention_backward_into": "flashgen.api.compiled",
-    "attention_into": "flashgen.api.compiled",
-    "merge": "flashgen.api.compiled",
+    "append": "flashgen.call.compiled",
+    "attention": "flashgen.call.autograd",
+    "attention_backward": "flashgen.call.autograd",
+    "attention_backward_into": "flashgen.call.compiled",
+    "attention_into": "flashgen.call.compiled",
+    "merge": "flashgen.call.compiled",
 }
 
 

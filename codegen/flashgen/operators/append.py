@@ -23,6 +23,7 @@ from flashgen.errors import (
     BadTensorDtype,
     BadTensorShape,
     NullPointer,
+    arg,
 )
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
@@ -191,7 +192,7 @@ def normalise(
     views = {argument.name: given.get(argument.name) for argument in ARGUMENTS}
     for name in ("k_new", "v_new", "lengths", "k_cache", "v_cache"):
         if views[name] is None:
-            raise NullPointer(f"{name} is None; expected an array")
+            raise NullPointer(f"{arg(name)} is None; expected an array")
     interleaved = flag("interleaved", interleaved)
     _check_combination(views, q_positions)
     _check_places_and_dtypes(views)
@@ -204,7 +205,8 @@ def normalise(
             symbols, expected = _symbols(argument, packed), argument.extents(sizes)[-len(view.shape) :]
             if view.shape != expected:
                 raise BadTensorShape(
-                    f"{argument.name} has shape {view.shape}; expected {shown_shape(symbols)} = {expected}"
+                    f"{arg(argument.name)} has shape {view.shape}; expected {shown_shape(symbols)} = "
+                    f"{expected}"
                 )
     _check_sizes(sizes, k_new.dtype, tables=cos is not None)
     if not packed:  # whose lengths are in the memory of the device
@@ -238,17 +240,25 @@ def normalise(
 def _check_combination(views: Mapping[str, ArrayView | None], q_positions: Any) -> None:
     """Which arrays go with which."""
     if not isinstance(q_positions, str) or q_positions not in Q_POSITIONS:
-        raise BadParam(f"q_positions is {q_positions!r}; allowed are {' and '.join(map(repr, Q_POSITIONS))}")
+        raise BadParam(
+            f"{arg('q_positions')} is {q_positions!r}; allowed are {' and '.join(map(repr, Q_POSITIONS))}"
+        )
     if views["pages"] is not None and views["index"] is not None:
-        raise BadParam("index was given together with pages; a page table already says which pages are whose")
+        raise BadParam(
+            f"{arg('index')} was given together with {arg('pages')}; a page table already says which pages "
+            "are whose"
+        )
     if (views["cos"] is None) != (views["sin"] is None):
         given, missing = ("cos", "sin") if views["sin"] is None else ("sin", "cos")
-        raise NullPointer(f"{missing} is None but {given} was given; rotation takes both")
+        raise NullPointer(f"{arg(missing)} is None but {arg(given)} was given; rotation takes both")
     for name in ("q", "positions"):
         if views["cos"] is None and views[name] is not None:
-            raise BadParam(f"{name} was given without cos and sin; only rotation needs it, so leave it out")
+            raise BadParam(
+                f"{arg(name)} was given without {arg('cos')} and {arg('sin')}; only rotation needs it, so "
+                "leave it out"
+            )
     if views["q"] is None and views["q_rotated"] is not None:
-        raise BadParam("q_rotated was given without q; pass both, or neither")
+        raise BadParam(f"{arg('q_rotated')} was given without {arg('q')}; pass both, or neither")
 
 
 def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
@@ -257,14 +267,16 @@ def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
     for name, hint in (("k_cache", ""), ("k_new", f"; the cache has {dtype}")):
         if views[name].dtype not in DTYPES:
             supported = ", ".join(DTYPES)
-            raise BadTensorDtype(f"{name} has dtype {views[name].dtype}; supported are {supported}{hint}")
+            raise BadTensorDtype(
+                f"{arg(name)} has dtype {views[name].dtype}; supported are {supported}{hint}"
+            )
     if dtype != views["v_cache"].dtype:  # what k_new has is likely to be what was meant
         wrong, right = "v_cache", "k_cache"
         if views["v_cache"].dtype == views["k_new"].dtype:
             wrong, right = right, wrong
         norm = views[right].dtype
         raise BadTensorDtype(
-            f"{wrong} has dtype {views[wrong].dtype}; expected {norm}, as {right} has dtype {norm}"
+            f"{arg(wrong)} has dtype {views[wrong].dtype}; expected {norm}, as {arg(right)} has dtype {norm}"
         )
     given = {name: view for name, view in views.items() if view is not None}
     check_devices({"k_new": views["k_new"]} | given)
@@ -276,10 +288,12 @@ def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
             allowed = argument.dtypes or (dtype,)
         if view.dtype not in allowed:
             why = "" if argument.dtypes == ("int32",) else f", as the cache has dtype {dtype}"
-            raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected {' or '.join(allowed)}{why}")
+            raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; expected {' or '.join(allowed)}{why}")
     cos, sin = views["cos"], views["sin"]
     if cos is not None and cos.dtype != sin.dtype:
-        raise BadTensorDtype(f"sin has dtype {sin.dtype} but cos has {cos.dtype}; they must be the same")
+        raise BadTensorDtype(
+            f"{arg('sin')} has dtype {sin.dtype} but {arg('cos')} has {cos.dtype}; they must be the same"
+        )
 
 
 def _sizes(views: Mapping[str, ArrayView | None]) -> dict[str, int]:
@@ -293,31 +307,34 @@ def _sizes(views: Mapping[str, ArrayView | None]) -> dict[str, int]:
         if view is not None and len(view.shape) != len(symbols):
             hint = ""
             if len(view.shape) == 3 and len(symbols) == 4 and not packed and symbols[0] == "batch":
-                hint = "; packed tokens need cu_seqlens_new"
+                hint = f"; packed tokens need {arg('cu_seqlens_new')}"
                 if view.shape[:1] == views["lengths"].shape:
-                    hint += f", and one token of each sequence goes in as {argument.name}[:, None]"
+                    hint += f", and one token of each sequence goes in as {arg(argument.name)}[:, None]"
             elif packed and argument.leads_with_batch:
-                hint = "; cu_seqlens_new was given, so tokens are packed, without batch"
+                hint = f"; {arg('cu_seqlens_new')} was given, so tokens are packed, without batch"
             raise BadTensorShape(
-                f"{argument.name} has shape {view.shape}; expected {shown_shape(symbols)}{hint}"
+                f"{arg(argument.name)} has shape {view.shape}; expected {shown_shape(symbols)}{hint}"
             )
     if packed and boundaries.shape == (0,):
-        raise BadTensorShape("cu_seqlens_new has shape (0,); expected one element more than sequences")
+        raise BadTensorShape(
+            f"{arg('cu_seqlens_new')} has shape (0,); expected one element more than sequences"
+        )
     seqlen_new, heads, head_dim = views["k_new"].shape[-3:]
     batch = 1 if packed else views["k_new"].shape[0]
     sequences = boundaries.shape[0] - 1 if packed else batch
     if views["lengths"].shape[0] != sequences:
         new = "cu_seqlens_new" if packed else "k_new"
         raise BadTensorShape(
-            f"lengths has shape {views['lengths'].shape} but {new} is for {sequences} sequences"
+            f"{arg('lengths')} has shape {views['lengths'].shape} but {arg(new)} is for {sequences} sequences"
         )
     head_dim_v = views["v_new"].shape[-1]
     num_pages, page_size = views["k_cache"].shape[:2]
     for new, cache in (("k_new", "k_cache"), ("v_new", "v_cache")):
         if views[new].shape[-2:] != views[cache].shape[-2:]:
             raise BadTensorShape(
-                f"{new} has {views[new].shape[-2]} heads of {views[new].shape[-1]} elements but {cache} has "
-                f"{views[cache].shape[-2]} of {views[cache].shape[-1]}; they must be the same"
+                f"{arg(new)} has {views[new].shape[-2]} heads of {views[new].shape[-1]} elements but "
+                f"{arg(cache)} has {views[cache].shape[-2]} of {views[cache].shape[-1]}; they must be the "
+                "same"
             )
     q, pages, cos, positions = (views[name] for name in ("q", "pages", "cos", "positions"))
     sizes = {
@@ -337,15 +354,15 @@ def _sizes(views: Mapping[str, ArrayView | None]) -> dict[str, int]:
         "rotary_half": 0 if cos is None else cos.shape[1],
     }
     if q is not None and (positions is not None or packed) and sizes["seqlen_q"] != seqlen_new:
-        why = "cu_seqlens_new counts" if packed else "positions are"
+        why = f"{arg('cu_seqlens_new')} counts" if packed else f"{arg('positions')} are"
         raise BadTensorShape(
-            f"q has {sizes['seqlen_q']} tokens but k_new has {seqlen_new}; {why} those of both, so they must "
-            "be as many"
+            f"{arg('q')} has {sizes['seqlen_q']} tokens but {arg('k_new')} has {seqlen_new}; {why} those of "
+            "both, so they must be as many"
         )
     if pages is None and views["index"] is None and num_pages < sequences:
         raise BadTensorShape(
-            f"k_cache has {num_pages} rows, fewer than the {sequences} sequences; pass a larger cache, or "
-            "index or pages to say where each sequence lies"
+            f"{arg('k_cache')} has {num_pages} rows, fewer than the {sequences} sequences; pass a larger "
+            f"cache, or {arg('index')} or {arg('pages')} to say where each sequence lies"
         )
     return sizes
 
@@ -360,18 +377,18 @@ def _check_sizes(sizes: Mapping[str, int], dtype: str, *, tables: bool) -> None:
     for name in ("head_dim", "head_dim_v"):
         check_head_dim(name, sizes[name], dtype)
     if sizes["num_heads_kv"] < 1:
-        raise BadTensorShape("k_new has no heads; it needs one at least")
+        raise BadTensorShape(f"{arg('k_new')} has no heads; it needs one at least")
     capacity = sizes["max_pages"] * sizes["page_size"]
     for name, length in (("k_new", sizes["seqlen_new"]), ("q", sizes["seqlen_q"]), ("k_cache", capacity)):
         if length > MAX_SEQLEN:
             raise BadTensorShape(
-                f"{name} has sequence length {length}; the longest supported is {MAX_SEQLEN}"
+                f"{arg(name)} has sequence length {length}; the longest supported is {MAX_SEQLEN}"
             )
     rotary_dim = 2 * sizes["rotary_half"]
     if tables and (rotary_dim % ROTARY_STEP or not ROTARY_STEP <= rotary_dim <= sizes["head_dim"]):
         raise BadTensorShape(
-            f"cos has {sizes['rotary_half']} columns, for a rotary_dim of {rotary_dim}; it must be a "
-            f"multiple of {ROTARY_STEP} up to head_dim, {sizes['head_dim']}"
+            f"{arg('cos')} has {sizes['rotary_half']} columns, for a rotary_dim of {rotary_dim}; it must be "
+            f"a multiple of {ROTARY_STEP} up to head_dim, {sizes['head_dim']}"
         )
 
 
@@ -381,7 +398,7 @@ def _check_room(sizes: Mapping[str, int], *, paged: bool) -> None:
     if seqlen_new > sizes["max_pages"] * page_size:
         room = f"pages has room for {sizes['max_pages']} pages of" if paged else "k_cache has room for"
         raise BadTensorShape(
-            f"k_new has {seqlen_new} tokens of a sequence but {room} {page_size}; pass fewer, or a "
+            f"{arg('k_new')} has {seqlen_new} tokens of a sequence but {room} {page_size}; pass fewer, or a "
             "larger cache"
         )
 
@@ -394,8 +411,8 @@ def _check_table(sizes: Mapping[str, int], q_positions: str) -> None:
     ):
         if sizes["num_positions"] < count:
             raise BadTensorShape(
-                f"cos has {sizes['num_positions']} rows but {name} has {count} tokens of a sequence; the "
-                "tables need a row for each position"
+                f"{arg('cos')} has {sizes['num_positions']} rows but {arg(name)} has {count} tokens of a "
+                "sequence; the tables need a row for each position"
             )
 
 

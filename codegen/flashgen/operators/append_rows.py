@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from flashgen.errors import BadParam, BadTensorShape
+from flashgen.errors import BadParam, BadTensorShape, arg
 from flashgen.operators.sequences import check_boundaries
 
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ def check_places(problem: Sizes, arrays: Arrays) -> None:
     that goes to the place of a key.
     """
     if arrays["cu_seqlens_new"] is not None:
-        check_boundaries(arrays["cu_seqlens_new"], "cu_seqlens_new", problem.seqlen_new, "tokens of k_new")
+        check_boundaries(
+            arrays["cu_seqlens_new"], "cu_seqlens_new", problem.seqlen_new, f"tokens of {arg('k_new')}"
+        )
     if problem.empty:
         return
     new = new_tokens(problem, arrays)
@@ -137,7 +139,7 @@ def _check_room(problem: Sizes, new: Tokens, where: Slots, arrays: Arrays) -> No
     lengths, capacity = arrays["lengths"], problem.capacity
     if (lengths < 0).any():
         sequence = int(np.argmax(lengths < 0))
-        raise BadParam(f"lengths[{sequence}] is {lengths[sequence]}; expected 0 or more")
+        raise BadParam(f"{arg('lengths')}[{sequence}] is {lengths[sequence]}; expected 0 or more")
     outgrown = new.real & (new.position >= capacity)
     if outgrown.any():
         sequence = int(new.sequence[outgrown][0])
@@ -148,16 +150,20 @@ def _check_room(problem: Sizes, new: Tokens, where: Slots, arrays: Arrays) -> No
         )
     if (lengths > capacity).any():
         sequence = int(np.argmax(lengths > capacity))
-        raise BadParam(f"lengths[{sequence}] is {lengths[sequence]}; the cache has room for {capacity}")
+        raise BadParam(
+            f"{arg('lengths')}[{sequence}] is {lengths[sequence]}; the cache has room for {capacity}"
+        )
     missing = new.real & ~where.there
     if missing.any():
         sequence, position = int(new.sequence[missing][0]), int(new.position[missing][0])
         if problem.paged:
-            place = f"pages[{sequence}, {position // problem.page_size}]"
+            place = f"{arg('pages')}[{sequence}, {position // problem.page_size}]"
             entry = arrays["pages"][sequence, position // problem.page_size]
         else:
-            place, entry = f"index[{sequence}]", arrays["index"][sequence]
-        raise BadParam(f"{place} is {entry}; expected 0 to {problem.num_pages - 1}, as k_cache has them")
+            place, entry = f"{arg('index')}[{sequence}]", arrays["index"][sequence]
+        raise BadParam(
+            f"{place} is {entry}; expected 0 to {problem.num_pages - 1}, as {arg('k_cache')} has them"
+        )
 
 
 def _check_own(problem: Sizes, new: Tokens, where: Slots) -> None:
@@ -171,7 +177,7 @@ def _check_own(problem: Sizes, new: Tokens, where: Slots) -> None:
         unit, table = ("page", "pages") if problem.paged else ("row", "index")
         raise BadParam(
             f"slot {slot} of {unit} {page} of the cache would get a new token of sequence {first} and one of "
-            f"sequence {second}; {table} must give each token a place of its own"
+            f"sequence {second}; {arg(table)} must give each token a place of its own"
         )
 
 
@@ -209,10 +215,13 @@ def _check_rows(problem: Sizes, name: str, tokens: Tokens) -> None:
     if before.size:  # lengths are 0 or more, so the caller said so
         nth = tuple(before[0].tolist())
         place = ", ".join(map(str, nth if problem.batched else nth[1:]))
-        raise BadParam(f"positions[{place}] is {tokens.row[nth]}; expected 0 to {problem.num_positions - 1}")
+        raise BadParam(
+            f"{arg('positions')}[{place}] is {tokens.row[nth]}; expected 0 to {problem.num_positions - 1}"
+        )
     past = tokens.real & (tokens.row >= problem.num_positions)
     if past.any():
         raise BadTensorShape(
-            f"sequence {int(tokens.sequence[past][0])} has a token of {name} at position "
-            f"{int(tokens.row[past][0])}, and cos has {problem.num_positions} rows; pass longer tables"
+            f"sequence {int(tokens.sequence[past][0])} has a token of {arg(name)} at position "
+            f"{int(tokens.row[past][0])}, and {arg('cos')} has {problem.num_positions} rows; pass longer "
+            "tables"
         )

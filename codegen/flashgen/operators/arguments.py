@@ -19,6 +19,7 @@ from flashgen.errors import (
     BadTensorStrides,
     DeviceTypeNotSupported,
     NullPointer,
+    arg,
 )
 
 if TYPE_CHECKING:
@@ -171,8 +172,8 @@ def check_devices(views: Mapping[str, ArrayView]) -> None:
     for name, view in views.items():
         if view.device != where:
             raise DeviceTypeNotSupported(
-                f"{name} is {on_device(view.device)} but {first} is {on_device(where)}; "
-                "all arrays must be on one device"
+                f"{arg(name)} is {on_device(view.device)} but {arg(first)} is {on_device(where)}; all arrays "
+                "must be on one device"
             )
 
 
@@ -193,7 +194,7 @@ def flag(name: str, value: Any) -> bool:
     # NumPy's own bool is no int.
     if (isinstance(value, int) or type(value).__name__ in ("bool", "bool_")) and value in (0, 1):
         return bool(value)
-    raise BadParam(f"{name} is {value!r}; expected True or False")
+    raise BadParam(f"{arg(name)} is {value!r}; expected True or False")
 
 
 class Expected(NamedTuple):
@@ -217,7 +218,7 @@ def length_bound(name: str, given: Any) -> int | Expected | None:
             return operator.index(given)
         except TypeError:
             pass
-    raise BadParam(f"{name} is {given!r}; expected an integer, or None")
+    raise BadParam(f"{arg(name)} is {given!r}; expected an integer, or None")
 
 
 def dtype_name(name: str) -> str:
@@ -291,13 +292,13 @@ def check_array(argument: Argument, view: ArrayView, sizes: Mapping[str, int], e
     """
     name, allowed = argument.name, argument.dtypes or (element,)
     if view.dtype not in allowed:
-        raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected {' or '.join(allowed)}")
+        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; expected {' or '.join(allowed)}")
     expected = argument.extents(sizes)
     if argument.layout == "broadcast":
         check_broadcast(argument, view, expected)
         return
     if view.shape != expected and not (argument.leads_with_batch and view.shape == expected[1:]):
-        raise BadTensorShape(f"{name} has shape {view.shape}; expected {expected}")
+        raise BadTensorShape(f"{arg(name)} has shape {view.shape}; expected {expected}")
     check_strides(argument, view, DTYPE_BYTES[view.dtype])
 
 
@@ -309,24 +310,27 @@ def check_strides(argument: Argument, view: ArrayView, element_bytes: int) -> No
     if 0 in view.shape or not view.shape:
         return
     if view.strides is None:
-        raise BadTensorStrides(f"{name} has rows that do not start at a whole number of elements")
+        raise BadTensorStrides(f"{arg(name)} has rows that do not start at a whole number of elements")
     if argument.layout == "contiguous":
         if not is_contiguous(view):
-            raise BadTensorStrides(f"{name} has strides {view.strides} (in elements); it must be contiguous")
+            raise BadTensorStrides(
+                f"{arg(name)} has strides {view.strides} (in elements); it must be contiguous"
+            )
         return
     if view.shape[-1] > 1 and view.strides[-1] != 1:
         raise BadTensorStrides(
-            f"{name} has strides {view.strides} (in elements); the last dimension must be contiguous"
+            f"{arg(name)} has strides {view.strides} (in elements); the last dimension must be contiguous"
         )
     for extent, stride in zip(view.shape[:-1], view.strides[:-1], strict=True):
         if extent > 1 and stride * element_bytes % argument.alignment:
             raise BadTensorStrides(
-                f"{name} has strides {view.strides} (in elements); each row must start at a multiple of "
+                f"{arg(name)} has strides {view.strides} (in elements); each row must start at a multiple of "
                 f"{argument.alignment} bytes, that is {argument.alignment // element_bytes} elements"
             )
     if argument.is_output and _shares_elements(view):
         raise BadTensorStrides(
-            f"{name} has shape {view.shape} and strides {view.strides}: several elements share one address"
+            f"{arg(name)} has shape {view.shape} and strides {view.strides}: several elements share one "
+            "address"
         )
 
 
@@ -341,13 +345,14 @@ def check_broadcast(argument: Argument, view: ArrayView, expected: tuple[int, ..
         fits = fits and extent in (1, full)
     if not fits:
         raise BadTensorShape(
-            f"{argument.name} has shape {view.shape}; it must broadcast, from the right, to "
+            f"{arg(argument.name)} has shape {view.shape}; it must broadcast, from the right, to "
             f"{shown_shape(argument.symbols)} = {expected}, and its last dimension must be "
-            f"{argument.symbols[-1]} itself"
+            f"{arg(f'columns of {argument.name}', f'{argument.symbols[-1]} itself')}"
         )
     if view.shape[-1] > 1 and 0 not in view.shape and (view.strides is None or view.strides[-1] != 1):
         raise BadTensorStrides(
-            f"{argument.name} has strides {view.strides} (in elements); its last dimension must be contiguous"
+            f"{arg(argument.name)} has strides {view.strides} (in elements); its last dimension must be "
+            "contiguous"
         )
 
 
@@ -369,16 +374,17 @@ def check_memory(
         if high == low:
             continue
         if pointer == 0:
-            raise NullPointer(f"{argument.name} has no memory behind it")
+            raise NullPointer(f"{arg(argument.name)} has no memory behind it")
         if pointer % argument.alignment:
             raise BadTensorStrides(
-                f"{argument.name} starts at address {pointer:#x}, which is not a multiple of "
+                f"{arg(argument.name)} starts at address {pointer:#x}, which is not a multiple of "
                 f"{argument.alignment} bytes; pass a copy or a slice that starts at an aligned element"
             )
     for target in written:
         for other in overlapping(target, spans, pointers, placed):
             raise BadTensorStrides(
-                f"{arguments[target].name} overlaps {arguments[other].name} in memory; pass memory of its own"
+                f"{arg(arguments[target].name)} overlaps {arg(arguments[other].name)} in memory; pass memory "
+                "of its own"
             )
 
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, arg
 from flashgen.operators import contract
 from flashgen.operators import lengths as of_lengths
 from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
@@ -289,7 +289,7 @@ class AttentionProblem(Problem):
             self.score.scalars if self.score else (), given, self.score_scalars, strict=True
         ):
             if value is None and math.isnan(known):
-                raise BadParam(f"{param.name} is None; the score {self.score.name} needs a number")
+                raise BadParam(f"{arg(param.name)} is None; the score {self.score.name} needs a number")
             found.append(known if value is None else self.score.number(param, value))
         return tuple(found)
 

@@ -18,7 +18,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, arg
 from flashgen.operators import attention, contract, lengths
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
@@ -214,11 +214,14 @@ def check_array(argument: Argument, view: ArrayView, forward: AttentionProblem) 
     name, dtype = argument.name, argument.dtype(forward.dtype)
     if view.dtype != dtype:
         why = "" if argument.dtypes else ", that of q"
-        raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected {dtype}{why}")
+        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; expected {dtype}{why}")
     expected = argument.extents(forward.sizes)[missing:]
     if view.shape != expected:
         symbols = shown_shape(argument.symbols[missing:])
-        raise BadTensorShape(f"{name} has shape {view.shape}; these q, k and v need {symbols} = {expected}")
+        raise BadTensorShape(
+            f"{arg(name)} has shape {view.shape}; these {arg('q')}, {arg('k')} and {arg('v')} need {symbols} "
+            f"= {expected}"
+        )
     check_strides(argument, view, DTYPE_BYTES[dtype])
 
 

@@ -7,7 +7,7 @@ import math
 import numbers
 from typing import TYPE_CHECKING
 
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, arg
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
     ROW_ALIGNMENT,
@@ -42,17 +42,18 @@ MASK = Argument(
     alignment=1,
     optional=True,
 )
-_LENGTHS_INSTEAD = "pass kv_lengths=, how many keys each has, instead"
 
 
 def check_dtypes(views: dict[str, ArrayView]) -> str:
     """The dtype of q, which all of the arrays must have. Raises BadTensorDtype."""
     dtype = views["q"].dtype
     if dtype not in DTYPES:
-        raise BadTensorDtype(f"q has dtype {dtype}; supported are {', '.join(DTYPES)}")
+        raise BadTensorDtype(f"{arg('q')} has dtype {dtype}; supported are {', '.join(DTYPES)}")
     for name, view in views.items():
         if view.dtype != dtype:
-            raise BadTensorDtype(f"{name} has dtype {view.dtype} but q has {dtype}; they must be the same")
+            raise BadTensorDtype(
+                f"{arg(name)} has dtype {view.dtype} but {arg('q')} has {dtype}; they must be the same"
+            )
     return dtype
 
 
@@ -63,13 +64,14 @@ def check_extents(sizes: Mapping[str, int], dtype: str) -> None:
     heads_q, heads_kv = sizes["num_heads_q"], sizes["num_heads_kv"]
     if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
         raise BadTensorShape(
-            f"q has {heads_q} heads, k has {heads_kv}; those of q must be a positive multiple of those of k"
+            f"{arg('q')} has {heads_q} heads, {arg('k')} has {heads_kv}; those of {arg('q')} must be a "
+            f"positive multiple of those of {arg('k')}"
         )
     for name, symbol in (("q", "seqlen_q"), ("k", "seqlen_kv")):
         seqlen = sizes[symbol]
         if seqlen > MAX_SEQLEN:
             raise BadTensorShape(
-                f"{name} has sequence length {seqlen}; the longest supported is {MAX_SEQLEN}"
+                f"{arg(name)} has sequence length {seqlen}; the longest supported is {MAX_SEQLEN}"
             )
 
 
@@ -78,7 +80,7 @@ def check_head_dim(name: str, width: int, dtype: str) -> None:
     step = ROW_ALIGNMENT // DTYPE_BYTES[dtype]
     if not 1 <= width <= MAX_HEAD_DIM or width % step:
         raise BadTensorShape(
-            f"{name} is {width}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
+            f"{arg(name)} is {width}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
         )
 
 
@@ -86,8 +88,8 @@ def check_rank(q: Sequence[int]) -> None:
     """That the shape of q has as many dimensions as it may have. Raises BadTensorShape."""
     if len(q) not in (3, 4):
         raise BadTensorShape(
-            f"q has shape {tuple(q)}; expected (batch, seqlen_q, num_heads_q, head_dim), or that without "
-            "batch"
+            f"{arg('q')} has shape {tuple(q)}; expected (batch, seqlen_q, num_heads_q, head_dim), or that "
+            "without batch"
         )
 
 
@@ -125,7 +127,8 @@ def check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
     expected = (*q.shape[:-1], v.shape[-1])
     if out is not None and out.shape != expected:
         raise BadTensorShape(
-            f"out has shape {out.shape}; expected that of q with the last dimension of v, {expected}"
+            f"{arg('out')} has shape {out.shape}; expected that of {arg('q')} with the last dimension of "
+            f"{arg('v')}, {expected}"
         )
 
 
@@ -134,7 +137,7 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
     if softmax_scale is None:
         return head_dim**-0.5
     if not isinstance(softmax_scale, numbers.Real) or isinstance(softmax_scale, bool):
-        raise BadParam(f"softmax_scale is {softmax_scale!r}; expected a number or None")
+        raise BadParam(f"{arg('softmax_scale')} is {softmax_scale!r}; expected a number or None")
     try:
         scale = float(softmax_scale)
     except OverflowError:  # an integer beyond fp64
@@ -143,21 +146,21 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
     if not 0.0 <= scale <= MAX_SCALE:
         found = shown(softmax_scale) if math.isinf(scale) else scale
         raise BadParam(
-            f"softmax_scale is {found}; it must be at most {MAX_SCALE:g}, as kernels scale in fp32, and not "
-            "negative (negate q instead)"
+            f"{arg('softmax_scale')} is {found}; it must be at most {MAX_SCALE:g}, as kernels scale in fp32, "
+            f"and not negative ({arg('the negated q', 'negate q')} instead)"
         )
     return max(scale, MIN_SCALE)
 
 
-def check_mask(mask: ArrayView, sizes: Mapping[str, int], instead: str = _LENGTHS_INSTEAD) -> None:
+def check_mask(mask: ArrayView, sizes: Mapping[str, int], instead: str = "") -> None:
     """That a dense mask has its dtype and broadcasts to all scores; ``instead`` is what does for one that
     hides the ends of sequences. Raises BadTensorDtype, BadTensorShape or BadTensorStrides.
     """
+    instead = instead or f"pass {arg('kv_lengths')}=, how many keys each has, instead"
     if mask.dtype not in MASK.dtypes:
         raise BadTensorDtype(
-            f"mask has dtype {mask.dtype}; expected {' or '.join(MASK.dtypes)}, "
-            "nonzero where a key is hidden. What is added to scores goes in as score='bias', "
-            "params={'bias': ...}"
+            f"{arg('mask')} has dtype {mask.dtype}; expected {' or '.join(MASK.dtypes)}, nonzero where a key "
+            f"is hidden. What is added to scores goes in as score='bias', params={{'bias': ...}}"
         )
     try:
         check_broadcast(MASK, mask, MASK.extents(sizes))
@@ -165,8 +168,8 @@ def check_mask(mask: ArrayView, sizes: Mapping[str, int], instead: str = _LENGTH
         if mask.shape != (sizes["batch"], sizes["seqlen_kv"]):
             raise
         raise BadTensorShape(
-            f"{error}. Where it hides what lies behind the end of each sequence, {instead}: keys behind them "
-            "are not read. Any other padding goes in as mask[:, None, None, :]"
+            f"{error.message}. Where it hides what lies behind the end of each sequence, {instead}: keys "
+            f"behind them are not read. Any other padding goes in as {arg('mask')}[:, None, None, :]"
         ) from None
 
 
@@ -178,7 +181,8 @@ def score_views(score: Score | None, given: Sequence[ArrayView | None]) -> dict[
     for param, view in zip(score.arrays, given, strict=True):
         if view is None:
             raise NullPointer(
-                f"{param.name} is None; the score {score.name} needs an array {shown_shape(param.symbols)}"
+                f"{arg(param.name)} is None; the score {score.name} needs an array "
+                f"{shown_shape(param.symbols)}"
             )
         views[param.name] = view
     return views
@@ -198,6 +202,6 @@ def check_score_arrays(
             if symbol not in sizes:
                 found[symbol] = view.shape[place_ - missing] if place_ - missing >= 0 else 1
                 if found[symbol] < 1:
-                    raise BadTensorShape(f"{param.name} has shape {view.shape}; it must not be empty")
+                    raise BadTensorShape(f"{arg(param.name)} has shape {view.shape}; it must not be empty")
         check_array(argument, view, {**sizes, **found}, "")
     return tuple(found.items())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, naming
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, arg, naming
 from flashgen.operators import contract, maskoptions
 from flashgen.operators.arguments import Argument, Expected, length_bound, shown_shape
 from flashgen.operators.masks import UNBOUNDED
@@ -40,8 +40,8 @@ CACHE_ARRAYS = ("index", "pages")
 BOUNDS = ("max_seqlen_q", "max_seqlen_kv")
 # What is wrong with a call whose gradients would need both.
 MASK_WITH_LENGTHS = (
-    "a mask was given with kv_lengths or cu_seqlens; gradients of sequences of several lengths take causal "
-    "or window_size"
+    f"a {arg('mask')} was given with {arg('kv_lengths')} or cu_seqlens; gradients of sequences of several "
+    f"lengths take causal or {arg('window_size')}"
 )
 _SHAPES = {
     "cu_seqlens_q": ("batch + 1",),
@@ -116,8 +116,8 @@ def read(
     packed_q, invariant = "cu_seqlens_q" in arrays, splits != AUTO
     if invariant and packed_q and max_seqlen_q is None:
         raise BadParam(
-            f"splits is {splits} and max_seqlen_q is None; with packed queries pass max_seqlen_q, the same "
-            "for all calls whose bits must agree: the kernel is chosen by it"
+            f"{arg('splits')} is {splits} and {arg('max_seqlen_q')} is None; with packed queries pass "
+            f"{arg('max_seqlen_q')}, the same for all calls whose bits must agree: the kernel is chosen by it"
         )
     batch = _check_lengths(arrays, q)
     _check_shapes(q, k, v, arrays, batch)
@@ -160,8 +160,8 @@ def refuse_bounds(max_seqlen_q: Any, max_seqlen_kv: Any) -> None:
     for name, bound in zip(BOUNDS, (max_seqlen_q, max_seqlen_kv), strict=True):
         if bound is not None:
             raise BadParam(
-                f"{name} is {bound}, but no lengths were given; it is a bound of kv_lengths, cu_seqlens_q "
-                "and cu_seqlens_kv"
+                f"{arg(name)} is {bound}, but no lengths were given; it is a bound of {arg('kv_lengths')}, "
+                f"{arg('cu_seqlens_q')} and {arg('cu_seqlens_kv')}"
             )
 
 
@@ -170,12 +170,19 @@ def _check_combination(arrays: Mapping[str, ArrayView]) -> None:
     if "cu_seqlens_kv" in arrays:
         for other in ("kv_lengths", "index", "pages"):
             if other in arrays:
-                raise BadParam(f"cu_seqlens_kv and {other} were given; packed keys have no {other}")
+                raise BadParam(
+                    f"{arg('cu_seqlens_kv')} and {arg(other)} were given; packed keys have no {arg(other)}"
+                )
     if "pages" in arrays and "index" in arrays:
-        raise BadParam("pages and index were given; each row of pages is a sequence's already")
+        raise BadParam(
+            f"{arg('pages')} and {arg('index')} were given; each row of {arg('pages')} is a sequence's "
+            "already"
+        )
     for needs in ("pages", "index"):
         if needs in arrays and "kv_lengths" not in arrays:
-            raise NullPointer(f"{needs} needs kv_lengths, the keys of each sequence, which is None")
+            raise NullPointer(
+                f"{arg(needs)} needs {arg('kv_lengths')}, the keys of each sequence, which is None"
+            )
 
 
 def _check_lengths(arrays: Mapping[str, ArrayView], q: ArrayView) -> int:
@@ -183,17 +190,17 @@ def _check_lengths(arrays: Mapping[str, ArrayView], q: ArrayView) -> int:
     batches = {} if "cu_seqlens_q" in arrays or len(q.shape) != 4 else {"q": q.shape[0]}
     for name, view in arrays.items():
         if view.dtype != "int32":
-            raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected int32")
+            raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; expected int32")
         expected = _SHAPES.get(name, ("batch",))
         if len(view.shape) != len(expected):
-            raise BadTensorShape(f"{name} has shape {view.shape}; expected {shown_shape(expected)}")
+            raise BadTensorShape(f"{arg(name)} has shape {view.shape}; expected {shown_shape(expected)}")
         if name.startswith("cu") and not view.shape[0]:
-            raise BadTensorShape(f"{name} has shape (0,); expected (batch + 1,), with a 0 ahead")
+            raise BadTensorShape(f"{arg(name)} has shape (0,); expected (batch + 1,), with a 0 ahead")
         batches[name] = view.shape[0] - name.startswith("cu")
     (first, batch), *others = batches.items()
     for name, found in others:
         if found != batch:
-            raise BadTensorShape(f"{name} is for a batch of {found} but {first} for one of {batch}")
+            raise BadTensorShape(f"{arg(name)} is for a batch of {found} but {arg(first)} for one of {batch}")
     return batch
 
 
@@ -214,24 +221,28 @@ def _check_shapes(
         if len(view.shape) != len(layout) + 1:
             hint = ""
             if len(view.shape) == 3 and (name == "q" or "kv_lengths" not in arrays):
-                hint = f"; packed {'queries need cu_seqlens_q' if name == 'q' else 'keys need cu_seqlens_kv'}"
+                needed = "cu_seqlens_q" if name == "q" else "cu_seqlens_kv"
+                hint = f"; packed {'queries' if name == 'q' else 'keys'} need {arg(needed)}"
                 if name == "q" and view.shape[0] == batch:
-                    hint += ", and one query of each sequence goes in as q[:, None]"
+                    hint += f", and one query of each sequence goes in as {arg('q')}[:, None]"
             raise BadTensorShape(
-                f"{name} has shape {view.shape}; with {', '.join(arrays)} it is "
+                f"{arg(name)} has shape {view.shape}; with {arg(', '.join(arrays))} it is "
                 f"{shown_shape((*layout, 'head_dim'))}{hint}"
             )
     if k.shape[:-1] != v.shape[:-1]:
         raise BadTensorShape(
-            f"v has shape {v.shape} but k has {k.shape}; all but the last dimension must be the same"
+            f"{arg('v')} has shape {v.shape} but {arg('k')} has {k.shape}; all but the last dimension must "
+            "be the same"
         )
     if k.shape[-1] != q.shape[-1]:
-        raise BadTensorShape(f"k has head_dim {k.shape[-1]} but q has {q.shape[-1]}; they must be the same")
+        raise BadTensorShape(
+            f"{arg('k')} has head_dim {k.shape[-1]} but {arg('q')} has {q.shape[-1]}; they must be the same"
+        )
     batch_kv = k.shape[0] if len(k.shape) == 4 else 1
     if not {"cu_seqlens_kv", "pages", "index"} & arrays.keys() and batch_kv != batch:
         raise BadTensorShape(
-            f"k has batch {batch_kv}, and there are {batch} sequences; index says which rows of a cache "
-            "they have"
+            f"{arg('k')} has batch {batch_kv}, and there are {batch} sequences; {arg('index')} says which "
+            "rows of a cache they have"
         )
 
 
@@ -249,7 +260,7 @@ def _bound(name: str, bound: Any, most: int, fixed: bool) -> int:
         return most
     if bound < 0 or (fixed and bound != most):
         what = f"{most}, the queries of each sequence" if fixed else "0 or more"
-        raise BadParam(f"{name} is {bound}; expected {what}")
+        raise BadParam(f"{arg(name)} is {bound}; expected {what}")
     return min(bound, most)
 
 
@@ -262,12 +273,13 @@ def check_mask(
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         if name in arrays:
             raise BadParam(
-                f"mask and {name} were given; a mask needs as many rows and columns for each sequence: pass "
-                "queries that are padded, not packed, and keys that are padded or in a KVCache"
+                f"{arg('mask')} and {arg(name)} were given; a {arg('mask')} needs as many rows and columns "
+                "for each sequence: pass queries that are padded, not packed, and keys that are padded or "
+                "in a KVCache"
             )
-    columns = "max_seqlen_kv" if bounded else "the keys that a sequence has room for"
-    with naming(**{"seqlen_kv itself": f"{columns}, {sizes['seqlen_kv']}"}):
-        contract.check_mask(mask, sizes, instead="leave it out, as kv_lengths say the same")
+    columns = arg("max_seqlen_kv") if bounded else "the keys that a sequence has room for"
+    with naming({"columns of mask": f"{columns}, {sizes['seqlen_kv']}"}):
+        contract.check_mask(mask, sizes, instead=f"leave it out, as {arg('kv_lengths')} say the same")
 
 
 def check_score_arrays(
@@ -281,8 +293,9 @@ def check_score_arrays(
         if symbols.isdisjoint(("seqlen_q", "seqlen_kv")):
             raise
         raise BadTensorShape(
-            f"{error}. With lengths seqlen_q and seqlen_kv are max_seqlen_q and max_seqlen_kv, or the rows "
-            "that q has and the keys that k has room for, where these are fewer"
+            f"{error.message}. With lengths seqlen_q and seqlen_kv are {arg('max_seqlen_q')} and "
+            f"{arg('max_seqlen_kv')}, or the rows that q has and the keys that k has room for, where these "
+            "are fewer"
         ) from None
 
 
@@ -303,7 +316,8 @@ def band(
     name = maskoptions.mask_type_name(mask_type)
     if name == "causal_top_left":
         raise BadParam(
-            f"mask_type is {name!r}; sequences of several lengths take 'causal_bottom_right' or a window"
+            f"{arg('mask_type')} is {name!r}; sequences of several lengths take "
+            "'causal_bottom_right' or a window"
         )
     kind, offset, left, right = maskoptions.mask_semantics(
         causal, mask_type, window_size, has_mask, seqlen_q, seqlen_kv

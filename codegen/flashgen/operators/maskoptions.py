@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from flashgen.errors import BadParam, NullPointer
+from flashgen.errors import BadParam, NullPointer, arg
 from flashgen.operators.arguments import flag
 from flashgen.operators.masks import UNBOUNDED
 
@@ -29,24 +29,33 @@ def mask_semantics(
     """
     name = mask_type_name(mask_type)
     if name == "dense" and not has_mask:
-        raise NullPointer("mask_type 'dense' needs mask, which is None")
+        raise NullPointer(f"{arg('mask_type')} 'dense' needs {arg('mask')}, which is None")
     if causal:
         if name not in (None, "dense", "causal_bottom_right"):
-            raise BadParam(f"causal=True means mask_type 'causal_bottom_right', but mask_type is {name!r}")
+            raise BadParam(
+                f"causal=True means {arg('mask_type')} 'causal_bottom_right', but {arg('mask_type')} is "
+                f"{name!r}"
+            )
         name = "causal_bottom_right"
     if name is None:
         name = "dense" if has_mask else "none"
     if has_mask and name == "none":
-        raise BadParam("a mask was given, but mask_type 'none' takes none; leave mask_type out")
+        raise BadParam(
+            f"a {arg('mask')} was given, but {arg('mask_type')} 'none' takes none; leave {arg('mask_type')} "
+            "out"
+        )
     kind = "dense" if has_mask else "local"
     left, right = window_of(window_size)
     windowed = (left, right) != (-1, -1)
     if windowed and name == "causal_top_left":
-        raise BadParam(f"window_size is {(left, right)}, but mask_type {name!r} takes no window")
+        raise BadParam(
+            f"{arg('window_size')} is {(left, right)}, but {arg('mask_type')} {name!r} takes no window"
+        )
     if name == "causal_bottom_right":
         if right > 0:
             raise BadParam(
-                f"window_size is {(left, right)}, but causal hides every later key: right must be 0 or -1"
+                f"{arg('window_size')} is {(left, right)}, but causal hides every later key: right must be 0 "
+                "or -1"
             )
         right = 0
     elif name == "causal_top_left":
@@ -67,7 +76,8 @@ def mask_type_name(mask_type: int | str | None) -> str | None:
     except (TypeError, ValueError):
         allowed = ", ".join(f"{number} {name!r}" for number, name in enumerate(MASK_TYPES))
         raise BadParam(
-            f"mask_type is {mask_type!r}; allowed are {allowed}, and 'causal' for 3; a window is window_size"
+            f"{arg('mask_type')} is {mask_type!r}; allowed are {allowed}, and 'causal' for 3; a window is "
+            f"{arg('window_size')}"
         ) from None
 
 
@@ -93,10 +103,10 @@ def window_of(window_size: Any) -> tuple[int, int]:
         left, right = (_integer(side) for side in window_size)
     except (TypeError, ValueError):
         raise BadParam(
-            f"window_size is {window_size!r}; expected two integers (left, right), -1 for no bound"
+            f"{arg('window_size')} is {window_size!r}; expected two integers (left, right), -1 for no bound"
         ) from None
     if left < -1 or right < -1:
-        raise BadParam(f"window_size is {(left, right)}; each side must be -1 (no bound), 0 or more")
+        raise BadParam(f"{arg('window_size')} is {(left, right)}; each side must be -1 (no bound), 0 or more")
     return left, right
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadTensorDtype, BadTensorShape
+from flashgen.errors import BadTensorDtype, BadTensorShape, arg
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
     Argument,
@@ -93,22 +93,23 @@ def check_parts(parts: Sequence[tuple[ArrayView, ArrayView]]) -> tuple[dict[str,
     for number, (o, lse) in enumerate(parts, 1):
         if len(lse.shape) == len(o.shape) + 1:
             raise BadTensorShape(
-                f"o{number} has shape {o.shape} and lse{number} has {lse.shape}; a part is (o, lse), "
-                "not (lse, o)"
+                f"{arg(f'o{number}')} has shape {o.shape} and {arg(f'lse{number}')} has {lse.shape}; a part "
+                "is (o, lse), not (lse, o)"
             )
     first = parts[0][0]
     if first.dtype not in DTYPES:
-        raise BadTensorDtype(f"o1 has dtype {first.dtype}; supported are {', '.join(DTYPES)}")
+        raise BadTensorDtype(f"{arg('o1')} has dtype {first.dtype}; supported are {', '.join(DTYPES)}")
     if len(first.shape) not in (3, 4):
         raise BadTensorShape(
-            f"o1 has shape {first.shape}; expected (batch, seqlen_q, num_heads_q, head_dim_v), or that "
-            "without batch"
+            f"{arg('o1')} has shape {first.shape}; expected (batch, seqlen_q, num_heads_q, head_dim_v), or "
+            "that without batch"
         )
     batch, seqlen_q, heads, head_dim = first.shape if len(first.shape) == 4 else (1, *first.shape)
     check_head_dim("head_dim_v", head_dim, first.dtype)
     if heads < 1 or seqlen_q > MAX_SEQLEN:
         raise BadTensorShape(
-            f"o1 has shape {first.shape}; it needs a head, and sequence lengths are at most {MAX_SEQLEN}"
+            f"{arg('o1')} has shape {first.shape}; it needs a head, and sequence lengths are at "
+            f"most {MAX_SEQLEN}"
         )
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "num_heads_q": heads, "head_dim_v": head_dim}
     lse_shape = (*first.shape[:-3], heads, seqlen_q)
@@ -116,11 +117,13 @@ def check_parts(parts: Sequence[tuple[ArrayView, ArrayView]]) -> tuple[dict[str,
         check_devices({"o1": first, f"o{number}": o, f"lse{number}": lse})
         if o.dtype != first.dtype:
             raise BadTensorDtype(
-                f"o{number} has dtype {o.dtype} but o1 has {first.dtype}; they must be the same"
+                f"{arg(f'o{number}')} has dtype {o.dtype} but {arg('o1')} has {first.dtype}; they must be "
+                "the same"
             )
         if o.shape != first.shape:
             raise BadTensorShape(
-                f"o{number} has shape {o.shape} but o1 has {first.shape}; they must be the same"
+                f"{arg(f'o{number}')} has shape {o.shape} but {arg('o1')} has {first.shape}; they must be "
+                "the same"
             )
         check_strides(Argument(f"o{number}", "input", _O_SHAPE), o, DTYPE_BYTES[o.dtype])
         _check_lse(f"lse{number}", lse, lse_shape)
@@ -142,7 +145,9 @@ def normalise(
     if out is not None:
         check_array(ARGUMENTS[MERGE.position("out")], out, sizes, dtype)
         if out.shape != o1.shape:
-            raise BadTensorShape(f"out has shape {out.shape}; expected that of o1, {o1.shape}")
+            raise BadTensorShape(
+                f"{arg('out')} has shape {out.shape}; expected that of {arg('o1')}, {o1.shape}"
+            )
     if lse_out is not None:
         _check_lse("lse_out", lse_out, lse1.shape)
     views = (o1, lse1, o2, lse2, out, lse_out)
@@ -160,9 +165,9 @@ def normalise(
 
 def _check_lse(name: str, view: ArrayView, shape: tuple[int, ...]) -> None:
     if view.dtype != "fp32":
-        raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected fp32")
+        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; expected fp32")
     if view.shape != shape:
-        raise BadTensorShape(f"{name} has shape {view.shape}; expected {shape}: a number for each row")
+        raise BadTensorShape(f"{arg(name)} has shape {view.shape}; expected {shape}: a number for each row")
     check_strides(Argument(name, "input", _LSE_SHAPE, **_LSE), view, DTYPE_BYTES["fp32"])
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import Argument, shown
 from flashgen.operators.derivative import derivative
 from flashgen.operators.formula import MAX_DEPTH, MAX_SIZE, Node, evaluate, text
@@ -91,14 +91,14 @@ class Score:
         wanted = numbers.Integral if param.type == "i32" else numbers.Real
         if not isinstance(value, wanted) or isinstance(value, bool):
             kind = "an integer" if param.type == "i32" else "a number"
-            raise BadParam(f"{param.name} is {value!r}; the score {self.name} needs {kind}")
+            raise BadParam(f"{arg(param.name)} is {value!r}; the score {self.name} needs {kind}")
         try:
             number = int(value) if param.type == "i32" else float(value)
         except OverflowError:  # an integer beyond fp64
             number = math.inf
         if not abs(number) <= _LARGEST[param.type]:
             most = f"{_LARGEST[param.type]:g}"
-            raise BadParam(f"{param.name} is {shown(value)}; it must be finite, at most {most}")
+            raise BadParam(f"{arg(param.name)} is {shown(value)}; it must be finite, at most {most}")
         return number
 
     def constants(
@@ -123,14 +123,27 @@ class Score:
                 continue
             lowered = self.lowered(dtype, differentiated)
             whole = name == "scale_log2"
-            formula = f"log2(e) * ({text(lowered.factor)})" if whole else text(lowered.constants[name])
+            formula = self._shown(lowered.factor if whole else lowered.constants[name])
+            if whole:
+                formula = f"log2(e) * ({formula})"
             given = ", ".join(
-                f"{name} = {scalars[name]!r}" for name in ("softmax_scale", *(p.name for p in self.scalars))
+                f"{arg(name)} = {scalars[name]!r}"
+                for name in ("softmax_scale", *(p.name for p in self.scalars))
             )
             raise BadParam(
-                f"the score {self.name}, {self.text}, cannot be computed with {given}: {formula}, a constant "
-                f"of its kernels, may be at most {_LARGEST['f32']:g}"
+                f"the score {self.name}, {self._shown(self.tree)}, cannot be computed with {given}: "
+                f"{formula}, a constant of its kernels, may be at most {_LARGEST['f32']:g}"
             )
+
+    def _shown(self, tree: Node) -> str:
+        """A formula for a message, which refers to parameters as to any arguments."""
+        names = {"softmax_scale", *(param.name for param in self.params)}
+
+        def reference(node: Node) -> Node | None:
+            is_param = node.op == "name" and node.value in names
+            return Node("name", (), arg(node.value), node.type) if is_param else None
+
+        return text(tree.replaced(reference))
 
 
 def chained(scores: Sequence[Score]) -> Score:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, arg
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,16 +79,22 @@ def sequences(problem: WithLengths, arrays: Mapping[str, np.ndarray | None]) -> 
     for b in range(problem.batch):
         q_length, kv_length = q_lengths[b], kv_lengths[b]
         if not 0 <= kv_length <= capacity:
-            raise BadParam(f"kv_lengths[{b}] is {kv_length}; expected 0 to {capacity}, the room in k")
+            raise BadParam(
+                f"{arg('kv_lengths')}[{b}] is {kv_length}; expected 0 to {capacity}, the room in {arg('k')}"
+            )
         for name, length, bound in (
             ("max_seqlen_q", q_length, problem.seqlen_q),
             ("max_seqlen_kv", kv_length, lengths.most_keys),
         ):
             if length > bound:
-                raise BadParam(f"sequence {b} has length {length}; {name} says that none is above {bound}")
+                raise BadParam(
+                    f"sequence {b} has length {length}; {arg(name)} says that none is above {bound}"
+                )
         in_row = kv_length > 0 and not lengths.packed_kv and not lengths.paged
         if in_row and not 0 <= index[b] < lengths.batch_kv:
-            raise BadParam(f"index[{b}] is {index[b]}; k has {lengths.batch_kv} rows of a cache")
+            raise BadParam(
+                f"{arg('index')}[{b}] is {index[b]}; {arg('k')} has {lengths.batch_kv} rows of a cache"
+            )
         found.append(
             Sequence(
                 b,
@@ -147,12 +153,12 @@ def arrays_of(
 def check_boundaries(cu_seqlens: np.ndarray, name: str, rows: int, of_what: str) -> None:
     """That packed sequences begin at 0, follow one another, and end within ``rows``. Raises BadParam."""
     if cu_seqlens[0] != 0:
-        raise BadParam(f"{name}[0] is {cu_seqlens[0]}; expected 0")
+        raise BadParam(f"{arg(name)}[0] is {cu_seqlens[0]}; expected 0")
     for b, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         if not begin <= end <= rows:
             raise BadParam(
-                f"{name} goes from {begin} to {end} in sequence {b}; it must not fall, nor pass the {rows} "
-                f"{of_what}"
+                f"{arg(name)} goes from {begin} to {end} in sequence {b}; it must not fall, nor pass the "
+                f"{rows} {of_what}"
             )
 
 
@@ -169,6 +175,7 @@ def _pages(
     wrong = np.flatnonzero((pages < 0) | (pages >= problem.lengths.batch_kv))
     if wrong.size:
         raise BadParam(
-            f"pages[{b}, {wrong[0]}] is {pages[wrong[0]]}; there are {problem.lengths.batch_kv} pages"
+            f"{arg('pages')}[{b}, {wrong[0]}] is {pages[wrong[0]]}; there are {problem.lengths.batch_kv} "
+            "pages"
         )
     return pages

@@ -6,7 +6,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, arg
 
 AUTO = "auto"
 
@@ -40,5 +40,5 @@ def splits_of(given: Any) -> Splits:
 def _count(name: str, given: Any, others: str = "") -> int:
     # Only what cannot change: a plan is kept for it.
     if not isinstance(given, numbers.Integral) or isinstance(given, bool) or given < 1:
-        raise BadParam(f"{name} is {given!r}; expected an integer of 1 or more{others}")
+        raise BadParam(f"{arg(name)} is {given!r}; expected an integer of 1 or more{others}")
     return int(given)

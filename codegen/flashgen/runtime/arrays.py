@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer
+from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer, arg
 from flashgen.runtime.cupykind import CupyKind, import_cupy
 from flashgen.runtime.numpykind import NumpyKind
 from flashgen.runtime.torchkind import TorchKind
@@ -95,14 +95,16 @@ def view(x: Any, name: str) -> ArrayView:
     Raises NullPointer for None, BadTensorDtype for what is no native array (see `dlpack.adopt`).
     """
     if x is None:
-        raise NullPointer(f"{name} is None; expected an array")
+        raise NullPointer(f"{arg(name)} is None; expected an array")
     kind = kind_of(x)
     if kind is None:
-        raise BadTensorDtype(f"{name} has type {type(x).__name__}; expected a NumPy, CuPy or PyTorch array")
+        raise BadTensorDtype(
+            f"{arg(name)} has type {type(x).__name__}; expected a NumPy, CuPy or PyTorch array"
+        )
     try:
         return kind.view(x)
     except (BadParam, BadTensorDtype, DeviceTypeNotSupported) as error:
-        raise type(error)(f"{name}: {error}") from None
+        raise type(error)(f"{arg(name)}: {error.message}") from None
 
 
 def shape_if_any(x: Any, name: str, default: Any = ()) -> Any:
@@ -128,9 +130,10 @@ def check_libraries(views: Mapping[str, ArrayView | None]) -> None:
 
 def mixed(name: str, library: str, other: str, other_library: str) -> str:
     """What to say of arrays of two libraries."""
+    libraries = arg(f"library of {name}", library), arg(f"library of {other}", other_library)
     return (
-        f"{name} is a {library} array but {other} is a {other_library} one; convert it; DLPack does so "
-        "without a copy"
+        f"{arg(name)} is a {libraries[0]} array but {arg(other)} is a {libraries[1]} one; convert it; DLPack "
+        "does so without a copy"
     )
 
 

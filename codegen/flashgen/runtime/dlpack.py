@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer
+from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer, arg
 from flashgen.runtime import device
 from flashgen.runtime.arrays import cupy_kind, is_masked, is_of, kind_of, mixed
 from flashgen.runtime.cupykind import import_cupy
@@ -32,26 +32,31 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
     CuPy is missing, BadParam for a masked array and for a tracer of JAX.
     """
     if x is None:
-        raise NullPointer(f"{name} is None; expected an array")
+        raise NullPointer(f"{arg(name)} is None; expected an array")
     if kind_of(x) is not None:
         return x
     if is_masked(x):
         raise BadParam(
-            f"{name} is a masked array of numpy.ma, whose mask would be ignored; pass its elements, "
-            f"{name}.data, and hide keys with the argument mask (nonzero is hidden there, too)"
+            f"{arg(name)} is a masked array of numpy.ma, whose mask would be ignored; pass its "
+            f"elements, {arg(name)}.data, and hide keys with the argument {arg('mask')} (nonzero is hidden "
+            "there, too)"
         )
     _refuse_tracer(x, name)
     if _is_jax(x) and x.is_deleted():
-        raise NullPointer(f"{name} is an array of jax that was deleted or donated; expected one with memory")
+        raise NullPointer(
+            f"{arg(name)} is an array of jax that was deleted or donated; expected one with memory"
+        )
     dtype = getattr(x, "dtype", "")
     bf16 = "bfloat16" in str(dtype)
     if not bf16 and getattr(dtype, "kind", "") == "V":  # fp8, fp4 and int4 of ml_dtypes
-        raise BadTensorDtype(f"{name} has dtype {dtype}, which cannot be read through DLPack; convert it")
+        raise BadTensorDtype(
+            f"{arg(name)} has dtype {dtype}, which cannot be read through DLPack; convert it"
+        )
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         try:
             device_type, ordinal = x.__dlpack_device__()
         except (BufferError, ValueError, NotImplementedError) as error:
-            raise DeviceTypeNotSupported(f"{name} does not lie on one device: {error}") from error
+            raise DeviceTypeNotSupported(f"{arg(name)} does not lie on one device: {error}") from error
         source = _Recoded(x, _DL_UINT) if bf16 else x
         if device_type in _DL_HOST:
             import numpy as np
@@ -63,8 +68,8 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
             with import_cupy().cuda.Device(ordinal), kind.use(stream):
                 return _from_dlpack(import_cupy().from_dlpack, source, name, bf16)
         raise DeviceTypeNotSupported(
-            f"{name} lies on a device of DLPack type {int(device_type)}; "
-            "supported are CUDA GPUs and host memory"
+            f"{arg(name)} lies on a device of DLPack type {int(device_type)}; supported are CUDA GPUs and "
+            "host memory"
         )
     if hasattr(x, "__cuda_array_interface__"):
         # CuPy waits for the stream that the interface names.
@@ -72,9 +77,11 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
         try:
             return import_cupy().asarray(x)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise BadTensorDtype(f"{name} cannot be read by __cuda_array_interface__: {error}") from error
+            raise BadTensorDtype(
+                f"{arg(name)} cannot be read by __cuda_array_interface__: {error}"
+            ) from error
     raise BadTensorDtype(
-        f"{name} has type {type(x).__name__}; expected an array (CuPy, NumPy, PyTorch, JAX or DLPack)"
+        f"{arg(name)} has type {type(x).__name__}; expected an array (CuPy, NumPy, PyTorch, JAX or DLPack)"
     )
 
 
@@ -138,12 +145,11 @@ def check_libraries(given: Mapping[str, Any], of_cache: Collection[str] = ()) ->
 
 
 def own_libraries(given: Mapping[str, Any]) -> dict[str, str]:
-    """For `errors.rename`: what errors that see adopted arrays, of NumPy or CuPy, call those of ``given``."""
+    """For `errors.naming`: the libraries of adopted arrays, which errors see as arrays of NumPy or CuPy."""
     return {
-        f"{name} is a {kind}": f"{name} is a {library_of(x)}"
+        f"library of {name}": library_of(x)
         for name, x in given.items()
         if x is not None and kind_of(x) is None
-        for kind in ("numpy", "cupy")
     }
 
 
@@ -182,7 +188,7 @@ def _from_dlpack(importer: Callable[[Any], Any], source: Any, name: str, bf16: b
     try:
         array = importer(source)
     except (BufferError, TypeError, ValueError, RuntimeError) as error:
-        raise BadTensorDtype(f"{name} cannot be read through DLPack: {error}") from error
+        raise BadTensorDtype(f"{arg(name)} cannot be read through DLPack: {error}") from error
     if not bf16:
         return array
     from ml_dtypes import bfloat16  # takes 9 ms, which calls with other arrays need not wait for
@@ -197,7 +203,7 @@ def _check_gpu(name: str) -> None:
     import_cupy()
     why = device.why_unavailable()
     if why:
-        raise DeviceTypeNotSupported(f"{name} says that it lies on a GPU, but {why}")
+        raise DeviceTypeNotSupported(f"{arg(name)} says that it lies on a GPU, but {why}")
 
 
 def _held(array: Any, owners: tuple[Any, ...]) -> Any:
@@ -209,7 +215,7 @@ def _held(array: Any, owners: tuple[Any, ...]) -> Any:
 
 def _refuse_tracer(x: Any, name: str) -> None:
     if is_of(type(x), "jax", "Tracer"):
-        raise BadParam(f"{name} is traced by JAX; call flashgen outside jax.jit, jax.vmap and jax.grad")
+        raise BadParam(f"{arg(name)} is traced by JAX; call flashgen outside jax.jit, jax.vmap and jax.grad")
 
 
 def library_of(x: Any) -> str:

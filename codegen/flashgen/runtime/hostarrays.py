@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, arg
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,4 +29,4 @@ def check_writable(problem: Problem, arrays: Sequence[Any]) -> None:
     """That the outputs of a call in host memory can be written to. Raises BadParam."""
     for argument, array in zip(problem.operator.arguments, arrays, strict=True):
         if argument.is_output and array is not None and not host_array(array).flags.writeable:
-            raise BadParam(f"{argument.name} is read-only; pass an array that can be written to")
+            raise BadParam(f"{arg(argument.name)} is read-only; pass an array that can be written to")

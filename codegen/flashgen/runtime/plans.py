@@ -12,6 +12,7 @@ from flashgen.errors import (
     DeviceTypeNotSupported,
     InsufficientWorkspace,
     NullPointer,
+    arg,
     naming,
 )
 from flashgen.operators.arguments import (
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 Ready = tuple[Work, Arrays, Pointers, int, Any]
 # Works that a plan keeps, by addresses and scalars.
 MAX_WORKS = 256
+# What messages refer to as the inputs that a call of a plan has to give.
+TAKES = "what the plan takes"
 _WORKSPACE = Argument("workspace", "output", "bytes", ("uint8",), "contiguous", WORKSPACE_ALIGNMENT)
 
 
@@ -225,7 +228,7 @@ class Plan:
         except BadTensorDtype:
             for name, x in given.items():
                 if x is not None and not dlpack.is_array(x):
-                    raise BadTensorDtype(f"{name} has type {type(x).__name__}; {self.takes()}") from None
+                    raise BadTensorDtype(f"{arg(name)} has type {type(x).__name__}; {self.takes()}") from None
             raise
 
     def run(
@@ -304,7 +307,7 @@ class Plan:
             else:
                 known = ", ".join((*positions, *operator.scalars, "stream", "workspace"))
                 why = "is no argument" if position < 0 else "was given twice"
-                raise BadParam(f"{name} {why}; the arguments are {known}")
+                raise BadParam(f"{arg(name)} {why}; the arguments are {known}")
         return tuple(arrays), scalars
 
     def _allocated(self, given: Arrays, addresses: Pointers, stream: Any) -> tuple[Arrays, Pointers]:
@@ -315,8 +318,8 @@ class Plan:
                 if position in self._spread:
                     name, strides = self.problem.operator.arguments[position].name, self._spread[position]
                     raise NullPointer(
-                        f"{name} is None, but the plan was made with one of strides {strides} (in elements); "
-                        f"pass one that lies like it, or make the plan without {name}"
+                        f"{arg(name)} is None, but the plan was made with one of strides {strides} (in "
+                        f"elements); pass one that lies like it, or make the plan without {arg(name)}"
                     )
                 arrays[position] = kind.empty(shape, given[0], stream, dtype)
                 pointers[position] = kind.pointer(arrays[position])
@@ -344,16 +347,17 @@ class Plan:
         view = libraries.view(workspace, "workspace")
         if view.kind != self.kind.name:  # whose streams know nothing of each other
             raise BadParam(
-                f"workspace is a {view.kind} array, but the plan was made for {self.kind.name} arrays"
+                f"{arg('workspace')} is a {view.kind} array, but the plan was made for {self.kind.name} "
+                "arrays"
             )
         if view.device != self._device or not is_contiguous(view):
-            raise BadParam("workspace must be a contiguous array on the device of the plan")
+            raise BadParam(f"{arg('workspace')} must be a contiguous array on the device of the plan")
         size = self.kind.nbytes(workspace)
         if size < needed:
-            raise InsufficientWorkspace(f"workspace has {size} bytes; the plan needs {needed}")
+            raise InsufficientWorkspace(f"{arg('workspace')} has {size} bytes; the plan needs {needed}")
         if needed and view.pointer % WORKSPACE_ALIGNMENT:
             raise BadTensorStrides(
-                f"workspace starts at address {view.pointer:#x}; it must be a multiple of "
+                f"{arg('workspace')} starts at address {view.pointer:#x}; it must be a multiple of "
                 f"{WORKSPACE_ALIGNMENT} bytes"
             )
         self._known_workspace = layout
@@ -396,7 +400,8 @@ class Plan:
 
     def takes(self) -> str:
         """`inputs`, for a message."""
-        return f"the plan takes arrays by name: {', '.join(self.inputs())}{self._hint}"
+        words = f"the plan takes arrays by name: {', '.join(self.inputs())}{self._hint}"
+        return arg(TAKES, words)
 
     def _check(self, arrays: Arrays) -> None:
         """Raise the error of arrays that do not fit the plan."""
@@ -408,14 +413,17 @@ class Plan:
             if array is None:
                 if not argument.is_output and planned is not None:
                     why = ", but the plan was made with one" if argument.optional else "; expected an array"
-                    raise NullPointer(f"{name} is None{why}; {self.takes()}")
+                    raise NullPointer(f"{arg(name)} is None{why}; {self.takes()}")
                 continue
             view = libraries.view(array, name)
             if view.kind != kind.name:
-                raise BadParam(f"{name} is a {view.kind} array, but the plan was made for {kind.name} arrays")
+                raise BadParam(
+                    f"{arg(name)} is a {arg(f'library of {name}', view.kind)} array, but the plan was made "
+                    f"for {kind.name} arrays"
+                )
             if planned is None:
                 without = "return_lse=True" if name == "lse" else f"one; {self.takes()}"
-                raise BadParam(f"{name} was given to a plan made without {without}")
+                raise BadParam(f"{arg(name)} was given to a plan made without {without}")
             example = examples[position]
             if example is not None:
                 if kind.layout(array) != example:
@@ -429,17 +437,19 @@ class Plan:
         argument = problem.operator.arguments[position]
         if view.device != problem.device:
             raise DeviceTypeNotSupported(
-                f"{argument.name} is {on_device(view.device)}; "
-                f"the plan was made for arrays {on_device(problem.device)}"
+                f"{arg(argument.name)} is {on_device(view.device)}; the plan was made for arrays "
+                f"{on_device(problem.device)}"
             )
         check_array(argument, view, sizes, problem.dtype)
         expected = problem.shape(position)
         if view.shape != expected:  # a batch more or less, which `check_array` lets pass
-            raise BadTensorShape(f"{argument.name} has shape {view.shape}; the plan was made for {expected}")
+            raise BadTensorShape(
+                f"{arg(argument.name)} has shape {view.shape}; the plan was made for {expected}"
+            )
         if not is_contiguous(view):
             raise BadTensorStrides(
-                f"{argument.name} has strides {view.strides} (in elements); the plan was made without "
-                f"{argument.name}, so it must be contiguous"
+                f"{arg(argument.name)} has strides {view.strides} (in elements); the plan was made without "
+                f"{arg(argument.name)}, so it must be contiguous"
             )
 
 
@@ -451,10 +461,11 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
     name, placed = argument.name, problem.placed()[problem.operator.position(argument.name)]
     # Of several dtypes only those of a byte are read alike.
     if view.dtype != placed.dtype and not {view.dtype, placed.dtype} <= {"bool", "uint8"}:
-        raise BadTensorDtype(f"{name} has dtype {view.dtype}; the plan was made for {placed.dtype}")
+        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; the plan was made for {placed.dtype}")
     if view.device != problem.device:
         raise DeviceTypeNotSupported(
-            f"{name} is {on_device(view.device)}; the plan was made for arrays {on_device(problem.device)}"
+            f"{arg(name)} is {on_device(view.device)}; the plan was made for arrays "
+            f"{on_device(problem.device)}"
         )
     if view.shape != shape:
         symbols = argument.symbols[len(argument.symbols) - len(shape) :]
@@ -462,14 +473,14 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
             for symbol, found, expected in zip(symbols, view.shape, shape, strict=True):
                 if found != expected:
                     what = problem.spoken(symbol)
-                    raise BadTensorShape(f"{name} has {what} {found}; the plan was made for {expected}")
-        raise BadTensorShape(f"{name} has shape {view.shape}; the plan was made for {shape}")
+                    raise BadTensorShape(f"{arg(name)} has {what} {found}; the plan was made for {expected}")
+        raise BadTensorShape(f"{arg(name)} has shape {view.shape}; the plan was made for {shape}")
     check_strides(argument, view, DTYPE_BYTES[view.dtype])
     strides = place(argument, view, problem.sizes, problem.dtype).strides
     if strides != placed.strides:
         ahead = len(strides) + 1 - len(shape)
         raise BadTensorStrides(
-            f"{name} has strides {(*strides[ahead:], 1)} (in elements); the plan was made for "
+            f"{arg(name)} has strides {(*strides[ahead:], 1)} (in elements); the plan was made for "
             f"{(*placed.strides[ahead:], 1)}"
         )
 
@@ -491,8 +502,8 @@ def adopted(operator: Any, given: dict[str, Any], stream: Any) -> dict[str, Any]
         array = given[argument.name]
         if argument.is_output and array is not None and dlpack.immutable(array):
             raise BadParam(
-                f"{argument.name} has type {type(array).__name__}, whose memory cannot be written to; "
-                f"call without {argument.name} and use the result"
+                f"{arg(argument.name)} has type {type(array).__name__}, whose memory cannot be written to; "
+                f"call without {arg(argument.name)} and use the result"
             )
     return {
         argument.name: None
@@ -517,7 +528,7 @@ def run_adopted(call: Any, operator: Any, given: dict[str, Any], stream: Any, **
     first = given[operator.arguments[0].name]
     dlpack.check_libraries(given, cache_arrays(given))
     native = adopted(operator, given, stream)
-    with naming(**dlpack.own_libraries(given)):
+    with naming(dlpack.own_libraries(given)):
         results = call(**native, stream=stream, **rest)
     outputs = [argument.name for argument in operator.arguments if argument.is_output]
     inputs = tuple(native[argument.name] for argument in operator.arguments if not argument.is_output)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flashgen import errors
 from flashgen.errors import BadParam, DeviceTypeNotSupported
 from flashgen.operators.arguments import ArrayView
 from flashgen.runtime.streams import stream_pointer
@@ -41,7 +42,7 @@ class RequiresGradient(BadParam):
     """
 
     def of(self, what: str) -> BadParam:
-        return without_gradients(str(self), what)
+        return without_gradients(self.message, what)
 
 
 def inside_compile(what: str) -> BadParam:
@@ -69,6 +70,7 @@ class TorchKind:
         self.torch = torch
         self._is_grad_enabled = torch.is_grad_enabled
         self.is_compiling = torch.compiler.is_compiling
+        errors.is_traced = torch.compiler.is_dynamo_compiling
         self._is_transforming = torch._C._are_functorch_transforms_active
         self._dispatch_modes = torch._C._len_torch_dispatch_stack
         self._is_tracing = torch._C._is_tracing

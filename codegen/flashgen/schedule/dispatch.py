@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError
+from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError, arg
 from flashgen.families.arch import arch_parts, reaches
 from flashgen.families.variant import TUNED_TILE
 from flashgen.operators import operator_of
@@ -230,14 +230,15 @@ def splitting(
             why = f"{queries} are {count} rows of a kv head; kernels that split keys serve at most {most}"
         else:
             why = f"no kernel that splits keys serves {problem.wanted()}; those that ship take fp16 and bf16"
-        raise BadParam(f"splits is {problem.splits}, but {why}; pass 1 or 'auto'")
+        one = arg("one split", "1 or 'auto'")
+        raise BadParam(f"{arg('splits')} is {problem.splits}, but {why}; pass {one}")
     keys = problem.splits.keys
     fitting = tuple(variant for variant in able if keys % variant.visits.keys == 0)
     if able and not fitting:
         block = min(variant.visits.keys for variant in able)
         raise BadParam(
-            f"splits is {problem.splits}, but the kernels for this call have KV blocks of {block} keys or "
-            f"more; pass a multiple of {block}, such as {-(-keys // block) * block}"
+            f"{arg('splits')} is {problem.splits}, but the kernels for this call have KV blocks of {block} "
+            f"keys or more; pass a multiple of {block}, such as {-(-keys // block) * block}"
         )
     return fitting or variants
 

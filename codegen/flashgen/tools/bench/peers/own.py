@@ -230,7 +230,7 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 def _pinned(plan: Plan, examples: Mapping[str, Any], keep: Callable[[Variant], bool]) -> Plan:
     """The same plan with the best of the variants to keep, whatever dispatch would take."""
-    from flashgen.api.backends import specs_for
+    from flashgen.call.backends import specs_for
     from flashgen.runtime.device import device
     from flashgen.runtime.launch import prepare
     from flashgen.runtime.plans import Plan

@@ -17,7 +17,8 @@ from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
-from flashgen.api import compiled  # noqa: E402, F401  # registers the operators
+from flashgen.call import codec, compiled  # noqa: E402, F401  # registers the operators
+from flashgen.call.record import AttentionCall, call_of  # noqa: E402
 from flashgen.compat.flash_attn import flash_attn_func  # noqa: E402
 
 ROWS, HEADS, KV_HEADS, WIDTH = 3, 4, 2, 16
@@ -345,10 +346,13 @@ def test_the_operators_pass_torchs_own_checks():
     x = given()
     k, v = (part.contiguous() for part in x["kv"].unbind(1))
     operators = torch.ops.flashgen
-    options = True, None, -1, -1, None, "alibi", "slope", "", "auto", False, None, None, None, None, False
-    arrays = None, [x["slopes"]], x["lengths"], None, None, None, x["pages"], True
+    call = call_of(AttentionCall, q=x["q"], causal=True, score="alibi", params={"slope": x["slopes"]})
+    score_arrays, entries = codec.encode(call)
+    arrays = {"q": x["q"], "k": k, "v": v, "kv_lengths": x["lengths"]}
+    inputs = [arrays.get(name) for name in codec.INPUTS]
     results = torch.empty_like(x["q"]), torch.empty(3, HEADS, ROWS)
-    torch.library.opcheck(operators.attention_into.default, (x["q"], k, v, *arrays, *options, *results))
+    cached = *inputs, None, x["pages"], score_arrays, True, *entries, *results
+    torch.library.opcheck(operators.attention_into.default, cached)
     total, rotated = torch.empty_like(x["lengths"]), torch.empty_like(x["q"])
     arrays = *x["new"].unbind(), x["lengths"], x["q"], x["pages"], None, x["cos"], x["sin"], None, None
     how = False, "each", False, None
@@ -356,10 +360,11 @@ def test_the_operators_pass_torchs_own_checks():
     part = flashgen.attention(x["q"], *parts(x)[0], return_lse=True)
     torch.library.opcheck(operators.merge.default, (*part, *part, *map(torch.empty_like, part), None))
     k, v = parts(x)[0]
-    arrays = *part, part[1], [x["slopes"]], None, None, None
+    arrays = {"q": x["q"], "k": k, "v": v}
+    inputs = [arrays.get(name) for name in codec.INPUTS]
     results = map(torch.empty_like, (x["q"], k, v))
     backward = operators.attention_backward_into.default
-    torch.library.opcheck(backward, (part[0], x["q"], k, v, None, *arrays, *options, *results))
+    torch.library.opcheck(backward, (part[0], *inputs, *part, part[1], score_arrays, *entries, *results))
 
 
 @pytest.mark.parametrize("way", ["eager", "traced", "compiled"])

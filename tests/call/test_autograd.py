@@ -19,7 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from flashgen.api import autograd, backward  # noqa: E402  # autograd registers the operators
+from flashgen.api import backward  # noqa: E402
+from flashgen.call import autograd, codec  # noqa: E402  # autograd registers the operators
+from flashgen.call.record import AttentionCall, call_of  # noqa: E402
 
 functional = torch.nn.functional
 
@@ -94,15 +96,15 @@ def test_a_gradient_whose_rows_no_kernel_could_read_is_copied(monkeypatch):
     results = flashgen.attention(q, k, v, return_lse=True)
     dlse = torch.randn_like(results[1])
     expected = torch.autograd.grad(results, (q, k, v), (dout, dlse), retain_graph=True)
-    asked, real = [], autograd.asked_backward
-    monkeypatch.setattr(autograd, "asked_backward", lambda *given: asked.append(given[0]) or real(*given))
+    calls, real = [], autograd.gradients_of
+    monkeypatch.setattr(autograd, "gradients_of", lambda call: calls.append(call.dout) or real(call))
     size, flat = dout.shape, dout.flatten()
     odd = torch.cat([flat[:1], flat])[1:].view(size)
     rows = torch.cat([dout, dout[..., :1]], -1)[..., :-1]
     for given in ((odd, dlse), (rows, dlse), (torch._neg_view(-dout), torch._neg_view(-dlse))):
         found = torch.autograd.grad(results, (q, k, v), given, retain_graph=True)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-        read = asked.pop()[0]
+        read = calls.pop()
         assert (read.data_ptr() % 16, read.stride(), read.is_neg()) == (0, dout.stride(), False)
 
 
@@ -118,57 +120,30 @@ def test_without_batch_and_of_some_inputs():
 def test_the_operators_pass_torchs_own_checks():
     q, k, v, dout = tensors()
     slopes = torch.rand(HEADS)
-    none = (None, None, None)
-    plain = (
-        None,
-        [],
-        *none,
-        True,
-        None,
-        -1,
-        -1,
-        None,
-        "",
-        "",
-        "",
-        "auto",
-        False,
-        None,
-        None,
-        None,
-        None,
-        False,
+    plain = call_of(AttentionCall, q=q, causal=True)
+    scored = plain.replace(
+        causal=False,
+        window_size=(3, -1),
+        softmax_scale=0.2,
+        score=["alibi", "softcap"],
+        params={"slope": slopes, "cap": 2.0},
+        splits=4,
+        deterministic=True,
+        backend="cpu",
     )
-    scored = (
-        None,
-        [slopes],
-        *none,
-        False,
-        None,
-        3,
-        -1,
-        0.2,
-        "alibi,softcap",
-        "slope",
-        "cap=2.0",
-        "4",
-        True,
-        "cpu",
-        None,
-        None,
-        None,
-        False,
-    )
-    for given, dtype in ((plain, torch.float32), (scored, torch.float16)):
+    absent = [None] * (len(codec.INPUTS) - 3)
+    for call, dtype in ((plain, torch.float32), (scored, torch.float16)):
         inputs = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
-        torch.library.opcheck(torch.ops.flashgen.attention.default, (*inputs, *given))
+        score_arrays, entries = codec.encode(call)
+        arguments = *inputs, *absent, score_arrays, *entries
+        torch.library.opcheck(torch.ops.flashgen.attention.default, arguments)
     with torch.no_grad():
         out, lse = flashgen.attention(q, k, v, return_lse=True)
     inputs = [x.detach() for x in (dout, q, k, v)]
     for dlse in (None, torch.randn_like(lse)):
         torch.library.opcheck(
             torch.ops.flashgen.attention_backward.default,
-            (*inputs, None, out, lse, dlse, [], *plain[2:]),
+            (*inputs, *absent, out, lse, dlse, [], *codec.encode(plain)[1]),
         )
 
 
@@ -212,14 +187,15 @@ def test_padded_sequences():
 def test_packed_sequences_pass_torchs_own_checks_and_compile():
     q, k, v, dout, lengths = packed()
     lengths["cu_seqlens_q"][-1] = 9  # what lies behind the last sequence is any number, as the checks compare
-    options = (True, None, -1, -1, None, "", "", "", "auto", False, None, None, 7, None, False)
-    given = None, [], None, *lengths.values(), *options
-    torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *given))
+    score_arrays, entries = codec.encode(call_of(AttentionCall, q=q, causal=True, max_seqlen_q=7))
+    absent = [lengths.get(name) for name in codec.INPUTS[3:]]
+    arguments = q, k, v, *absent, score_arrays, *entries
+    torch.library.opcheck(torch.ops.flashgen.attention.default, arguments)
     with torch.no_grad():
         out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True, **lengths)
     inputs = [x.detach() for x in (dout, q, k, v)]
-    given = None, out, lse, None, [], None, *lengths.values(), *options
-    torch.library.opcheck(torch.ops.flashgen.attention_backward.default, (*inputs, *given))
+    arguments = *inputs, *absent, out, lse, None, score_arrays, *entries
+    torch.library.opcheck(torch.ops.flashgen.attention_backward.default, arguments)
 
     def loss(q, k, v):
         return flashgen.attention(q, k, v, causal=True, max_seqlen_q=7, **lengths).square().sum()
@@ -759,9 +735,9 @@ def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):
 
 
 def test_deterministic_reaches_the_gradients(monkeypatch):
-    asked, q, k, v = [], *tensors()[:3]
-    real = autograd.asked_backward
-    monkeypatch.setattr(autograd, "asked_backward", lambda *given: asked.append(given[-1]) or real(*given))
+    calls, q, k, v = [], *tensors()[:3]
+    real = autograd.gradients_of
+    monkeypatch.setattr(autograd, "gradients_of", lambda call: calls.append(call.deterministic) or real(call))
     for deterministic in (False, True):
         flashgen.attention(q, k, v, deterministic=deterministic).sum().backward()
     recorded = flashgen.attention(q, k, v).sum()
@@ -771,22 +747,22 @@ def test_deterministic_reaches_the_gradients(monkeypatch):
         recorded.backward()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert asked == [False, True, True, True]
+    assert calls == [False, True, True, True]
 
 
 @pytest.mark.parametrize("function", ["attention_backward", "plan_backward"])
 def test_direct_calls_are_deterministic_where_pytorch_is(function, monkeypatch):
     q, k, v, dout = (x.detach() for x in tensors())
     out, lse = flashgen.attention(q, k, v, return_lse=True)
-    asked, real = [], backward.asked_backward
-    monkeypatch.setattr(backward, "asked_backward", lambda *given: asked.append(given[-1]) or real(*given))
+    calls, real = [], backward.gradients_of
+    monkeypatch.setattr(backward, "gradients_of", lambda call: calls.append(call.deterministic) or real(call))
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         try:
             getattr(flashgen, function)(dout, q, k, v, out, lse)
         finally:
             torch.use_deterministic_algorithms(False)
-    assert asked == [False, True]
+    assert calls == [False, True]
 
 
 def test_kernels_of_both_passes_in_the_simulator():

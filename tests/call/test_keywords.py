@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.api import keywords
+from flashgen.call import keywords
 from flashgen.errors import BadParam
 
 Q = np.ones((1, 4, 2, 8), np.float16)

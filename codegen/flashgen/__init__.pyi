@@ -1,0 +1,374 @@
+# Written by `python -m flashgen.api.stub` from the fields of a call; not to be edited.
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict, overload
+
+from flashgen.api.append import AppendPlan as AppendPlan
+from flashgen.call.kvcache import KVCache as KVCache
+from flashgen.call.kvcache import Rotary as Rotary
+from flashgen.errors import BadParam as BadParam
+from flashgen.errors import BadTensorDtype as BadTensorDtype
+from flashgen.errors import BadTensorShape as BadTensorShape
+from flashgen.errors import BadTensorStrides as BadTensorStrides
+from flashgen.errors import CacheWarning as CacheWarning
+from flashgen.errors import CompileError as CompileError
+from flashgen.errors import DeviceTypeNotSupported as DeviceTypeNotSupported
+from flashgen.errors import FlashgenError as FlashgenError
+from flashgen.errors import InsufficientWorkspace as InsufficientWorkspace
+from flashgen.errors import InternalError as InternalError
+from flashgen.errors import NoBindingError as NoBindingError
+from flashgen.errors import NoCompilerError as NoCompilerError
+from flashgen.errors import NoHostCompilerError as NoHostCompilerError
+from flashgen.errors import NullPointer as NullPointer
+from flashgen.errors import SimulationError as SimulationError
+from flashgen.errors import SpecError as SpecError
+from flashgen.errors import TemplateWarning as TemplateWarning
+from flashgen.errors import TunedWarning as TunedWarning
+from flashgen.operators.splits import SplitEvery as SplitEvery
+from flashgen.runtime.plans import Plan as Plan
+from flashgen.schedule.explain import Explanation
+
+__version__: str
+__all__ = [
+    "AppendPlan",
+    "BadParam",
+    "BadTensorDtype",
+    "BadTensorShape",
+    "BadTensorStrides",
+    "CacheWarning",
+    "CompileError",
+    "DeviceTypeNotSupported",
+    "FlashgenError",
+    "InsufficientWorkspace",
+    "InternalError",
+    "KVCache",
+    "NoBindingError",
+    "NoCompilerError",
+    "NoHostCompilerError",
+    "NullPointer",
+    "Plan",
+    "Rotary",
+    "SimulationError",
+    "SpecError",
+    "SplitEvery",
+    "TemplateWarning",
+    "TunedWarning",
+    "append",
+    "attention",
+    "attention_backward",
+    "cascade",
+    "explain",
+    "merge",
+    "plan",
+    "plan_backward",
+    "warmup",
+]
+
+class _AttentionPlan(Plan):
+    def __call__(
+        self,
+        /,
+        *inputs: Any,
+        q: Any = ...,
+        k: Any = ...,
+        v: Any = ...,
+        mask: Any = ...,
+        out: Any = ...,
+        lse: Any = ...,
+        cu_seqlens_q: Any = ...,
+        cu_seqlens_kv: Any = ...,
+        kv_lengths: Any = ...,
+        index: Any = ...,
+        pages: Any = ...,
+        softmax_scale: float | None = ...,
+        stream: Any = ...,
+        workspace: Any = ...,
+        **params: Any,
+    ) -> Any: ...
+
+class _GradientPlan(Plan):
+    def __call__(
+        self,
+        /,
+        *inputs: Any,
+        dout: Any = ...,
+        q: Any = ...,
+        k: Any = ...,
+        v: Any = ...,
+        mask: Any = ...,
+        out: Any = ...,
+        lse: Any = ...,
+        dlse: Any = ...,
+        dq: Any = ...,
+        dk: Any = ...,
+        dv: Any = ...,
+        cu_seqlens_q: Any = ...,
+        cu_seqlens_kv: Any = ...,
+        kv_lengths: Any = ...,
+        softmax_scale: float | None = ...,
+        stream: Any = ...,
+        workspace: Any = ...,
+        **params: Any,
+    ) -> Any: ...
+
+class _WarmupCall(TypedDict, total=False):
+    q: Any
+    k: Any
+    v: Any
+    dtype: str
+    operator: str
+    causal: bool
+    mask: Any
+    mask_type: int | str | None
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    softcap: float | None
+    alibi_slopes: Any
+    score: str | Sequence[str] | None
+    params: Mapping[str, Any] | None
+    kv_lengths: Any
+    cu_seqlens_q: Any
+    cu_seqlens_kv: Any
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+    splits: str | int | SplitEvery
+    out: Any
+    return_lse: bool
+    deterministic: bool
+    dout: Any
+    lse: Any
+    dlse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    algorithm: str | None
+    cache: Any
+    k_new: Any
+    v_new: Any
+    rotary: Any
+    q_positions: Any
+    cu_seqlens_new: Any
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any = None,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    mask_type: int | str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: str | Sequence[str] | None = None,
+    params: Mapping[str, Any] | None = None,
+    kv_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    splits: str | int | SplitEvery = "auto",
+    append: tuple[Any, Any] | None = None,
+    rotary: Rotary | None = None,
+    out: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    stream: Any = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any: ...
+@overload
+def plan(
+    q: Any,
+    k: Any,
+    v: Any = None,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    mask_type: int | str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: str | Sequence[str] | None = None,
+    params: Mapping[str, Any] | None = None,
+    kv_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    splits: str | int | SplitEvery = "auto",
+    append: None = None,
+    rotary: None = None,
+    out: Any = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> _AttentionPlan: ...
+@overload
+def plan(
+    q: Any,
+    k: KVCache,
+    v: Any = None,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    mask_type: int | str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: str | Sequence[str] | None = None,
+    params: Mapping[str, Any] | None = None,
+    kv_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    splits: str | int | SplitEvery = "auto",
+    append: tuple[Any, Any],
+    rotary: Rotary | None = None,
+    out: Any = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> AppendPlan: ...
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    mask_type: int | str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: str | Sequence[str] | None = None,
+    params: Mapping[str, Any] | None = None,
+    kv_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    dlse: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    deterministic: bool = False,
+    workspace: Any = None,
+    stream: Any = None,
+    backend: str | None = None,
+) -> tuple[Any, Any, Any]: ...
+def plan_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    mask_type: int | str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: str | Sequence[str] | None = None,
+    params: Mapping[str, Any] | None = None,
+    kv_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    dlse: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> _GradientPlan: ...
+def append(
+    cache: KVCache,
+    k_new: Any,
+    v_new: Any,
+    *,
+    rotary: Rotary | None = None,
+    q: Any = None,
+    q_positions: str = "each",
+    cu_seqlens_new: Any = None,
+    stream: Any = None,
+    backend: str | None = None,
+) -> tuple[Any, Any]: ...
+def cascade(
+    q: Any,
+    parts: Sequence[tuple[Any, Any] | KVCache],
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    out: Any = None,
+    return_lse: bool = False,
+    stream: Any = None,
+    backend: str | None = None,
+) -> Any: ...
+def merge(
+    parts: Sequence[tuple[Any, Any]],
+    *,
+    out: Any = None,
+    lse_out: Any = None,
+    stream: Any = None,
+    backend: str | None = None,
+) -> tuple[Any, Any]: ...
+def explain(
+    q: Any = None,
+    k: Any = None,
+    v: Any = None,
+    *,
+    dtype: str = "fp16",
+    arch: str | None = None,
+    operator: str = "attention",
+    causal: bool = False,
+    mask: Any = None,
+    mask_type: int | str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: str | Sequence[str] | None = None,
+    params: Mapping[str, Any] | None = None,
+    kv_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    splits: str | int | SplitEvery = "auto",
+    out: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    dout: Any = None,
+    lse: Any = None,
+    dlse: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    algorithm: str | None = None,
+    cache: Any = None,
+    k_new: Any = None,
+    v_new: Any = None,
+    rotary: Any = None,
+    q_positions: Any = None,
+    cu_seqlens_new: Any = None,
+) -> Explanation: ...
+def warmup(
+    calls: Iterable[_WarmupCall],
+    *,
+    arch: str | None = None,
+    jobs: int | None = None,
+) -> tuple[str, ...]: ...

@@ -1,0 +1,340 @@
+"""Attention in the graphs of PyTorch: recorded by autograd, and as the operators ``flashgen::attention`` and
+``flashgen::attention_backward`` for torch.compile, torch.export, and whatever else looks at operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flashgen.call.codec import INPUTS, INPUTS_SCHEMA, SCHEMA, decode, encode, encode_score
+from flashgen.call.compute import compute
+from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, SHORTHANDS
+from flashgen.call.record import AttentionCall, GradientCall, call_of
+from flashgen.call.request import gradients_of, names_of, refuse_mask_with_lengths, request_of
+from flashgen.errors import BadParam, DeviceTypeNotSupported, FlashgenError, NullPointer, arg
+from flashgen.operators.arguments import ROW_ALIGNMENT
+from flashgen.operators.contract import check_rank
+from flashgen.runtime.arrays import kind_of
+from flashgen.runtime.torchkind import INSIDE_TORCH_FUNC, NESTED, WITH_TANGENT
+
+if TYPE_CHECKING:
+    from flashgen.call.record import Call
+
+# The tensors whose operators nobody but autograd looks at.
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+_COUNT, _GRADIENTS = len(INPUTS), len(DIFFERENTIABLE)
+# What the backward pass takes beside the inputs: the first before them, the others after them.
+_OF_BACKWARD = ("dout", *INPUTS, "out", "lse", "dlse")
+# The options of both passes.
+_SHARED = [
+    x.name
+    for x in GradientCall.fields
+    if x in AttentionCall.fields and x.name not in (*INPUTS, "out") and x.kind != "host"
+]
+
+
+def attention(call: Call) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, recorded. Raises BadParam."""
+    arrays = {name: getattr(call, name) for name in INPUTS}
+    check_tensors(arrays)
+    for name in ("k", "v"):
+        if arrays[name] is None:
+            raise NullPointer(f"{arg(name)} is None; expected an array")
+    if call.q.is_meta:
+        check_meta(arrays | arrays_of_score(call))
+    has_lengths = any([arrays[name] is not None for name in LENGTHS])  # noqa: C419  # as in compute.are_all
+    if call.mask is not None and has_lengths and _differentiable(call):
+        refuse_mask_with_lengths(call)
+    if torch.are_deterministic_algorithms_enabled():
+        call = call.replace(deterministic=True)
+    refuse_derivatives(call)
+    tensors = tuple(arrays.values())
+    if _is_eager(tensors):
+        return _Attention.apply(*tensors[:_GRADIENTS], call)
+    score_arrays, entries = encode(call)
+    refuse_transforms()
+    return _forward(*tensors, score_arrays, *entries)
+
+
+def arrays_of_score(call: Call) -> dict[str, Any]:
+    """What may be arrays of a score modification, by name."""
+    params = dict(call.params) if isinstance(call.params, Mapping) else {}
+    return {name: getattr(call, name) for name, _ in SHORTHANDS} | params
+
+
+def check_tensors(given: Mapping[str, Any]) -> None:
+    """That all arrays of a call that is recorded are tensors, and dense. Raises BadParam."""
+    for name, x in given.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            leaves = [other for other, y in given.items() if isinstance(y, Tensor) and y.requires_grad]
+            why = f"{leaves[0]} requires a gradient" if leaves else "another array is traced"
+            raise BadParam(
+                f"{arg(name)} has type {type(x).__name__}, and {why}; pass a tensor, which torch.as_tensor "
+                "makes"
+            )
+        if x.is_nested:
+            raise BadParam(f"{arg(name)}: {NESTED}")
+
+
+def check_meta(given: Mapping[str, Any]) -> None:
+    """That no tensor has memory where the first one has none. Raises DeviceTypeNotSupported."""
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    first, *others = tensors
+    if tensors[first].is_meta:
+        for name in others:
+            if not tensors[name].is_meta:
+                raise DeviceTypeNotSupported(
+                    f"{arg(first)} is on meta but {arg(name)} is on {tensors[name].device}; all arrays must "
+                    "be on one device"
+                )
+
+
+def refuse_transforms() -> None:
+    """Raise BadParam inside torch.func, where an operator would lose tangents. Dynamo cannot tell of a tensor
+    whether it is wrapped.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise BadParam(INSIDE_TORCH_FUNC)
+
+
+def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether nothing needs to see an operator: nothing watches, there is no transform of torch.func, and no
+    subclass of tensors.
+    """
+    return not (
+        kind_of(tensors[0]).watched(tensors[0]) or torch._C._are_functorch_transforms_active()
+    ) and _PLAIN.issuperset(map(type, tensors))
+
+
+def _differentiable(call: Call) -> bool:
+    """Whether a result of the call gets a gradient."""
+    return torch.is_grad_enabled() and any(
+        getattr(getattr(call, name), "requires_grad", False) for name in DIFFERENTIABLE
+    )
+
+
+def refuse_derivatives(call: Call) -> None:
+    """Raise BadParam for an array of a score modification that requires a gradient or has a tangent:
+    `_Attention` and the operators take these arrays in a list, of which nothing is differentiated.
+    """
+    if not call.has_score():
+        return
+    for name, x in arrays_of_score(call).items():
+        if not isinstance(x, Tensor):
+            continue
+        if x.requires_grad and torch.is_grad_enabled():
+            raise BadParam(
+                f"{arg(name)} requires a gradient; flashgen has gradients of q, k and v alone: pass "
+                f"{arg(name)}.detach()"
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise BadParam(f"{arg(name)}: {WITH_TANGENT}")
+
+
+def _attend(*args: Any) -> tuple[Tensor, Tensor]:
+    """out and lse, where nothing is recorded."""
+    arrays, score_arrays, *entries = args[:_COUNT], *args[_COUNT:]
+    values = {**dict(zip(INPUTS, arrays, strict=True)), "return_lse": True}
+    call = decode(AttentionCall, values, score_arrays, entries)
+    try:
+        return compute(request_of(call), kind_of(call.q))
+    except FlashgenError as error:
+        error.rename(names_of(call))
+        raise
+
+
+@torch.library.custom_op(
+    "flashgen::attention",
+    mutates_args=(),
+    schema=f"({INPUTS_SCHEMA}, Tensor[] score_arrays, {SCHEMA}) -> (Tensor, Tensor)",
+)
+@torch.no_grad()
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    # Inductor drops a copy that a caller has made: to it a tensor that starts elsewhere is as good.
+    return _attend(*map(with_rows, args[:3]), *args[3:])
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    rows, heads = q.shape[-3], q.shape[-2]
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty((*q.shape[:-3], heads, rows), dtype=torch.float32)
+
+
+def _differentiate(*args: Any) -> tuple[Tensor, ...]:
+    """The gradients, where nothing is recorded."""
+    score_arrays, *entries = args[len(_OF_BACKWARD) :]
+    return differentiate(_readable(args), score_arrays, tuple(entries))
+
+
+def _readable(arrays: tuple[Any, ...]) -> dict[str, Any]:
+    """What the backward pass takes, by name, in layouts that kernels read."""
+    values = dict(zip(_OF_BACKWARD, arrays, strict=False))
+    if values["dlse"] is not None:
+        values["dlse"] = _one(values["dlse"]).contiguous()
+    # Hooks of saved tensors keep values, and not where these are in memory.
+    for name in ("dout", "q", "k", "v", "out"):
+        values[name] = with_rows(values[name])
+    values["lse"] = values["lse"].contiguous()
+    return values
+
+
+def differentiate(
+    arrays: Mapping[str, Any], score_arrays: list[Tensor], entries: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """The gradients, of the arrays of a call by name."""
+    return _gradients(decode(GradientCall, arrays, score_arrays, entries))
+
+
+def _gradients(call: Call) -> tuple[Tensor, ...]:
+    if torch.are_deterministic_algorithms_enabled():
+        call = call.replace(deterministic=True)
+    try:
+        return compute(gradients_of(call), kind_of(call.dout))
+    except FlashgenError as error:
+        error.rename(names_of(call))
+        raise
+
+
+@torch.library.custom_op(
+    "flashgen::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, {INPUTS_SCHEMA}, Tensor out, Tensor lse, Tensor? dlse, Tensor[] score_arrays, "
+    f"{SCHEMA}) -> ({', '.join(['Tensor'] * _GRADIENTS)})",
+)
+@torch.no_grad()
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    return _differentiate(*args)
+
+
+@_backward.register_fake
+def _(dout: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in rest[:_GRADIENTS])
+
+
+def _one(gradient: Tensor) -> Tensor:
+    """``gradient`` without a pending negation. Raises BadParam where it is several at once."""
+    gradient = gradient.resolve_neg()
+    try:
+        gradient.data_ptr()
+    except RuntimeError:
+        raise BadParam(
+            "several gradients of one result were given at once (is_grads_batched, or vmap), which flashgen "
+            "does not take; pass one after another"
+        ) from None
+    return gradient
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """``x``, or a copy of it where kernels could not read its rows: they are apart, such as those of a sum's
+    gradient, or start elsewhere than at 16 bytes. Raises as `_one`.
+    """
+    x = _one(x)
+    *strides, last = x.stride()
+    size = x.element_size()
+    rows = last == 1 and x.data_ptr() % ROW_ALIGNMENT == 0
+    for stride, extent in zip(strides, x.shape, strict=False):
+        rows = rows and (extent < 2 or stride * size % ROW_ALIGNMENT == 0)
+    return x if rows else x.clone(memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    score_arrays, *entries = inputs[_COUNT:]
+    ctx.entries = entries
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:_COUNT], *output, *score_arrays)
+
+
+def _kept(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """What the backward pass of a call takes."""
+    saved = ctx.saved_tensors
+    out, lse, *score_arrays = saved[_COUNT:]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    return dout, *saved[:_COUNT], out, lse, dlse, score_arrays, *ctx.entries
+
+
+def _tensors_of_score(call: Call) -> dict[str, Tensor]:
+    """The arrays of a score modification, by name. Raises BadParam."""
+    if not call.has_score():
+        return {}
+    encode_score(call)  # raises what is wrong with it
+    return {name: x for name, x in arrays_of_score(call).items() if isinstance(x, Tensor)}
+
+
+def _with_score(call: Call, arrays: Mapping[str, Tensor | None]) -> Call:
+    """The call with other arrays of its score modification, by name."""
+    if call.score is None:
+        return call.replace(**arrays)
+    return call.replace(params={**call.params, **arrays})
+
+
+class _Attention(torch.autograd.Function):
+    """The same in eager mode, where recording an operator takes ten times as long as queueing kernels. Takes
+    the differentiable arrays, and the record of the call.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        call = args[-1]
+        check_rank(call.q.shape)
+        score_arrays = _tensors_of_score(call)
+        output = compute(request_of(call.replace(return_lse=True)), kind_of(call.q))
+        arrays = [getattr(call, name) for name in INPUTS]
+        ctx.set_materialize_grads(False)
+        # What has memory is in autograd's care: it looks for changes, and calls hooks.
+        ctx.call, ctx.score_names = call.replace(**dict.fromkeys(INPUTS)), [*score_arrays]
+        if score_arrays:
+            ctx.call = _with_score(ctx.call, dict.fromkeys(score_arrays))
+        ctx.save_for_backward(*arrays, *output, *score_arrays.values())
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        out, lse, *score_arrays = saved[_COUNT:]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        call = ctx.call
+        if score_arrays:
+            call = _with_score(call, dict(zip(ctx.score_names, score_arrays, strict=True)))
+        arrays = (dout, *saved[:_COUNT], out, lse, dlse)
+        # Where gradients are recorded themselves, the operator refuses to have its own.
+        if not torch.is_grad_enabled() and _is_eager(arrays):
+            gradients = call_of(GradientCall, **{name: getattr(call, name) for name in _SHARED})
+            return *_gradients(gradients.replace(**_readable(arrays))), None
+        call = call.replace(**dict(zip(INPUTS, saved, strict=False)))
+        score_arrays, entries = encode(call)
+        return *_backward(*arrays, score_arrays, *entries), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        raise BadParam(WITH_TANGENT)
+
+
+def _of_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    args = _kept(ctx, dout, dlse)
+    score_arrays, *entries = args[len(_OF_BACKWARD) :]
+    nothing = [None] * (_COUNT - _GRADIENTS)
+    return (*_backward(*args), *nothing, [None] * len(score_arrays), *[None] * len(entries))
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+def _refuse_second_derivatives(ctx: Any, *gradients: Tensor) -> None:
+    raise BadParam(
+        "a gradient of attention's gradients (double backward) was asked for, which flashgen does not compute"
+    )
+
+
+_forward.register_autograd(_of_operator, setup_context=_keep)
+_backward.register_autograd(_refuse_second_derivatives, setup_context=_keep_nothing)

@@ -1,0 +1,239 @@
+"""The codec of a call for the graphs of PyTorch: what the schemas of its operators hold of a record.
+
+Arrays are tensors, and each option is an entry of its own type, so that numbers may be symbols of
+torch.compile. What no schema can hold, such as a score modification with its numbers, or splits, goes through
+one string, ``rest``: JSON with a version.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from numbers import Integral, Real
+from operator import index as index_of
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flashgen.call.fields import BACKWARD, DIFFERENTIABLE, FORWARD, POSITIONAL, SHORTHANDS
+from flashgen.call.generate import function
+from flashgen.call.record import AttentionCall, GradientCall, call_of
+from flashgen.call.request import named_score
+from flashgen.errors import BadParam, arg
+from flashgen.operators.arguments import Expected, flag, length_bound, shown
+from flashgen.operators.contract import check_rank, scale_of
+from flashgen.operators.maskoptions import mask_type_name, window_of
+from flashgen.operators.splits import AUTO, SplitEvery, splits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from flashgen.call.record import Call
+    from flashgen.operators.operator import Operator
+
+VERSION = 1
+# The largest integers of the schemas, and of a score modification.
+_LARGEST, _LARGEST_PARAM = 2**63 - 1, 2**128
+# The entries of a schema for a field of each kind.
+_ENTRIES = {
+    "flag": ("bool {}",),
+    "mask_type": ("str? {}",),
+    "name": ("str? {}",),
+    "window": ("SymInt {}_left", "SymInt {}_right"),
+    "number": ("float? {}",),
+    "bound": ("SymInt? {}",),
+}
+# What operators have of both records; that results are wanted an operator says itself.
+OPTIONS = tuple(
+    field for field in AttentionCall.fields if field.kind in _ENTRIES and field.name != "return_lse"
+)
+SCHEMA = ", ".join(
+    (*(entry.format(field.name) for field in OPTIONS for entry in _ENTRIES[field.kind]), "str rest")
+)
+# The arrays of a call that operators read, the differentiable ones first. The arrays of a score modification,
+# whose names are in ``rest``, come after them.
+INPUTS = (
+    *DIFFERENTIABLE,
+    *(
+        field.name
+        for field in AttentionCall.fields
+        if field.kind == "array"
+        and not field.gradient
+        and set(FORWARD + BACKWARD) == {*field.functions}
+        and field.name != "out"
+    ),
+)
+INPUTS_SCHEMA = ", ".join(f"Tensor{'' if name in POSITIONAL['attention'] else '?'} {name}" for name in INPUTS)
+
+
+def arguments_schema(operator: Operator, absent: tuple[str, ...] = ()) -> str:
+    """The entries of all arguments of an operator. What it writes to is passed to it, under an alias of its
+    own. ``absent`` are outputs that a call may lack.
+    """
+    entries, results = [], 0
+    for argument in operator.arguments:
+        alias = ""
+        if argument.is_output:
+            alias = f"({chr(ord('a') + results)}!)"
+            results += 1
+        mark = "?" if argument.optional or argument.name in absent else ""
+        entries.append(f"Tensor{alias}{mark} {argument.name}")
+    return ", ".join(entries)
+
+
+def encode(call: Call) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """The arrays of a score modification, and the entries of SCHEMA. Raises BadParam, and BadTensorShape for
+    q, whose dimensions the shapes of results are made of.
+    """
+    check_rank(call.q.shape)
+    score_arrays, score = encode_score(call) if call.has_score() else ([], "")
+    entries: list[Any] = []
+    is_expected = ""
+    for field in OPTIONS:
+        value = getattr(call, field.name, field.default)
+        if field.kind == "flag":
+            value = flag(field.name, value)
+        elif field.kind == "mask_type":
+            value = mask_type_name(value)
+        elif field.kind == "number":
+            value = None if value is None else scale_of(value, call.q.shape[-1])
+        elif field.kind == "bound":
+            if isinstance(value, Expected):
+                value, is_expected = value.bound, ', "bounds are expected": true'
+            value = _whole(field.name, value)
+        elif field.kind == "window":
+            left, value = window_of(value)
+            entries.append(_fitting(left))
+            value = _fitting(value)
+        entries.append(value)
+    splits = _splits(getattr(call, "splits", AUTO))
+    return score_arrays, (*entries, f'{{"version": {VERSION}, "splits": {splits}{is_expected}{score}}}')
+
+
+def decode(
+    record: type[Call], arrays: Mapping[str, Any], score_arrays: list[Tensor], entries: tuple[Any, ...]
+) -> Any:
+    """The record of a call, of its arrays by name and of what `encode` gave. Raises BadParam for entries of
+    another version.
+    """
+    call = call_of(record, **arrays)
+    rest = _parsed(_READERS[record](call, entries))
+    if rest is _DEFAULT:
+        return call
+    changes: dict[str, Any] = {}
+    if "bounds are expected" in rest:
+        names = [field.name for field in OPTIONS if field.kind == "bound"]
+        changes |= {name: Expected(getattr(call, name)) for name in names}
+    if record is AttentionCall:  # gradients have no splits
+        splits = rest["splits"]
+        changes["splits"] = SplitEvery(splits["every"]) if isinstance(splits, dict) else splits
+    if "arrays" in rest:
+        params = dict(zip(rest["arrays"], score_arrays, strict=True)) | rest["numbers"]
+        changes |= {"score": rest["score"], "params": params} if rest["score"] else params
+    return call.replace(**changes)
+
+
+def _reader(record: type[Call]) -> Callable[[Any, tuple[Any, ...]], str]:
+    """A function that sets the options of a record from entries, and gives the last entry."""
+    names = {field.name for field in record.fields}
+    lines, position = ["def read(call, entries):"], 0
+    for field in OPTIONS:
+        count = len(_ENTRIES[field.kind])
+        value = ", ".join(f"entries[{position + place}]" for place in range(count))
+        if field.name in names:
+            lines.append(f"    call.{field.name} = {value}")
+        position += count
+    return function("read", "\n".join((*lines, f"    return entries[{position}]", "")), {})
+
+
+_READERS = {record: _reader(record) for record in (AttentionCall, GradientCall)}
+_REST = f'{{"version": {VERSION}, "splits": "{AUTO}"'
+_DEFAULT: dict[str, Any] = json.loads(_REST + "}")
+
+
+@lru_cache(maxsize=1024)
+def _parsed(rest: str) -> dict[str, Any]:
+    if rest == _REST + "}":
+        return _DEFAULT
+    values: dict[str, Any] = json.loads(rest)
+    if values.get("version") != VERSION:
+        raise BadParam(
+            f"rest has version {values.get('version')}; this flashgen reads version {VERSION}: export the "
+            "program anew"
+        )
+    return values
+
+
+# What follows writes JSON by itself: torch.compile traces it, and does not trace the module json.
+
+
+def encode_score(call: Call) -> tuple[list[Tensor], str]:
+    """The arrays of a score modification, and the members of ``rest`` that say what it is. Raises
+    BadParam.
+    """
+    names, values = named_score(call)
+    # Names are in a string, which they must not end.
+    for name in names:
+        if not name.isidentifier():
+            raise BadParam(f"{arg('score')} is {name!r}; no score modification has such a name")
+    for name in values:
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise BadParam(f"{arg('score')} {', '.join(names)} has no parameter {name}")
+    if call.score is None:
+        # Errors in a graph call arguments as the caller does.
+        names = ()
+        values = {name: getattr(call, name) for name, _ in SHORTHANDS if getattr(call, name) is not None}
+        for name, shorthand in SHORTHANDS:
+            if name in values and not shorthand.positive and not isinstance(values[name], Tensor):
+                raise BadParam(
+                    f"{arg(name)} has type {type(values[name]).__name__}, beside tensors; pass a tensor, "
+                    "which torch.as_tensor makes"
+                )
+    arrays = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+    numbers = [f'"{name}": {_number(name, x)}' for name, x in values.items() if name not in arrays]
+    score = (
+        f', "score": [{_strings(names)}], "arrays": [{_strings(arrays)}], "numbers": {{{", ".join(numbers)}}}'
+    )
+    return list(arrays.values()), score
+
+
+def _strings(names: Any) -> str:
+    return ", ".join([f'"{name}"' for name in names])
+
+
+def _splits(splits: Any) -> str:
+    splits = splits_of(splits)
+    if isinstance(splits, str):
+        return f'"{splits}"'
+    # Dynamo may have made a number symbolic, which no string holds; operator.index makes it a constant.
+    if isinstance(splits, SplitEvery):
+        return f'{{"every": {index_of(splits.keys)}}}'
+    return str(index_of(splits))
+
+
+def _number(name: str, x: Any) -> str:
+    if not isinstance(x, Real) or isinstance(x, bool):  # before the float that hides what it was
+        what = f"has type {type(x).__name__}" if hasattr(x, "shape") else f"is {x!r}"
+        raise BadParam(f"{arg(name)} {what}; expected a tensor or a number")
+    if not isinstance(x, Integral):
+        number = float(x)
+        # JSON has its words for these.
+        return "NaN" if number != number else repr(number).replace("inf", "Infinity")
+    if abs(x) > _LARGEST_PARAM:  # Python may refuse to print it
+        raise BadParam(f"{arg(name)} is {shown(x)}; it must be finite, at most 3e+38")
+    return repr(int(x))
+
+
+def _whole(name: str, bound: Any) -> int | None:
+    """A bound in a type that a graph can hold. Raises BadParam."""
+    # Dynamo calls one that is symbolic an int, of which operator.index would make a constant.
+    if bound is None:
+        return None
+    whole = type(bound) is int or isinstance(bound, torch.SymInt)
+    return _fitting(bound if whole else length_bound(name, bound))
+
+
+def _fitting(bound: int) -> int:
+    """A bound as the schemas of the operators hold it, above any length."""
+    return bound if isinstance(bound, torch.SymInt) else min(bound, _LARGEST)

@@ -1,0 +1,217 @@
+"""Calls that write into arrays of the caller, in the graphs of PyTorch: attention with a KVCache or ``out``,
+``attention_backward``, ``append`` and ``merge``, as operators for torch.compile, torch.export, and whatever
+else looks at operators.
+
+What such an operator writes to is among its arguments, allocated before it where the caller passed none. None
+has gradients.
+"""
+
+from __future__ import annotations
+
+from operator import index as index_of
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flashgen.call.autograd import (
+    check_meta,
+    check_tensors,
+    differentiate,
+    refuse_derivatives,
+    refuse_transforms,
+    with_rows,
+)
+from flashgen.call.codec import INPUTS, INPUTS_SCHEMA, SCHEMA, arguments_schema, decode, encode
+from flashgen.call.compute import compute
+from flashgen.call.fields import DIFFERENTIABLE
+from flashgen.call.kvcache import FIELDS, KVCache
+from flashgen.call.record import AttentionCall
+from flashgen.call.request import Request, gradients_of, load_operators, names_of, request_of
+from flashgen.errors import BadParam, NullPointer, arg, naming
+from flashgen.operators.append import APPEND
+from flashgen.operators.merge import MERGE
+from flashgen.runtime.arrays import kind_of
+from flashgen.runtime.torchkind import WITHOUT_GRADIENT, without_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from flashgen.call.record import Call
+
+load_operators()
+_GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
+_OF_BACKWARD = ("dout", *INPUTS, "out", "lse", "dlse")
+
+
+def attention(call: Call, append_request: Request | None, what: str) -> tuple[Tensor, Tensor | None]:
+    """out and lse of a call. ``append_request`` is what it requests of the operator ``append``; ``what`` are
+    such calls, in messages. Raises BadParam or NullPointer.
+    """
+    named = _checked(request_of(_without_numbers(call)), call.stream, what)
+    refuse_derivatives(call)
+    score_arrays, entries = encode(call)
+    q, out, lse = call.q, call.out, None
+    if append_request is not None:
+        named["kv_lengths"], rotated = append(append_request, before_attention=True)
+        q = q if rotated is None else rotated
+    _fix_layout(out)
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], named["v"].shape[-1]))
+    if call.return_lse:
+        lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    inputs = (q if name == "q" else named.get(name) for name in INPUTS)
+    is_cache = isinstance(call.k, KVCache)
+    pages = named.get("index"), named.get("pages")
+    _attend(*inputs, *pages, score_arrays, is_cache, *entries, out, lse)
+    return out, lse
+
+
+def attention_backward(call: Call) -> tuple[Tensor, ...]:
+    """dq, dk and dv of a call. Raises BadParam or NullPointer."""
+    _checked(gradients_of(_without_numbers(call)), call.stream, "attention_backward()")
+    if call.workspace is not None:
+        raise BadParam(
+            f"{arg('workspace')} was given, but what is traced allocates its own when it runs; leave "
+            "workspace out"
+        )
+    refuse_derivatives(call)
+    score_arrays, entries = encode(call)
+    gradients = []
+    for name, gradient in zip(DIFFERENTIABLE, _GRADIENTS, strict=True):
+        x, into = getattr(call, name), getattr(call, gradient)
+        _fix_layout(into)
+        gradients.append(x.new_empty(x.shape) if into is None else into)
+    arrays = (getattr(call, name) for name in _OF_BACKWARD)
+    _differentiate(*arrays, score_arrays, *entries, *gradients)
+    return tuple(gradients)
+
+
+def _without_numbers(call: Call) -> Call:
+    """The call without a score modification and bounds of lengths, which a graph holds in other types."""
+    names = (x.name for x in call.fields if x.kind in ("score", "bound"))
+    return call.replace(**dict.fromkeys(names))
+
+
+def append(request: Request, *, before_attention: bool = False) -> tuple[Tensor, Tensor | None]:
+    """total_lengths and q_rotated of a request of the operator ``append``; ``before_attention`` is whether
+    both are one call. Raises BadParam or NullPointer.
+    """
+    named = _checked(request, request.stream, "append()")
+    for name in ("k_cache", "v_cache"):
+        _fix_layout(named[name])
+    named["total_lengths"] = torch.empty_like(named["lengths"])
+    q = named["q"]
+    named["q_rotated"] = None if q is None else q.new_empty(q.shape)
+    _append(*named.values(), *request.options, before_attention, request.backend)
+    return named["total_lengths"], named["q_rotated"]
+
+
+def merge(request: Request) -> tuple[Tensor, Tensor]:
+    """One result of two parts, of a request whose arrays are checked."""
+    named = request.by_name()
+    for name, like in (("out", "o1"), ("lse_out", "lse1")):
+        _fix_layout(named[name])
+        if named[name] is None:
+            named[name] = named[like].new_empty(named[like].shape)
+    _merge(*named.values(), request.backend)
+    return named["out"], named["lse_out"]
+
+
+def _checked(request: Request, stream: Any, what: str) -> dict[str, Any]:
+    """The arrays of a request, by name. Raises what `check` does."""
+    named = request.by_name()
+    optional = {x.name for x in request.operator.arguments if x.optional or x.is_output}
+    check(named, stream, what, optional)
+    return named
+
+
+def check(arrays: Mapping[str, Any], stream: Any, what: str, optional: Collection[str]) -> None:
+    """Raise NullPointer for an array that is missing, BadParam for what no operator of this module has."""
+    check_tensors(arrays)
+    refuse_transforms()
+    for name, x in arrays.items():
+        if x is None and name not in optional:
+            raise NullPointer(f"{arg(name)} is None; expected an array")
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise without_gradients(f"{arg(name)}: {WITHOUT_GRADIENT}", what)
+    check_meta(arrays)
+    if stream is not None:
+        raise BadParam(f"{arg('stream')} was given, but what is traced has no stream yet; leave stream out")
+
+
+def _fix_layout(written: Tensor | None) -> None:
+    """Make constants of the sizes and strides of an array that is written to: where these place a part of an
+    allocation and are symbolic, Inductor of PyTorch 2.13 writes to its begin.
+    """
+    if written is not None:
+        for size in (*written.shape, *written.stride()):
+            index_of(size)
+
+
+@torch.library.custom_op(
+    "flashgen::attention_into",
+    mutates_args=("out", "lse"),
+    schema=f"({INPUTS_SCHEMA}, Tensor? index, Tensor? pages, Tensor[] score_arrays, bool is_cache, {SCHEMA}, "
+    "Tensor(a!) out, Tensor(b!)? lse) -> ()",
+)
+def _attend(*args: Any) -> None:
+    values = dict(zip((*INPUTS, "index", "pages"), args, strict=False))
+    score_arrays, is_cache, *entries, out, lse = args[len(values) :]
+    values["q"] = with_rows(values["q"])  # Inductor drops a copy that a caller has made
+    if is_cache:
+        names = ("k", "v", "kv_lengths", "pages", "index")
+        values["k"] = KVCache(*(values.pop(name) for name in names))
+    else:
+        values |= {name: with_rows(values[name]) for name in ("k", "v")}
+    values |= {"out": out, "return_lse": lse is not None}
+    call = decode(AttentionCall, values, score_arrays, tuple(entries))
+    with naming(names_of(call)):
+        request = request_of(call)
+        place = request.operator.position("lse")
+        request.arrays = *request.arrays[:place], lse, *request.arrays[place + 1 :]
+        compute(request, kind_of(call.q))
+
+
+@torch.library.custom_op(
+    "flashgen::attention_backward_into",
+    mutates_args=_GRADIENTS,
+    schema=f"(Tensor dout, {INPUTS_SCHEMA}, Tensor out, Tensor lse, Tensor? dlse, Tensor[] score_arrays, "
+    f"{SCHEMA}, "
+    + ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcdefgh", _GRADIENTS, strict=False))
+    + ") -> ()",
+)
+def _differentiate(*args: Any) -> None:
+    count = len(_GRADIENTS)
+    values = dict(zip(_OF_BACKWARD, args, strict=False))
+    score_arrays, *entries = args[len(_OF_BACKWARD) : -count]
+    values |= dict(zip(_GRADIENTS, args[-count:], strict=True))
+    differentiate(values, score_arrays, tuple(entries))
+
+
+@torch.library.custom_op(
+    "flashgen::append",
+    mutates_args=("k_cache", "v_cache", "total_lengths", "q_rotated"),
+    schema=f"({arguments_schema(APPEND, ('q_rotated',))}, bool interleaved, str q_positions, "
+    "bool before_attention, str? backend) -> ()",
+)
+def _append(*args: Any) -> None:
+    *arrays, interleaved, q_positions, before_attention, backend = args
+    named = dict(zip(APPEND.positions, arrays, strict=True))
+    for name in ("k_new", "v_new", "q"):
+        if named[name] is not None:
+            named[name] = with_rows(named[name])
+    names = FIELDS | ({"cu_seqlens_new": "cu_seqlens_q"} if before_attention else {})
+    values = tuple(named.values())
+    with naming(names):
+        compute(Request(APPEND, values, (interleaved, q_positions), backend=backend), kind_of(values[0]))
+
+
+@torch.library.custom_op(
+    "flashgen::merge",
+    mutates_args=("out", "lse_out"),
+    schema=f"({arguments_schema(MERGE)}, str? backend) -> ()",
+)
+def _merge(*args: Any) -> None:
+    *arrays, backend = args
+    compute(Request(MERGE, tuple(arrays), backend=backend), kind_of(arrays[0]))

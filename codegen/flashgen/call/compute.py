@@ -1,0 +1,188 @@
+"""What a request computes: by the plan kept of an earlier one whose arrays had the same layouts, or by a new
+one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from flashgen.call.backends import runner_for
+from flashgen.call.kvcache import arrays_instead
+from flashgen.errors import InternalError, naming
+from flashgen.host import forks, logs
+from flashgen.runtime import arrays, dlpack, torchkind
+from flashgen.runtime.plans import Plan, adopted, cache_arrays, run_adopted
+
+if TYPE_CHECKING:
+    from flashgen.call.request import Request
+    from flashgen.runtime.plans import Ready
+    from flashgen.runtime.torchkind import Expecting
+
+MAX_PLANS = 1024
+
+_log = logs.logger("api")
+_plans: dict[Any, Plan] = {}
+# By all of a request but its arrays: the plan of the last one and, once two of one layout followed each
+# other, what gives the pointers of such arrays.
+_recent: dict[Any, tuple[Plan, Expecting | None]] = {}
+_plans_lock = forks.guard()
+
+
+def compute(request: Request, kind: arrays.Kind | None) -> Any:
+    """The results of a request, by a plan that is kept. ``kind`` is that of its first array."""
+    values = request.arrays
+    # Most arrays are of these types, and then nobody has to look for the kind of every one.
+    if kind is None or not (kind.types.issuperset(map(type, values)) or are_all(kind, values)):
+        return _compute_adopted(request)
+    plan, pointers = _plan_of(request, kind)
+    return plan.run(values, pointers, request.scalars, request.stream, request.workspace)
+
+
+def _compute_adopted(request: Request) -> Any:
+    """`compute` where not all arrays are of one native library."""
+    if all(x is None or arrays.kind_of(x) is not None for x in request.arrays):
+        _refuse_mixed(request)
+
+    def call(*, stream: Any, **native: Any) -> Any:
+        first, *_ = values = tuple(native[name] for name in request.operator.positions)
+        return compute(_with(request, values, stream), arrays.kind_of(first))
+
+    return run_adopted(call, request.operator, request.by_name(), request.stream)
+
+
+def _with(request: Request, values: tuple[Any, ...], stream: Any) -> Request:
+    """The request with other arrays, on a stream."""
+    return type(request)(
+        request.operator,
+        values,
+        request.options,
+        request.scalars,
+        stream,
+        request.backend,
+        request.algorithm,
+        request.workspace,
+    )
+
+
+def _refuse_mixed(request: Request) -> NoReturn:
+    """Raise what is wrong with native arrays of several libraries."""
+    make_plan(request)
+    kinds = ", ".join(arrays.kind_of(x).name for x in request.arrays if x is not None)
+    raise InternalError(f"{request.operator.name} took arrays of several libraries: {kinds}")
+
+
+def are_all(kind: arrays.Kind | None, values: tuple[Any, ...]) -> bool:
+    """Whether all arrays are of one native library, that of the first."""
+    # A list, as torch.compile of PyTorch 2.8 does not trace a generator here.
+    return kind is not None and all([x is None or arrays.kind_of(x) is kind for x in values])  # noqa: C419
+
+
+def _plan_of(request: Request, kind: arrays.Kind) -> tuple[Plan, tuple[int, ...]]:
+    """The kept plan of a request, made if it is the first, and the pointers of its arrays, of one library."""
+    values, backend = request.arrays, request.backend
+    if backend is None and kind.on_host(values[0]):
+        # On a GPU there is one backend, and only a new plan asks whether it is forbidden: a look takes 1 µs.
+        backend = os.environ.get("FLASHGEN_BACKEND") or None
+    settings = request.operator.name, request.options, backend, request.algorithm
+    expecting, recent = kind.expecting, None
+    if expecting is not None:
+        try:
+            recent, pointers_of = _recent.get(settings, (None, None))
+        except TypeError:  # an option is not hashable, as below
+            pointers_of = None
+        if pointers_of is not None:
+            pointers = pointers_of(values)
+            if pointers is not None:
+                return recent, pointers
+    try:
+        layouts, pointers = kind.read(values)
+    except RuntimeError:
+        make_plan(request)  # raises what is wrong, by name
+        raise
+    key = settings, layouts
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an option is not hashable, such as a backend in a list
+        make_plan(request)  # raises what is wrong, by name
+        raise
+    if plan is None:
+        plan = make_plan(request, keeps_scalars=False)
+        _remember(key, plan)
+    if expecting is not None:
+        pointers_of = expecting(values) if plan is recent else None
+        with _plans_lock:
+            _recent[settings] = plan, pointers_of
+    return plan, pointers
+
+
+def _remember(key: Any, plan: Plan) -> None:
+    with _plans_lock:
+        for plans in (_plans, _recent):
+            while len(plans) >= MAX_PLANS:
+                del plans[next(iter(plans))]
+        _plans[key] = plan
+
+
+def ready(request: Request) -> tuple[Plan, Ready]:
+    """The kept plan of a request, and its call: checked, with memory for its results, not yet queued."""
+    kind = arrays.kind_of(request.arrays[0])
+    if not are_all(kind, request.arrays):
+        by_name = request.by_name()
+        native = tuple(adopted(request.operator, by_name, request.stream).values())
+        request = _with(request, native, request.stream)
+        kind = arrays.kind_of(native[0])
+        if not are_all(kind, native):
+            with naming(dlpack.own_libraries(by_name)):
+                _refuse_mixed(request)
+    plan, pointers = _plan_of(request, kind)
+    return plan, plan.ready(request.arrays, pointers, request.scalars, request.stream)
+
+
+class planning:
+    """While a plan is made by ``function``: BadParam says what to do in a graph of torch.compile, or with a
+    tensor that requires a gradient. ``x`` is one of the arrays.
+    """
+
+    def __init__(self, function: str, x: Any) -> None:
+        kind = arrays.kind_of(x)
+        if isinstance(kind, torchkind.TorchKind) and kind.is_compiling():
+            raise torchkind.inside_compile(f"{function}()")
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, torchkind.RequiresGradient):
+            raise error.of("plans") from None
+
+
+def make_plan(request: Request, keeps_scalars: bool = True) -> Plan:
+    """A plan whose scalars are these, or, where it does not keep them, those that a call leaves out."""
+    operator, by_name = request.operator, request.by_name()
+    dlpack.check_libraries(by_name, cache_arrays(by_name))
+    native = tuple(
+        None if x is None and (argument.optional or argument.is_output) else dlpack.adopt(x, argument.name)
+        for argument, x in zip(operator.arguments, request.arrays, strict=True)
+    )
+    views = tuple(
+        None if x is None else arrays.view(x, argument.name)
+        for argument, x in zip(operator.arguments, native, strict=True)
+    )
+    views_by_name = dict(zip(operator.positions, views, strict=True))
+    with naming(dlpack.own_libraries(by_name)):
+        arrays.check_libraries(views_by_name)
+    problem = operator.normalise(views, request.options, (None,) * len(request.scalars))
+    called = problem.with_scalars(request.scalars)  # raises what is wrong with them, before compiling
+    begin = time.perf_counter()
+    runner = runner_for(problem, request.backend, request.algorithm)
+    plan = Plan(called if keeps_scalars else problem, runner, native, arrays_instead(views_by_name))
+    _log.info(
+        "%s of %s takes %s, ready in %.1f ms",
+        operator.name,
+        ", ".join(f"{name} {size}" for name, size in problem.sizes.items()) + f", {problem.dtype}",
+        plan.variant or "the CPU path",
+        1e3 * (time.perf_counter() - begin),
+    )
+    return plan

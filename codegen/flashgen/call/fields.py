@@ -1,0 +1,334 @@
+"""The fields of a call of ``attention`` and its gradients, each declared once.
+
+Signatures, the stub for type checkers, records, PyTorch's schemas, the keys of plans and the names in
+messages derive from this table. A new option is a new `Field`, in the place that it has in signatures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from flashgen.operators.maskoptions import NO_WINDOW
+from flashgen.operators.splits import AUTO
+
+FORWARD = ("attention", "plan")
+BACKWARD = ("attention_backward", "plan_backward")
+
+# What a value is, which decides how it is checked and how a schema of PyTorch holds it.
+Kind = Literal[
+    "array",  # of any library
+    "flag",
+    "number",  # that kernels take as a scalar
+    "mask_type",  # one of `maskoptions.MASK_TYPES`
+    "window",  # two integers
+    "bound",  # of the lengths of sequences
+    "splits",
+    "score",  # a score modification: its names, its parameters, or shorthand for one
+    "name",  # a string that is looked up
+    "host",  # only for the host: where to queue, which memory to use, what to do beforehand
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Shorthand:
+    """What a field of the kind "score" stands for: the parameter ``param`` of the score modification
+    ``causal``, if no query sees a key after its own position, else of ``other``. ``positive`` is whether it
+    is a number above 0; ``without`` says in messages what None means.
+    """
+
+    param: str
+    causal: str
+    other: str
+    positive: bool = False
+    without: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One argument of a call.
+
+    functions: which functions take it; none takes what a KVCache holds.
+    type: for type checkers.
+    gradient: whether the backward pass gives a gradient of the array.
+    elsewhere: what other libraries call it.
+    hint: what to add where one of these names was used.
+    """
+
+    name: str
+    kind: Kind
+    functions: tuple[str, ...] = FORWARD + BACKWARD
+    default: Any = None
+    type: str = "Any"
+    gradient: bool = False
+    elsewhere: tuple[str, ...] = ()
+    hint: str = ""
+    shorthand: Shorthand | None = None
+    doc: str = ""
+
+
+_NUMBER, _BOUND = "float | None", "int | None"
+
+FIELDS = (
+    Field("dout", "array", BACKWARD, elsewhere=("do", "grad_out", "grad_output")),
+    Field(
+        "q",
+        "array",
+        gradient=True,
+        doc="""(batch, seqlen_q, num_heads_q, head_dim), or without batch; fp16, bf16 or fp32. head_dim is at
+        most 256 and a multiple of 8 (of 4 for fp32). Any strides, but the last dimension is contiguous and
+        rows are 16-byte aligned.""",
+    ),
+    Field(
+        "k",
+        "array",
+        gradient=True,
+        doc="""(batch, seqlen_kv, num_heads_kv, head_dim), of the dtype and device of q. num_heads_kv divides
+        num_heads_q: query head h reads kv head h // (num_heads_q // num_heads_kv). Or a ``KVCache``, without
+        v.""",
+    ),
+    Field(
+        "v",
+        "array",
+        gradient=True,
+        doc="""(batch, seqlen_kv, num_heads_kv, head_dim_v), of the dtype and device of q; head_dim_v may
+        differ from head_dim and is bound by the same rules.""",
+    ),
+    Field(
+        "causal",
+        "flag",
+        default=False,
+        type="bool",
+        elsewhere=("is_causal", "use_causal_mask", "causal_mask"),
+        doc="hide key j from query i unless j <= i + seqlen_kv - seqlen_q; the same as mask_type 3.",
+    ),
+    Field(
+        "mask",
+        "array",
+        elsewhere=("attn_mask", "attention_mask", "key_padding_mask", "block_mask", "custom_mask"),
+        hint=", which hides where it is nonzero",
+        doc="""bool or uint8, nonzero where a key is hidden (as in numpy.ma). Broadcasts from the right, as in
+        NumPy, to (batch, num_heads_q, seqlen_q, seqlen_kv); (seqlen_q, seqlen_kv) and (seqlen_kv,) are the
+        common shapes. Its last dimension is seqlen_kv itself and contiguous. With causal, mask types 2 and 3,
+        or window_size both hold: a query sees a key that neither hides.""",
+    ),
+    Field(
+        "mask_type",
+        "mask_type",
+        type="int | str | None",
+        doc="""0 "none", 1 "dense" (mask is given), 2 "causal_top_left" (j <= i), 3 "causal_bottom_right" or
+        "causal". None: what the other arguments say.""",
+    ),
+    Field(
+        "window_size",
+        "window",
+        default=NO_WINDOW,
+        type="tuple[int, int]",
+        elsewhere=("window", "sliding_window", "window_left", "local_window_size", "attention_window"),
+        doc="""(left, right). Query i sees only the keys from p - left to p + right, where
+        p = i + seqlen_kv - seqlen_q; -1 is no bound. Not with mask type 2; with 3, right is 0 or -1.""",
+    ),
+    Field(
+        "softmax_scale",
+        "number",
+        type=_NUMBER,
+        elsewhere=("scale", "sm_scale", "scaling", "softmax_scaling", "qk_scale"),
+        doc="1 / sqrt(head_dim) if None. Not negative.",
+    ),
+    Field(
+        "softcap",
+        "score",
+        type=_NUMBER,
+        elsewhere=("logits_soft_cap", "attn_logit_softcapping", "logit_cap", "cap"),
+        shorthand=Shorthand("cap", "softcap", "softcap", positive=True, without="no cap"),
+        doc="replace each scaled score s by softcap tanh(s / softcap), before the mask. Above 0.",
+    ),
+    Field(
+        "alibi_slopes",
+        "score",
+        # Where no later key is seen the bias is linear, which costs less.
+        shorthand=Shorthand("slope", "alibi", "alibi_symmetric"),
+        doc="""fp32, (num_heads_q,) or (batch, num_heads_q), contiguous along heads: subtract
+        slope |p - j| from the score of query i and key j, with p as for window_size
+        (https://arxiv.org/abs/2108.12409). Softcap comes first.""",
+    ),
+    Field(
+        "score",
+        "score",
+        type="str | Sequence[str] | None",
+        elsewhere=("score_mod", "attn_bias", "bias"),
+        doc="""the name of a score modification of ``scores.yaml`` in a spec folder, such as those of
+        FLASHGEN_SPECS, or several names, of which each takes the scores that the one before it made.""",
+    ),
+    Field(
+        "params",
+        "score",
+        type="Mapping[str, Any] | None",
+        doc="""the numbers and arrays of ``score``, by name. Numbers may differ from call to call without
+        compiling anew; arrays are of the kind and on the device of q.""",
+    ),
+    Field(
+        "kv_lengths",
+        "array",
+        elsewhere=("cache_seqlens", "seqused_k", "seqlens_k", "seqlens_kv", "context_lens", "lengths"),
+        doc="""(batch,), int32, on the device of q: sequence b has the keys [0, kv_lengths[b]) of k and v, and
+        the rows after them are not read. Masks and windows align with the end of each sequence, not with
+        seqlen_kv; column j of a dense mask is key j, and there are as many columns as max_seqlen_kv, or k has
+        room for. Nothing on the host reads lengths, so a captured graph takes the lengths of its replay.""",
+    ),
+    Field(
+        "cu_seqlens_q",
+        "array",
+        elsewhere=("qo_indptr", "query_start_loc", "cu_seqlens"),
+        doc="""(batch + 1,), int32, on the device of q: sequences are packed, q and out have the shape
+        (tokens, num_heads_q, head_dim), and sequence b has the rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]).
+        The first element is 0. Rows of out and of the LSE after the last sequence are not written: in new
+        arrays they may be anything, NaN included.""",
+    ),
+    Field(
+        "cu_seqlens_kv",
+        "array",
+        elsewhere=("cu_seqlens_k", "kv_indptr"),
+        doc="the same for k and v. Not with kv_lengths.",
+    ),
+    # The rows and the pages of a KVCache.
+    Field("index", "array", ()),
+    Field("pages", "array", ()),
+    Field(
+        "max_seqlen_q",
+        "bound",
+        type=_BOUND,
+        elsewhere=("max_query_len", "max_seqlen"),
+        doc="""a bound of the lengths of queries, which fixes grids; by default what the arrays hold. Rows of
+        a sequence past max_seqlen_q may stay unwritten.""",
+    ),
+    Field(
+        "max_seqlen_kv",
+        "bound",
+        type=_BOUND,
+        elsewhere=("max_seqlen_k", "max_seq_len"),
+        doc="the same for keys; it counts the tokens of append.",
+    ),
+    Field(
+        "splits",
+        "splits",
+        FORWARD,
+        default=AUTO,
+        type="str | int | SplitEvery",
+        elsewhere=("num_splits",),
+        doc="""into how many parts the keys of a sequence are split, to be computed side by side and combined.
+        "auto": as suits the batch and the GPU, or not at all. An integer n: n parts of equally many KV
+        blocks, rounded up, so fewer where there are few; 1: none is split. ``SplitEvery(keys)``: parts of
+        that many keys. With both the bits of a sequence do not depend on its batch. n above 1 needs a
+        decoding kernel (fp16 and bf16, few rows); SplitEvery splits where there is one.""",
+    ),
+    Field(
+        "append",
+        "host",
+        FORWARD,
+        type="tuple[Any, Any] | None",
+        doc="""(k_new, v_new), to be written into the KVCache before the attention, after the keys that each
+        sequence has there: ``flashgen.append``. With cu_seqlens_q they are packed alike. The lengths of the
+        cache stay as they are; the caller adds the new tokens to them.""",
+    ),
+    Field(
+        "rotary",
+        "host",
+        FORWARD,
+        type="Rotary | None",
+        elsewhere=("rotary_cos", "rotary_sin", "rotary_emb"),
+        doc="""a ``Rotary``, with append: rotates the new keys to their positions on the way into the cache,
+        and q: query i to the position of new token i where a later key may be hidden (causal or a window), of
+        which there are as many, else to the position of the first one. Several queries with a dense mask
+        alone need its ``positions``.""",
+    ),
+    Field(
+        "out",
+        "array",
+        elsewhere=("output", "o"),
+        doc="""receives the result: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch, of the dtype
+        and device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot be written
+        to.""",
+    ),
+    Field("lse", "array", BACKWARD),
+    Field("dlse", "array", BACKWARD, elsewhere=("grad_lse",)),
+    Field("dq", "array", BACKWARD),
+    Field("dk", "array", BACKWARD),
+    Field("dv", "array", BACKWARD),
+    Field(
+        "return_lse",
+        "flag",
+        FORWARD,
+        default=False,
+        type="bool",
+        elsewhere=("return_softmax_lse", "return_attn_probs", "lse"),
+        doc="""also return the logarithm (base e) of each row's sum of exponentials: fp32,
+        (batch, num_heads_q, seqlen_q), or without batch; (num_heads_q, tokens) where queries are packed.""",
+    ),
+    Field(
+        "deterministic",
+        "flag",
+        ("attention", *BACKWARD),
+        default=False,
+        type="bool",
+        doc="""of gradients: they are the same bits each time, as in ``attention_backward``, and also under
+        torch.use_deterministic_algorithms. The result always is.""",
+    ),
+    Field("workspace", "host", ("attention_backward",)),
+    Field(
+        "stream",
+        "host",
+        ("attention", "attention_backward"),
+        elsewhere=("cuda_stream",),
+        doc="""where to queue the work: a CuPy or PyTorch stream, a CUDA handle, or None for the current
+        stream of the library of q. JAX has no public stream: its arrays are handed over by DLPack, both ways,
+        on CuPy's current stream. Nothing waits for the GPU, and the call can be captured in a CUDA graph once
+        its kernel is loaded. As with all queued work, arrays of another stream must outlive it.""",
+    ),
+    Field(
+        "backend",
+        "name",
+        type="str | None",
+        doc=""""cuda", "cpu", or "simulator", which slowly runs the generated CUDA on arrays in host memory
+        and raises SimulationError where it does what a GPU forbids; None: FLASHGEN_BACKEND, or what the
+        arrays' device asks for.""",
+    ),
+    Field(
+        "algorithm",
+        "name",
+        FORWARD,
+        type="str | None",
+        doc=""""naive", "v1", "v2" or "v3": only kernels of this one. naive keeps all scores in memory, v1 is
+        FlashAttention-1; v2 are the kernels for every GPU since Ampere, v3 the kernels for Hopper. None: the
+        fastest. Results differ only in rounding. The CPU path checks the name and ignores it.""",
+    ),
+)
+BY_NAME = {field.name: field for field in FIELDS}
+# The arguments that come by position; the first ones there must be.
+POSITIONAL = {
+    "attention": ("q", "k", "v"),
+    "plan": ("q", "k", "v"),
+    "attention_backward": ("dout", "q", "k", "v", "out", "lse"),
+    "plan_backward": ("dout", "q", "k", "v", "out", "lse"),
+}
+REQUIRED = {"attention": 2, "plan": 2, "attention_backward": 6, "plan_backward": 6}
+SHORTHANDS = tuple((field.name, field.shorthand) for field in FIELDS if field.shorthand)
+# The arrays that have gradients, in the order of the backward pass.
+DIFFERENTIABLE = tuple(field.name for field in FIELDS if field.gradient)
+# The arrays that say which rows each sequence has.
+LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv")
+
+
+@cache
+def parameters(function: str) -> tuple[Field, ...]:
+    """The fields that a function takes, in the order of its signature: by position, then by name."""
+    first = POSITIONAL[function]
+    rest = (x for x in FIELDS if function in x.functions and x.name not in first)
+    return (*(BY_NAME[name] for name in first), *rest)
+
+
+@cache
+def defaults(function: str) -> dict[str, Any]:
+    """The parameters of a function by name, with their defaults; None where there is none."""
+    return {field.name: field.default for field in parameters(function)}

@@ -1,0 +1,174 @@
+"""The record of a call: what the caller of ``attention``, or of its gradients, passed, by name.
+
+The classes are made from `fields.FIELDS`. Nothing assigns to a record once it is made: `Call.replace` gives
+another one, and to a type checker attributes are read-only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from flashgen.call.fields import BACKWARD, FIELDS, FORWARD, Field
+from flashgen.call.generate import function
+from flashgen.operators.arguments import flag, length_bound
+from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
+from flashgen.operators.splits import AUTO, splits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashgen.operators.operator import Operator
+
+# By the kind of a field: whether a value is in the form that is part of a plan's key, at little cost, and
+# what gives it that form or raises BadParam. A list is no part of a key, and 1.0, which is refused, would
+# find the plan of 1.
+_CHECKS = {
+    "flag": ("({x} is True or {x} is False)", "flag({name!r}, {x})"),
+    "mask_type": ("{x} is None", "mask_type_name({x})"),
+    "window": ("({x} is NO_WINDOW or is_no_window({x}))", "window_of({x})"),
+    "splits": ("{x} is AUTO", "splits_of({x})"),
+    "bound": ("({x} is None or type({x}) is int)", "length_bound({name!r}, {x})"),
+}
+
+
+def _is_no_window(window_size: Any) -> bool:
+    return (
+        type(window_size) is tuple
+        and len(window_size) == 2
+        and type(window_size[0]) is type(window_size[1]) is int  # of an array == is no truth value
+        and window_size == NO_WINDOW
+    )
+
+
+_NAMES = {
+    "AUTO": AUTO,
+    "NO_WINDOW": NO_WINDOW,
+    "flag": flag,
+    "is_no_window": _is_no_window,
+    "length_bound": length_bound,
+    "mask_type_name": mask_type_name,
+    "splits_of": splits_of,
+    "window_of": window_of,
+    "new": object.__new__,
+}
+
+
+class Call:
+    """What a caller passed, or the default of what was left out."""
+
+    __slots__ = ()
+    fields: ClassVar[tuple[Field, ...]]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @staticmethod
+    def of_defaults() -> Any:
+        """A record of the defaults of all fields."""
+        raise NotImplementedError
+
+    def copy(self) -> Self:
+        raise NotImplementedError
+
+    def is_normal(self) -> bool:
+        """Whether all options are in the form that is part of a plan's key. Costs next to nothing."""
+        raise NotImplementedError
+
+    def normalised(self) -> Self:
+        """The call with its options in that form. Raises BadParam for an option that is wrong by itself."""
+        raise NotImplementedError
+
+    def has_score(self) -> bool:
+        """Whether the call has a score modification, or parameters of one."""
+        raise NotImplementedError
+
+    def replace(self, **changes: Any) -> Self:
+        """The call with other values of some fields."""
+        call = self.copy()
+        for name, value in changes.items():
+            setattr(call, name, value)
+        return call
+
+    @property
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        """The fields that are neither an array nor for the host alone, by name, where they are not what they
+        are by default. Hashable where the options are.
+        """
+        options = (x for x in self.fields if x.kind not in ("array", "host", "score"))
+        pairs = ((x.name, getattr(self, x.name), x.default) for x in options)
+        return tuple((name, value) for name, value, default in pairs if value != default)
+
+    def __repr__(self) -> str:
+        values = ((x, getattr(self, x.name)) for x in self.fields)
+        shown = (
+            f"{field.name}={getattr(value, 'shape', value)}"
+            for field, value in values
+            if value is not field.default and value is not None
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _record(name: str, doc: str, fields: tuple[Field, ...]) -> type[Call]:
+    """A class of records with these fields."""
+    namespace = {"__slots__": tuple(x.name for x in fields), "__doc__": doc, "fields": fields}
+    record = type(name, (Call,), namespace | {"__module__": __name__})
+    names = _NAMES | {"Record": record}
+    checks = {x.name: _CHECKS.get(x.kind, ("", "{x}")) for x in fields}
+    begin = ["    other = new(Record)"]
+    copies = [f"    other.{x.name} = self.{x.name}" for x in fields]
+    normal = [f"    other.{x} = {check.format(x=f'self.{x}', name=x)}" for x, (_, check) in checks.items()]
+    tests = [test.format(x=f"self.{x}") for x, (test, _) in checks.items() if test]
+    scores = [f"self.{x.name} is not None" for x in fields if x.kind == "score"]
+    sources = {
+        "copy": [*begin, *copies, "    return other"],
+        "normalised": [*begin, *normal, "    return other"],
+        "has_score": ["    return (", *(f"        {test} or" for test in scores), "        False", "    )"],
+        "is_normal": ["    return (", *(f"        {test} and" for test in tests), "        True", "    )"],
+    }
+    defaults = [f"    other.{x.name} = default_{x.name}" for x in fields]
+    names |= {f"default_{x.name}": x.default for x in fields}
+    source = "\n".join(("def of_defaults():", *begin, *defaults, "    return other", ""))
+    record.of_defaults = staticmethod(function("of_defaults", source, names))  # type: ignore[method-assign]
+    for method, lines in sources.items():
+        source = "\n".join((f"def {method}(self):", *lines, ""))
+        setattr(record, method, function(method, source, names))
+    return record
+
+
+_OF_CACHE = ("index", "pages")
+AttentionCall = _record(
+    "AttentionCall",
+    "A call of ``attention`` or ``plan``; of a KVCache `request` sets k, v, kv_lengths, index and pages.",
+    tuple(x for x in FIELDS if set(FORWARD) & {*x.functions} or x.name in _OF_CACHE),
+)
+GradientCall = _record(
+    "GradientCall",
+    "A call of ``attention_backward`` or ``plan_backward``.",
+    tuple(x for x in FIELDS if set(BACKWARD) & {*x.functions}),
+)
+
+
+def call_of(record: type[Call], **values: Any) -> Any:
+    """A record of these values, and of the defaults of all other fields."""
+    return record.of_defaults().replace(**values)
+
+
+class Packing(NamedTuple):
+    """What an operator takes of a record, in the operator's order: ``arrays(call)``, None for an argument
+    that no caller passes, and ``options(call, score)``.
+    """
+
+    arrays: Callable[[Any], tuple[Any, ...]]
+    options: Callable[[Any, Any], tuple[Any, ...]]
+
+
+def packing(operator: Operator, record: type[Call]) -> Packing:
+    """How an operator without a score modification takes its arrays and options from records."""
+    names = {x.name for x in record.fields}
+    arrays = (f"call.{name}" if name in names else "None" for name in operator.positions)
+    options = ("score" if name == "score" else f"call.{name}" for name in operator.options)
+    return Packing(
+        function("arrays", f"def arrays(call):\n    return ({', '.join(arrays)},)\n", {}),
+        function("options", f"def options(call, score):\n    return ({', '.join(options)},)\n", {}),
+    )

@@ -1,0 +1,256 @@
+"""What a call requests of an operator: arrays, options and scalars, in the operator's order."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import numbers
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+from flashgen.call.fields import SHORTHANDS
+from flashgen.call.keywords import advice
+from flashgen.call.kvcache import FIELDS, KVCache
+from flashgen.call.record import AttentionCall, GradientCall, packing
+from flashgen.errors import BadParam, NullPointer, arg
+from flashgen.operators.arguments import shown
+from flashgen.operators.lengths import MASK_WITH_LENGTHS, refuse_bounds
+from flashgen.operators.maskoptions import sees_no_later_key
+
+if TYPE_CHECKING:
+    from flashgen.call.record import Call
+    from flashgen.operators.operator import Operator
+    from flashgen.operators.scores import Score
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """``arrays`` has an array or None for each argument of the operator; ``workspace`` is memory of the
+    caller for what the kernels keep.
+    """
+
+    operator: Operator
+    arrays: tuple[Any, ...]
+    options: tuple[Any, ...] = ()
+    scalars: tuple[Any, ...] = ()
+    stream: Any = None
+    backend: str | None = None
+    algorithm: str | None = None
+    workspace: Any = None
+
+    def by_name(self) -> dict[str, Any]:
+        """The arrays by the names of the arguments."""
+        # Not by positions, a cached property, which torch.compile does not trace.
+        return {x.name: array for x, array in zip(self.operator.arguments, self.arrays, strict=True)}
+
+
+class _Operators:
+    """An operator, with a score modification or without, and how it takes arrays and options from records.
+    Loaded when a call first needs it: the first calls of a process need not wait for all modules.
+    """
+
+    __slots__ = ("_lengths", "_module", "_record", "operator_for", "pack")
+
+    def __init__(self, module: str, record: type[Call], lengths: bool) -> None:
+        self._module, self._record, self._lengths = module, record, lengths
+        self.operator_for: Any = None
+        self.pack: Any = None
+
+    def load(self) -> None:
+        operator_for = importlib.import_module(f"flashgen.operators.{self._module}").operator_for
+        self.pack = packing(operator_for(None, self._lengths), self._record)
+        self.operator_for = partial(operator_for, lengths=self._lengths)
+
+
+_ATTENTION = _Operators("attention", AttentionCall, lengths=False)
+_WITH_LENGTHS = _Operators("attention", AttentionCall, lengths=True)
+_BACKWARD = _Operators("backward", GradientCall, lengths=False)
+_BACKWARD_WITH_LENGTHS = _Operators("backward", GradientCall, lengths=True)
+
+
+def load_operators() -> None:
+    """Load what the functions below use, before torch.compile traces them."""
+    for operators in (_ATTENTION, _WITH_LENGTHS, _BACKWARD, _BACKWARD_WITH_LENGTHS):
+        if operators.operator_for is None:
+            operators.load()
+
+
+def request_of(call: Call) -> Request:
+    """What a call of ``attention`` requests. Raises BadParam, and NullPointer for a KVCache without
+    lengths.
+    """
+    # Every call comes here, and most have options that need no look.
+    if not call.is_normal():
+        call = call.normalised()
+    score, score_arrays = None, ()
+    scalars: tuple[Any, ...] = (call.softmax_scale,)
+    if call.has_score():
+        score, score_arrays, scalars = score_of(call)
+        scalars = (call.softmax_scale, *scalars)
+    if isinstance(call.k, KVCache):
+        call = of_cache(call)
+    if call.kv_lengths is None and call.cu_seqlens_q is None and call.cu_seqlens_kv is None:
+        if call.max_seqlen_q is not None or call.max_seqlen_kv is not None:
+            refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
+        operators = _ATTENTION
+    else:
+        operators = _WITH_LENGTHS
+    if operators.operator_for is None:
+        operators.load()
+    return Request(
+        operators.operator_for(score),
+        operators.pack.arrays(call) + score_arrays,
+        operators.pack.options(call, score),
+        scalars,
+        call.stream,
+        call.backend,
+        call.algorithm,
+    )
+
+
+def of_cache(call: Call) -> Call:
+    """A call over a KVCache, with what the cache holds as arrays of the call. Raises BadParam and
+    NullPointer.
+    """
+    if call.v is not None:
+        raise BadParam(f"{arg('v')} was given with a KVCache, which holds {arg('v')} as well; leave v out")
+    for name in ("kv_lengths", "cu_seqlens_kv"):
+        if getattr(call, name) is not None:
+            raise BadParam(f"{arg(name)} was given with a KVCache, which has lengths of its own")
+    keys: KVCache = call.k
+    if keys.lengths is None:
+        raise NullPointer(f"{arg('lengths')} of the KVCache is None; expected an int32 array, (batch,)")
+    return call.replace(k=keys.k, v=keys.v, kv_lengths=keys.lengths, pages=keys.pages, index=keys.index)
+
+
+def gradients_of(call: Call) -> Request:
+    """What a call of ``attention_backward`` requests. Raises BadParam."""
+    if not call.is_normal():
+        call = call.normalised()
+    score, score_arrays = None, ()
+    scalars: tuple[Any, ...] = (call.softmax_scale,)
+    if call.has_score():
+        score, score_arrays, scalars = score_of(call)
+        scalars = (call.softmax_scale, *scalars)
+    if isinstance(call.k, KVCache):
+        raise BadParam(
+            f"{arg('k')} is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be"
+        )
+    if call.kv_lengths is None and call.cu_seqlens_q is None and call.cu_seqlens_kv is None:
+        if call.max_seqlen_q is not None or call.max_seqlen_kv is not None:
+            refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
+        operators = _BACKWARD
+    else:
+        refuse_mask_with_lengths(call)
+        operators = _BACKWARD_WITH_LENGTHS
+    if operators.operator_for is None:
+        operators.load()
+    return Request(
+        operators.operator_for(score),
+        operators.pack.arrays(call) + score_arrays,
+        operators.pack.options(call, score),
+        scalars,
+        call.stream,
+        call.backend,
+        None,
+        call.workspace,
+    )
+
+
+def refuse_mask_with_lengths(call: Call) -> None:
+    """Raise BadParam for a mask in a call with lengths, which has no gradients."""
+    if call.mask is not None:
+        raise BadParam(MASK_WITH_LENGTHS)
+
+
+def names_of(call: Call) -> dict[str, str]:
+    """What the caller of ``attention`` calls arguments of the operators, for `errors.naming`."""
+    names = {"cu_seqlens_new": "cu_seqlens_q"}
+    for name, shorthand in SHORTHANDS:
+        if getattr(call, name) is not None:
+            names[shorthand.param] = name
+    if isinstance(call.k, KVCache) and call.kv_lengths is None:
+        names |= {"kv_lengths": "lengths"} | FIELDS
+    return names
+
+
+def score_of(call: Call) -> tuple[Score | None, tuple[Any, ...], tuple[Any, ...]]:
+    """The score modification of a call, None where params are empty, its arrays and its numbers. Raises
+    BadParam.
+    """
+    names, values = named_score(call)
+    if not names:
+        return None, (), ()
+    score = _chain(os.environ.get("FLASHGEN_SPECS", ""), names)
+    params = {param.name for param in score.params}
+    # A name that is wrong comes first: because of it another is missing.
+    for name in sorted(values.keys() - params, key=str):
+        has = f"it has {', '.join(sorted(params)) or 'none'}{advice(str(name), params)}"
+        raise BadParam(f"{arg('score')} {score.name} has no parameter {name}; {has}")
+    for name in sorted(params - values.keys()):
+        example = ", ".join(f"{param!r}: ..." for param in sorted(params))
+        raise BadParam(f"{arg('score')} {score.name} needs the parameter {name}; pass params={{{example}}}")
+    return (
+        score,
+        tuple([values[param.name] for param in score.arrays]),
+        tuple([values[param.name] for param in score.scalars]),
+    )
+
+
+def named_score(call: Call) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of the score modifications of a call, and their parameters. Raises BadParam."""
+    score, params = call.score, call.params
+    names = [score] if isinstance(score, str) else score
+    if names is not None and not (isinstance(names, (list, tuple)) and names):
+        raise BadParam(_no_score(score))
+    for name in names or ():
+        if not isinstance(name, str):
+            raise BadParam(_no_score(name))
+    if params is not None and not isinstance(params, Mapping):
+        raise BadParam(
+            f"{arg('params')} is {params!r}; it must map the names of parameters to numbers and arrays"
+        )
+    names, values = list(names or ()), dict(params or {})
+    if not names and values:
+        raise BadParam(f"{arg('params')} has {', '.join(map(str, values))}, but no score was given")
+    for name, shorthand in SHORTHANDS:
+        value = getattr(call, name)
+        if value is None:
+            continue
+        if score is not None:
+            raise BadParam(
+                f"{arg('score')} is {score!r} and softcap or alibi_slopes was given as well; name all in "
+                "score, such as ('softcap', 'mine'), and give their params"
+            )
+        if shorthand.positive:
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number or not 0 < value < math.inf:
+                none = f"{arg(f'no {name}', 'None')} for {shorthand.without}"
+                raise BadParam(f"{arg(name)} is {shown(value)}; it must be a number above 0, or {none}")
+        is_causal = sees_no_later_key(call.causal, call.mask_type, call.window_size)
+        names.append(shorthand.causal if is_causal else shorthand.other)
+        values[shorthand.param] = value
+    return tuple(names), values
+
+
+def _no_score(x: Any) -> str:
+    return f"{arg('score')} is {x!r}; it must be the name of a score modification, or several"
+
+
+@lru_cache(maxsize=64)
+def _chain(folders: str, names: tuple[str, ...]) -> Score:
+    """The modifications of these names, one after another, as the value ``folders`` of FLASHGEN_SPECS has
+    them.
+    """
+    from flashgen.families.scores import load_scores
+    from flashgen.operators.scores import chained
+
+    scores = load_scores().by_name
+    for name in names:
+        if name not in scores:
+            there = ", ".join(map(repr, sorted(scores)))
+            raise BadParam(f"{arg('score')} is {name!r}; there are {there}")
+    return chained([scores[name] for name in names])
