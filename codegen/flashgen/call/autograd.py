@@ -15,10 +15,11 @@ from flashgen.call.codec import INPUTS, INPUTS_SCHEMA, SCHEMA, decode, encode, e
 from flashgen.call.compute import compute
 from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, SHORTHANDS
 from flashgen.call.record import AttentionCall, GradientCall, call_of
-from flashgen.call.request import gradients_of, names_of, refuse_mask_with_lengths, request_of
+from flashgen.call.request import gradients_of, names_of, request_of
 from flashgen.errors import BadParam, DeviceTypeNotSupported, FlashgenError, NullPointer, arg
 from flashgen.operators.arguments import ROW_ALIGNMENT
 from flashgen.operators.contract import check_rank
+from flashgen.operators.lengths import refuse_mask
 from flashgen.runtime.arrays import kind_of
 from flashgen.runtime.torchkind import INSIDE_TORCH_FUNC, NESTED, WITH_TANGENT
 
@@ -48,8 +49,8 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     if call.q.is_meta:
         check_meta(arrays | arrays_of_score(call))
     has_lengths = any([arrays[name] is not None for name in LENGTHS])  # noqa: C419  # as in compute.are_all
-    if call.mask is not None and has_lengths and _differentiable(call):
-        refuse_mask_with_lengths(call)
+    if has_lengths and _differentiable(call):
+        refuse_mask(call.mask)
     if torch.are_deterministic_algorithms_enabled():
         call = call.replace(deterministic=True)
     refuse_derivatives(call)

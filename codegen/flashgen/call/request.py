@@ -17,7 +17,7 @@ from flashgen.call.kvcache import FIELDS, KVCache
 from flashgen.call.record import AttentionCall, GradientCall, packing
 from flashgen.errors import BadParam, NullPointer, arg
 from flashgen.operators.arguments import shown
-from flashgen.operators.lengths import MASK_WITH_LENGTHS, refuse_bounds
+from flashgen.operators.lengths import refuse_bounds, refuse_mask
 from flashgen.operators.maskoptions import sees_no_later_key
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def gradients_of(call: Call) -> Request:
             refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
         operators = _BACKWARD
     else:
-        refuse_mask_with_lengths(call)
+        refuse_mask(call.mask)
         operators = _BACKWARD_WITH_LENGTHS
     if operators.operator_for is None:
         operators.load()
@@ -158,12 +158,6 @@ def gradients_of(call: Call) -> Request:
         None,
         call.workspace,
     )
-
-
-def refuse_mask_with_lengths(call: Call) -> None:
-    """Raise BadParam for a mask in a call with lengths, which has no gradients."""
-    if call.mask is not None:
-        raise BadParam(MASK_WITH_LENGTHS)
 
 
 def names_of(call: Call) -> dict[str, str]:

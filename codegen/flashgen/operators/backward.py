@@ -18,7 +18,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, arg
+from flashgen.errors import BadTensorDtype, BadTensorShape, arg
 from flashgen.operators import attention, contract, lengths
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
@@ -32,7 +32,7 @@ from flashgen.operators.arguments import (
     view_of_shape,
 )
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
-from flashgen.operators.lengths import BOUNDS, CACHE_ARRAYS, MASK_WITH_LENGTHS
+from flashgen.operators.lengths import BOUNDS, CACHE_ARRAYS, refuse_mask
 from flashgen.operators.operator import Axis, Operator, Value, by_name, modified
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ def normalise(
     """
     deterministic = flag("deterministic", deterministic)
     arrays = dict(zip(LENGTH_ARRAYS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths), strict=True))
-    if mask is not None and any(view is not None for view in arrays.values()):
-        raise BadParam(MASK_WITH_LENGTHS)
+    if any(view is not None for view in arrays.values()):
+        refuse_mask(mask)
     forward = attention.normalise(
         q,
         k,

@@ -38,11 +38,6 @@ LENGTH_ARRAYS = tuple(argument.name for argument in ARGUMENTS)
 # Arrays of a cache, which has no gradients.
 CACHE_ARRAYS = ("index", "pages")
 BOUNDS = ("max_seqlen_q", "max_seqlen_kv")
-# What is wrong with a call whose gradients would need both.
-MASK_WITH_LENGTHS = (
-    f"a {arg('mask')} was given with {arg('kv_lengths')} or cu_seqlens; gradients of sequences of several "
-    f"lengths take causal or {arg('window_size')}"
-)
 _SHAPES = {
     "cu_seqlens_q": ("batch + 1",),
     "cu_seqlens_kv": ("batch + 1",),
@@ -153,6 +148,15 @@ def read(
         packed_kv="cu_seqlens_kv" in arrays,
         paged=paged,
     )
+
+
+def refuse_mask(mask: Any) -> None:
+    """Raise BadParam for a mask in a call with lengths whose gradients are computed."""
+    if mask is not None:
+        raise BadParam(
+            f"a {arg('mask')} was given with {arg('kv_lengths')} or cu_seqlens; gradients of sequences of "
+            f"several lengths take causal or {arg('window_size')}"
+        )
 
 
 def refuse_bounds(max_seqlen_q: Any, max_seqlen_kv: Any) -> None:
