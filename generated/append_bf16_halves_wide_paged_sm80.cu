@@ -92,7 +92,7 @@ append_bf16_halves_wide_paged_sm80(const __grid_constant__ Params params) {
     const int chunk_index = block_index() % params.num_row_blocks * kThreads + threadIdx.x;
     const int column = (chunk_index & ((1 << params.row_chunks_log2) - 1)) * kVector;
 
-    // Rows are those of q, then of k_new, then of v_new, heads fastest.
+    // Rows are the rows of q, then of k_new, then of v_new, heads fastest.
     int row = chunk_index >> params.row_chunks_log2;
     const int key_rows = params.seqlen_new * params.num_heads_kv;
     const int query_rows = params.seqlen_q * params.num_heads_q;

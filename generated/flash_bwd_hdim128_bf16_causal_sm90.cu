@@ -151,7 +151,7 @@ __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of 
 struct Barriers {
     shared_address first;
 
-    // Every consumer warp has written its part of a step's dS, and is done with that of the step before. It completes once more behind the
+    // Every consumer warp has written its part of a step's dS, and is done with that of the step before. It completes once more after the
     // last step: no warp reads K.
     __device__ __forceinline__ shared_address ds_ready() const { return at(0); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(1 + stage); }
@@ -277,7 +277,7 @@ __device__ void load_dout(const Params& params, const StepRows& rows, shared_add
 // What arrives with the first dO: V.
 constexpr int kBytesWithDout = kVBytes;
 
-// Starts the first loads of a thread block, ahead of the barrier at which its warps meet
+// Starts the first loads of a thread block, before the barrier at which its warps meet
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
 
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
@@ -861,7 +861,7 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
     bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
+// Starts the first loads of a thread block, before the barrier at which its warps meet: K and Q, with which S of the first step begins,
 // then V, in a cluster the peer's K, and dO. K's bytes count at q_full(0), the others at dout_full(0). They may come before load_q() and
 // load_dout() announce them: without the arrival of these the phase cannot end. Without steps nothing is loaded.
 // With a single step consumers wait for no later load before they add dQ, so where dq_accum is cleared by other thread blocks, produce() loads

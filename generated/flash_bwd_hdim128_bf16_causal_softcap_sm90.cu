@@ -161,7 +161,7 @@ __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of 
 struct Barriers {
     shared_address first;
 
-    // Every consumer warp has written its part of a step's dS, and is done with that of the step before. It completes once more behind the
+    // Every consumer warp has written its part of a step's dS, and is done with that of the step before. It completes once more after the
     // last step: no warp reads K.
     __device__ __forceinline__ shared_address ds_ready() const { return at(0); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(1 + stage); }
@@ -255,7 +255,7 @@ struct ModifiedScore {
 
 // The modified score and the derivative of the key `step` past `first_key`, from its q . k, not scaled yet
 __device__ ModifiedScore differentiated_score(const Params& params, const ScoreRow&, int, int, float product);
-// Puts the modified scores of a query head in place of q . k, and (dP - delta) times the derivative of each in place of dP
+// Replaces q . k by the modified scores of a query head, and dP by (dP - delta) times the derivative of each
 __device__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2], float (&dp)[kBlockM / 2],
     const QueryValues& delta, int lane_key, int lane_query);
 // Turns what modify_scores() made of dP^T into dS^T, without the factor softmax_scale
@@ -306,7 +306,7 @@ __device__ void load_dout(const Params& params, const StepRows& rows, shared_add
 // What arrives with the first dO: V.
 constexpr int kBytesWithDout = kVBytes;
 
-// Starts the first loads of a thread block, ahead of the barrier at which its warps meet
+// Starts the first loads of a thread block, before the barrier at which its warps meet
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
 
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
@@ -346,7 +346,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
     // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) {
         int key = block.first_key + warp_key;
-        opaque(key);  // ranges that are known ahead of the loop would be held in registers
+        opaque(key);  // ranges that are known before the loop would be held in registers
         return first_query < queries_of_key(params, key + 15).begin || first_query + kBlockM > queries_of_key(params, key).end;
     };
 
@@ -734,7 +734,7 @@ __device__ __forceinline__ ModifiedScore differentiated_score(const Params& para
     return modified;
 }
 
-// Puts the modified scores of a query head in place of q . k, and (dP - delta) times the derivative of each in place of dP. `lane_key`
+// Replaces q . k by the modified scores of a query head, and dP by (dP - delta) times the derivative of each. `lane_key`
 // and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2],
                                               float (&dp)[kBlockM / 2], const QueryValues& delta, int lane_key, int lane_query) {
@@ -929,7 +929,7 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
     bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
+// Starts the first loads of a thread block, before the barrier at which its warps meet: K and Q, with which S of the first step begins,
 // then V, in a cluster the peer's K, and dO. K's bytes count at q_full(0), the others at dout_full(0). They may come before load_q() and
 // load_dout() announce them: without the arrival of these the phase cannot end. Without steps nothing is loaded.
 // With a single step consumers wait for no later load before they add dQ, so where dq_accum is cleared by other thread blocks, produce() loads

@@ -292,7 +292,7 @@ struct Operand {
         }
     }
 
-    // Those of other queries, from a block of P^T or dS^T in shared memory.
+    // The operand of other queries, from a block of P^T or dS^T in shared memory.
     __device__ __forceinline__ Operand(shared_address block, int first_key, int first_query, int lane) {
         const auto rows = down_first<RowsOfScores>(block, first_key, first_query / 8, lane);
 #pragma unroll
@@ -334,7 +334,7 @@ __device__ void apply_mask(const Params& params, Scores& scores, shared_address 
     int first_query, int lane);
 // P^T = 2^(scale_log2 * S^T - lse_log2), in place
 __device__ void exponentiate(Scores& scores, float scale_log2, shared_address lse, int lane);
-__device__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane);  // dS^T = P^T * (dP^T - delta), in place of dP^T
+__device__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane);  // Turns dP^T into dS^T = P^T * (dP^T - delta)
 
 // Thread blocks, or clusters, add to a block of queries one after another, later keys first, so that the sums repeat to the bit. Each counts
 // itself there when it has added. In a cluster the two halves of the columns of dQ have a counter each, so the turns of one half do not wait for
@@ -815,7 +815,7 @@ __device__ __forceinline__ void exponentiate(Scores& scores, float scale_log2, s
     }
 }
 
-// dS^T = P^T * (dP^T - delta), in place of dP^T.
+// Turns dP^T into dS^T = P^T * (dP^T - delta).
 __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane) {
 #pragma unroll
     for (int j = 0; j < kQueryTiles; ++j) {
@@ -853,7 +853,7 @@ __device__ __forceinline__ bool has_turn(const Params& params, const KeyBlock& b
 }
 
 // Passes the turn to the next thread block.
-// Called by one thread behind a barrier that follows the additions of all: the release covers them.
+// Called by one thread after a barrier that follows the additions of all: the release covers them.
 __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step) {
     store_release_32(turns_of(params, block, step), turn_of(params, block, step) + 1);
 }

@@ -168,7 +168,7 @@ struct Barriers {
     // Each warp of the dV consumer has written its part of P of a step.
     __device__ __forceinline__ shared_address p_full() const { return at(0); }
     // Each warp of the dK consumer has read P and written its part of dS, and all warps of both have finished dQ of the step before. It
-    // completes once more behind the last step: no warp reads K.
+    // completes once more after the last step: no warp reads K.
     __device__ __forceinline__ shared_address ds_ready() const { return at(1); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(2 + stage); }
     __device__ __forceinline__ shared_address dout_full(int stage) const { return at(2 + kStages + stage); }
@@ -338,7 +338,7 @@ __device__ void load_dout(const Params& params, const StepRows& rows, shared_add
 // What arrives with the first dO: V, and the peer's K for dQ.
 constexpr int kBytesWithDout = kVBytes + kPeerKBytes;
 
-// Starts the first loads of a thread block, ahead of the barrier at which its warps meet
+// Starts the first loads of a thread block, before the barrier at which its warps meet
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
 
 // Of the columns of dQ a thread block computes half, over the keys of both. Its dK consumer has the outer panel of these, its dV consumer
@@ -405,7 +405,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) {
         int key = block.first_key + warp_row;
-        opaque(key);  // ranges that are known ahead of the loop would be held in registers
+        opaque(key);  // ranges that are known before the loop would be held in registers
         return first_query < first_query_of_key(params, key + 15);
     };
 
@@ -631,7 +631,7 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
         prefetch_tensormap(params.dk);
         prefetch_tensormap(params.dv);
     }
-    cluster_arrive_relaxed();  // only the dV consumer waits: the dK consumer comes behind it, by p_full, and the producer sends nothing
+    cluster_arrive_relaxed();  // only the dV consumer waits: the dK consumer follows it, by p_full, and the producer sends nothing
 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
@@ -750,7 +750,7 @@ __device__ __forceinline__ int first_key_of_peer(const KeyBlock& block) { return
 
 // The blocks of queries that both go through: those with a query that attends to some key of either.
 __device__ __forceinline__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& block) {
-    return find_query_blocks(params, first_key_of_pair(block));  // whoever attends to a later key attends to the first one, too
+    return find_query_blocks(params, first_key_of_pair(block));  // a query that attends to a later key attends to the first one, too
 }
 
 // The first of the panels of the peer's K: the thread block of rank 0 computes the first half of the columns of dQ.
@@ -1138,7 +1138,7 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
     bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
+// Starts the first loads of a thread block, before the barrier at which its warps meet: K and Q, with which S of the first step begins,
 // then V, in a cluster the peer's K, and dO. K's bytes count at q_full(0), the others at dout_full(0). They may come before load_q() and
 // load_dout() announce them: without the arrival of these the phase cannot end. Without steps nothing is loaded.
 // With a single step consumers wait for no later load before they add dQ, so where dq_accum is cleared by other thread blocks, produce() loads

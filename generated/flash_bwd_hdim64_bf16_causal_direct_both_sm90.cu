@@ -68,7 +68,7 @@ constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V, O and dO
 
 // Q K^T and dO V^T are the same MMAs as K Q^T and V dO^T with the operands exchanged. So both kinds of tile share one layout. The tile has
-// rows of K and V, or of Q and dO; a stage has rows of Q and dO, or of K and V. Behind the stages lies O: a tile of keys has a buffer for
+// rows of K and V, or of Q and dO; a stage has rows of Q and dO, or of K and V. After the stages is O: a tile of keys has a buffer for
 // each stage, a tile of queries has O of its own rows there.
 constexpr int kTileBytes = kPanels * kBlockN * kPanelRowBytes;
 constexpr int kTileBytesV = kPanelsV * kBlockN * kPanelRowBytes;
@@ -259,12 +259,12 @@ template <int kColumns> __device__ void store_gradient(const tensor_map& map, co
     shared_address staging, int first_row, int head, int batch, int barrier, int lane);
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
-// lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here, so that no kernel has to end ahead of this one. A thread has
+// lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here, so that no kernel has to end before this one. A thread has
 // every kValueThreads-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so that P is 0 there.
 
 constexpr int kValueThreads = 32 * kValueWarps;
 
-// What a thread loads from global memory, ahead of its use, for its rows of kRows that begin with `first_row`.
+// What a thread loads from global memory, before its use, for its rows of kRows that begin with `first_row`.
 template <int kRows>
 struct RowValues {
     float lse[kRows / kValueThreads];
@@ -417,7 +417,7 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
     // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) {
         int key = warp_key;
-        opaque(key);  // ranges that are known ahead of the loop would be held in registers
+        opaque(key);  // ranges that are known before the loop would be held in registers
         return first_query < first_query_of_key(params, key + 15);
     };
 
@@ -565,7 +565,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    // The first half of the threads has the tile of keys, the second half that of queries.
+    // The first half of the threads has the tile of keys, the second half the tile of queries.
     const int kind = __shfl_sync(0xffffffff, threadIdx.x / kTileThreads, 0);
     const int thread = threadIdx.x % kTileThreads;
     const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024 + kind * kTileSharedBytes;
@@ -582,7 +582,7 @@ flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params par
         prefetch_tensormap(params.dout);
         prefetch_tensormap(params.out);
     }
-    // Ahead of the wait for the grid before: find_tile() reads parameters alone.
+    // Before the wait for the previous grid: find_tile() reads parameters alone.
     const Tile tile = find_tile(params, block_index(), kind == 0);
     __syncthreads();
 

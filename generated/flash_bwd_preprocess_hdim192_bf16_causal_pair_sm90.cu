@@ -14,7 +14,7 @@
 //
 //     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e), rounded up
 //
-// so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or lies behind the last one, has
+// so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or is past the last one, has
 // lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also prepares memory for the main kernel: it clears
 // what the main kernel adds to, or the part that the main kernel does not clear itself.
 

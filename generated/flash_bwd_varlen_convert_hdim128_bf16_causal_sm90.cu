@@ -80,7 +80,7 @@ __device__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch
 
 // kRowUnit rows of q of one sequence, of a head.
 struct QueryUnit {
-    int sequence;  // below 0: none; batch_size: of the rows behind the last sequence
+    int sequence;  // below 0: none; batch_size: of the rows after the last sequence
     int head;
     int first_row;
     Rows rows;     // of q that the sequence has, whatever the bound
@@ -198,7 +198,7 @@ __device__ __forceinline__ BlockOfSequence find_block_of_sequence(int sequences,
     return {-1, 0, 0};
 }
 
-// The rows of a sequence, whatever their bound. Rows behind the last packed sequence count as one more, number batch_size.
+// The rows of a sequence, whatever their bound. Rows after the last packed sequence count as one more, number batch_size.
 __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows) {
     if (cu_seqlens == nullptr) return {0, sequence < batch_size ? rows : 0};
     if (sequence < batch_size) return packed_rows(cu_seqlens, sequence, rows, rows);

@@ -113,7 +113,7 @@ template <int kUnit> __device__ int64_t unit_rows(const Params& params);  // Row
 // The row of a head that a sequence begins with, from row `begin` of its entry of q
 template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
 __device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
-__device__ int64_t first_unit_row(const Params& params, int, int head);  // Likewise the row of LSE and delta
+__device__ int64_t first_unit_row(const Params& params, int, int head);  // The row of LSE and delta that a head begins with
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
@@ -128,7 +128,7 @@ __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv
 // What a thread block of the main kernel computes: dK and dV of kBlockN keys of a kv head of a sequence, summed over its query heads, and
 // their share of dQ.
 struct KeyBlock {
-    int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
+    int batch;  // the sequence; below 0: none; batch_size: of the rows after the last sequence
     int kv_head;
     int first_key;
     int first_row_q;   // the rows of q and k that the sequence begins with
@@ -168,7 +168,7 @@ __device__ int first_query_of_key(const Params& params, int key);  // The first 
 struct Barriers {
     shared_address first;
 
-    // Every consumer warp has written its part of a step's dS, and is done with that of the step before. It completes once more behind the
+    // Every consumer warp has written its part of a step's dS, and is done with that of the step before. It completes once more after the
     // last step: no warp reads K.
     __device__ __forceinline__ shared_address ds_ready() const { return at(0); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(1 + stage); }
@@ -299,7 +299,7 @@ __device__ void load_dout(const Params& params, const StepRows& rows, shared_add
 // What arrives with the first dO: V.
 constexpr int kBytesWithDout = kVBytes;
 
-// Starts the first loads of a thread block, ahead of the barrier at which its warps meet
+// Starts the first loads of a thread block, before the barrier at which its warps meet
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
 
 // The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
@@ -501,7 +501,7 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 // The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
 __device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
 
-// Likewise the row of LSE and delta.
+// The row of LSE and delta that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
 
 // The tiles of the 16 rows that begin at `row`.
@@ -915,7 +915,7 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
     bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Starts the first loads of a thread block, ahead of the barrier at which its warps meet: K and Q, with which S of the first step begins,
+// Starts the first loads of a thread block, before the barrier at which its warps meet: K and Q, with which S of the first step begins,
 // then V, in a cluster the peer's K, and dO. K's bytes count at q_full(0), the others at dout_full(0). They may come before load_q() and
 // load_dout() announce them: without the arrival of these the phase cannot end. Without steps nothing is loaded.
 // With a single step consumers wait for no later load before they add dQ, so where dq_accum is cleared by other thread blocks, produce() loads

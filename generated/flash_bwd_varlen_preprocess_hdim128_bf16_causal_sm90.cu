@@ -14,7 +14,7 @@
 //
 //     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e), rounded up
 //
-// so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or lies behind the last one, has
+// so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or is past the last one, has
 // lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also prepares memory for the main kernel: it clears
 // what the main kernel adds to, or the part that the main kernel does not clear itself.
 
@@ -72,7 +72,7 @@ template <int kUnit> __device__ int64_t unit_rows(const Params& params);  // Row
 // The row of a head that a sequence begins with, from row `begin` of its entry of q
 template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
 __device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
-__device__ int64_t first_unit_row(const Params& params, int, int head);  // Likewise the row of LSE and delta
+__device__ int64_t first_unit_row(const Params& params, int, int head);  // The row of LSE and delta that a head begins with
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
 // Rows of an entry of an array: where they begin, and how many there are.
@@ -98,7 +98,7 @@ __device__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch
 
 // kRowUnit rows of q of one sequence, of a head.
 struct QueryUnit {
-    int sequence;  // below 0: none; batch_size: of the rows behind the last sequence
+    int sequence;  // below 0: none; batch_size: of the rows after the last sequence
     int head;
     int first_row;
     Rows rows;     // of q that the sequence has, whatever the bound
@@ -113,7 +113,7 @@ __device__ Rows keys_of(const Params& params, int sequence);  // The keys of a s
 // What a thread block of the main kernel computes: dK and dV of kBlockN keys of a kv head of a sequence, summed over its query heads, and
 // their share of dQ.
 struct KeyBlock {
-    int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
+    int batch;  // the sequence; below 0: none; batch_size: of the rows after the last sequence
     int kv_head;
     int first_key;
     int first_row_q;   // the rows of q and k that the sequence begins with
@@ -243,7 +243,7 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 // The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
 __device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
 
-// Likewise the row of LSE and delta.
+// The row of LSE and delta that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
 
 // A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
@@ -285,7 +285,7 @@ __device__ __forceinline__ BlockOfSequence find_block_of_sequence(int sequences,
     return {-1, 0, 0};
 }
 
-// The rows of a sequence, whatever their bound. Rows behind the last packed sequence count as one more, number batch_size.
+// The rows of a sequence, whatever their bound. Rows after the last packed sequence count as one more, number batch_size.
 __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows) {
     if (cu_seqlens == nullptr) return {0, sequence < batch_size ? rows : 0};
     if (sequence < batch_size) return packed_rows(cu_seqlens, sequence, rows, rows);
@@ -344,7 +344,7 @@ __device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) 
     return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
 }
 
-// Gives a block the rows and the lengths of its sequence. Rows behind the last sequence have neither queries nor keys.
+// Gives a block the rows and the lengths of its sequence. Rows after the last sequence have neither queries nor keys.
 __device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) {
     const Rows rows = key_rows_of(params, block.batch);
     block.first_row_kv = rows.begin;
@@ -360,7 +360,7 @@ __device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) 
 // The blocks of keys of a head.
 __device__ __forceinline__ int key_blocks_of(int rows) { return (rows + kBlockN - 1) / kBlockN; }
 
-// How long a sequence is: in blocks of as many queries as a block has keys. Rows behind the last sequence have none.
+// How long a sequence is: in blocks of as many queries as a block has keys. Rows after the last sequence have none.
 __device__ __forceinline__ int query_blocks_of(const Params& params, int sequence) {
     return sequence < params.batch_size ? (queries_of(params, sequence).count + kBlockN - 1) / kBlockN : 0;
 }

@@ -45,7 +45,7 @@ constexpr int kKeyTiles = kGroupKeys / 8;         // MMA tiles of S along the ke
 constexpr int kDimTiles = kHeadDimV / 8;          // MMA tiles of O along the head dimension
 
 // Shared memory: Q, the stages, each with a KV block of K and one of V, then row_max and row_sum of all groups but group 0.
-// Rows of V are as long as those of K.
+// Rows of V are as long as rows of K.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = kBlockM * kRowBytes;
 constexpr int kVOffset = kBlockN * kRowBytes;  // within a stage
@@ -302,7 +302,7 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
     // may rely on every grid before this one having ended.
     griddepcontrol_launch_dependents();
 
-    // Q is copied ahead of K and V, so that it does not queue behind their copies.
+    // Q is copied before K and V, so that it does not queue behind their copies.
     copy_q(params, find_tile(params, find_part(params, share, share.begin).tile), smem);
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(params, share, fetch, stage_address(stage), group);
@@ -311,7 +311,7 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
 
     const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
     const int group_offset = group * kGroupKeys * kRowBytes;
-    int stage = 0;  // that of the KV block to be computed next
+    int stage = 0;  // of the KV block to be computed next
     for (int index = share.begin;;) {
         const Part part = find_part(params, share, index);
         const Tile tile = find_tile(params, part.tile);

@@ -181,7 +181,7 @@ struct LaneScoreRows {
     }
 };
 
-// Puts the modified scores in place of q . k; `lane_key` is the lane's first key
+// Replaces q . k by the modified scores; `lane_key` is the lane's first key
 __device__ void modify_scores(const Params& params, const LaneScoreRows& of_lane, float (&scores)[kBlockN / 2], int lane_key);
 
 // A lane holds two of every eight keys of a row. A word has a bit for each of them, the first key's on top: R2P makes predicates of
@@ -551,7 +551,7 @@ __device__ __forceinline__ ScoreRow score_row_of(const Params& params, const Sco
     return score_row(params, head, min(max(row, 0), num_rows(params) - 1));
 }
 
-// Puts the modified scores in place of q . k; `lane_key` is the lane's first key.
+// Replaces q . k by the modified scores; `lane_key` is the lane's first key.
 __device__ __forceinline__ void modify_scores(const Params& params, const LaneScoreRows& of_lane, float (&scores)[kBlockN / 2],
                                               int lane_key) {
     for_each_score(scores, [&](int row, int key, float& score) {

@@ -43,7 +43,7 @@ constexpr int kDimTiles = kHeadDimV / 8;     // MMA tiles of O along the head di
 constexpr int kRowTiles = kWarpRows / 16;    // MMA tiles of a warp along its rows
 constexpr int kRowTileStep = 16;             // rows from a warp's MMA tile to its next
 
-// Shared memory: Q, the stages of K, those of V, and what the loop adds. Rows of V are as long as those of K.
+// Shared memory: Q, the stages of K, the stages of V, and what the loop adds. Rows of V are as long as rows of K.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kKOffset = kBlockM * kRowBytes;
@@ -248,7 +248,7 @@ __device__ float modified_score(const Params& params, const ScoreRow& row, int, 
 // What is still to be added to the modified scores of a row
 __device__ float score_offset(const Params&, const ScoreRow& row, int first_key);
 __device__ ScoreRow score_row_of(const Params& params, const Tile& tile, int row);  // The ScoreRow of a row of a tile
-// Puts the modified scores in place of q . k, in the tiles of the warp; the arguments are those of for_each_score()
+// Replaces q . k by the modified scores, in the tiles of the warp; the arguments are as for for_each_score()
 template <int kTiles> __device__ void modify_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     int first_row, int first_key, int lane);
 
@@ -740,7 +740,7 @@ __device__ __forceinline__ ScoreRow score_row_of(const Params& params, const Til
     return score_row(params, score_head(params, tile.batch, tile.head + row - query * params.group_size), query);
 }
 
-// Puts the modified scores in place of q . k, in the tiles of the warp; the arguments are those of for_each_score().
+// Replaces q . k by the modified scores, in the tiles of the warp; the arguments are as for for_each_score().
 template <int kTiles>
 __device__ __forceinline__ void modify_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4], int first_row,
                                               int first_key, int lane) {

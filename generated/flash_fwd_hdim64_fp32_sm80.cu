@@ -42,7 +42,7 @@ constexpr int kDimTiles = kHeadDimV / 8;     // MMA tiles of O along the head di
 constexpr int kRowTiles = kWarpRows / 16;    // MMA tiles of a warp along its rows
 constexpr int kRowTileStep = 16;             // rows from a warp's MMA tile to its next
 
-// Shared memory: Q, the stages of K, those of V, and what the loop adds. Rows of V are as long as those of K.
+// Shared memory: Q, the stages of K, the stages of V, and what the loop adds. Rows of V are as long as rows of K.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kKOffset = kBlockM * kRowBytes;

@@ -708,7 +708,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const Sequen
     Params own = with_lengths(params, found.seqlen_q, found.seqlen_kv);
     own.out += found.sequence * params.out_batch_stride + found.first_query * params.out_row_stride;
     if (params.lse != nullptr) own.lse += found.sequence * params.lse_batch_stride + found.first_query;
-    own.out_batch_stride = 0;  // the pointer is that of the sequence
+    own.out_batch_stride = 0;  // the pointer is for the sequence
     return own;
 }
 

@@ -30,7 +30,7 @@ constexpr int kRowTileStep = 16;             // rows from one of them to the nex
 constexpr int kKeyTiles = kBlockN / 8;       // MMA tiles of S along the keys
 constexpr int kDimTiles = kHeadDimV / 8;     // MMA tiles of O along the head dimension
 
-// Shared memory: a block each of Q, K and V. Rows of V are as long as those of K.
+// Shared memory: a block each of Q, K and V. Rows of V are as long as rows of K.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kKOffset = kBlockM * kRowBytes;
 constexpr int kVOffset = kKOffset + kBlockN * kRowBytes;

@@ -22,7 +22,7 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMinBlocks = 7;  // 72 registers: two fit beside two thread blocks of the kernel before this one, if that has up to 184
 constexpr int kVectors = kHeadDimV / 4;              // of a row of O in fp32
-constexpr int kLaneVectors = (kVectors + 31) / 32;   // of them, those of a lane
+constexpr int kLaneVectors = (kVectors + 31) / 32;   // of them, the share of a lane
 constexpr int kRowThreads = kHeadDimV / 8;           // threads that store a row, 16 bytes each
 constexpr int kPartsAtOnce = 5;                      // parts that a warp has on their way from global memory
 constexpr int kSumsOffset = kWarps * kHeadDimV * 4;  // shared memory: O of each warp, then row_max and row_sum of each
@@ -291,7 +291,7 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
 // The tiles of a sequence.
-// `params` are those of the sequence.
+// `params` are the parameters of the sequence.
 __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     if (params.seqlen_q == 0) return {0, 0, 1};
     const int begin = keys_of_query(params, 0).begin / kBlockN;
@@ -380,11 +380,11 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const Place&
     Params own = with_lengths(params, place.lengths);
     own.out += place.sequence * params.out_batch_stride + first_query * params.out_row_stride;
     if (params.lse != nullptr) own.lse += place.sequence * params.lse_batch_stride + first_query;
-    own.out_batch_stride = 0;  // the pointer is that of the sequence
+    own.out_batch_stride = 0;  // the pointer is for the sequence
     return own;
 }
 
-// The parts of the tile with which, or within which, a share begins. `params` are those of its sequence.
+// The parts of the tile with which, or within which, a share begins. `params` are the parameters of its sequence.
 __device__ __forceinline__ Parts find_parts(const Params& params, const Place& place, int per_share, int share) {
     const int kv_blocks = tiles_of(params).kv_blocks;
     const int tile = (share * per_share - place.begin) / kv_blocks;

@@ -45,7 +45,7 @@ constexpr int kKeyTiles = kGroupKeys / 8;         // MMA tiles of S along the ke
 constexpr int kDimTiles = kHeadDimV / 8;          // MMA tiles of O along the head dimension
 
 // Shared memory: Q, the stages, each with a KV block of K and one of V, then row_max and row_sum of all groups but group 0.
-// Rows of V are as long as those of K.
+// Rows of V are as long as rows of K.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = kBlockM * kRowBytes;
 constexpr int kVOffset = kBlockN * kRowBytes;  // within a stage
@@ -411,7 +411,7 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
     Params params = of_sequence(all, place.sequence, place.lengths);
     Fetch fetch = start.fetch;
 
-    // Q is copied ahead of K and V, so that it does not queue behind their copies.
+    // Q is copied before K and V, so that it does not queue behind their copies.
     copy_q(params, start.tile, smem);
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(all, share, fetch, stage_address(stage), group);
@@ -420,7 +420,7 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
 
     const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
     const int group_offset = group * kGroupKeys * kRowBytes;
-    int stage = 0;  // that of the KV block to be computed next
+    int stage = 0;  // of the KV block to be computed next
     for (int index = share.begin;;) {
         const Part part = find_part(params, share, place, index);
         const Tile tile = find_tile(params, place, part.tile);
@@ -550,7 +550,7 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
 // The tiles of a sequence.
-// `params` are those of the sequence.
+// `params` are the parameters of the sequence.
 __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     if (params.seqlen_q == 0) return {0, 0, 1};
     const int begin = keys_of_query(params, 0).begin / kBlockN;
@@ -631,7 +631,7 @@ __device__ __forceinline__ Place next_place(const Params& params, const Place& p
 }
 
 // The part that begins with KV block `index` of the share. A share leaves at most two parts in the workspace: its first, and its last.
-// `params` are those of the sequence. How many KV blocks its tiles have, no launcher knows, so this is a real division.
+// `params` are the parameters of the sequence. How many KV blocks its tiles have, no launcher knows, so this is a real division.
 __device__ __forceinline__ Part find_part(const Params& params, const Share& share, const Place& place, int index) {
     const Tiles tiles = tiles_of(params);
     const int tile = (index - place.begin) / tiles.kv_blocks;

@@ -47,7 +47,7 @@ constexpr int kKeyTiles = kGroupKeys / 8;      // MMA tiles of S along the keys
 constexpr int kDimTiles = kHeadDimV / 8;       // MMA tiles of O along the head dimension
 
 // Shared memory: Q, the stages, each with a KV block of K and one of V, then what thread blocks send: O of all parts of the rows that this one
-// combines, their row_max and row_sum, and the barrier that counts these bytes. Rows of V are as long as those of K.
+// combines, their row_max and row_sum, and the barrier that counts these bytes. Rows of V are as long as rows of K.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = kBlockM * kRowBytes;
 constexpr int kVOffset = kBlockN * kRowBytes;  // within a stage
@@ -262,7 +262,7 @@ __device__ int load_early(const int32_t* values, int index, int most);
 __device__ Lengths early_lengths_of(const Params& params, int sequence);  // lengths_of() ahead of griddepcontrol.wait
 __device__ bool differ(const Lengths& a, const Lengths& b);
 
-// Where a thread block begins. `params` are those of the sequence.
+// Where a thread block begins. `params` are the parameters of the sequence.
 struct Start {
     Params params;
     Tile tile;
@@ -376,7 +376,7 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90(const __grid_constant__ Para
     const Tile tile = start.tile;
     Fetch fetch = start.fetch;
 
-    // Q is copied ahead of K and V, so that it does not queue behind their copies.
+    // Q is copied before K and V, so that it does not queue behind their copies.
     copy_q(params, tile, smem);
     const int blocks = fetch.left;
     int first_key = fetch.first_key;
@@ -389,7 +389,7 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90(const __grid_constant__ Para
     const int group_offset = group * kGroupKeys * kRowBytes;
     RowTile rows[kRowTiles];
     clear(rows);
-    int stage = 0;  // that of the KV block to be computed next
+    int stage = 0;  // of the KV block to be computed next
     for (int block = 0; block < blocks; ++block) {
         // 1. Wait for the group's keys of this KV block: a thread waits for its own copies, sync_group() for the copies of the group. All of them
         // have finished with the previous KV block: start the copy of a later one into its stage.

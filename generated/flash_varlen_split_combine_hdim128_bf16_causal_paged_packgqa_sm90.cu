@@ -21,7 +21,7 @@ constexpr int kBlockN = 64;  // keys of its KV blocks
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kVectors = kHeadDimV / 4;             // of a row of O in fp32
-constexpr int kLaneVectors = (kVectors + 31) / 32;  // of them, those of a lane
+constexpr int kLaneVectors = (kVectors + 31) / 32;  // of them, the share of a lane
 constexpr int kPartsAtOnce = 4;                     // parts that a warp has on their way from global memory
 
 struct Params {
@@ -257,7 +257,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
 }
 
 // The tiles of a sequence.
-// `params` are those of the sequence.
+// `params` are the parameters of the sequence.
 __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     if (params.seqlen_q == 0) return {0, 0, 1};
     const int begin = keys_of_query(params, 0).begin / kBlockN;

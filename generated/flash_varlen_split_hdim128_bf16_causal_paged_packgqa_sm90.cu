@@ -803,7 +803,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
 }
 
 // The tiles of a sequence.
-// `params` are those of the sequence.
+// `params` are the parameters of the sequence.
 __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     if (params.seqlen_q == 0) return {0, 0, 1};
     const int begin = keys_of_query(params, 0).begin / kBlockN;
@@ -880,7 +880,7 @@ __device__ __forceinline__ Place next_place(const Params& params, const Place& p
 }
 
 // The part that begins with KV block `index` of the share. A share leaves at most two parts in the workspace: its first, and its last.
-// `params` are those of the sequence. How many KV blocks its tiles have, no launcher knows, so this is a real division.
+// `params` are the parameters of the sequence. How many KV blocks its tiles have, no launcher knows, so this is a real division.
 __device__ __forceinline__ Part find_part(const Params& params, const Share& share, const Place& place, int index) {
     const Tiles tiles = tiles_of(params);
     const int tile = (index - place.begin) / tiles.kv_blocks;
@@ -902,7 +902,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const Sequen
     Params own = with_lengths(params, found.seqlen_q, found.seqlen_kv);
     own.out += found.sequence * params.out_batch_stride + found.first_query * params.out_row_stride;
     if (params.lse != nullptr) own.lse += found.sequence * params.lse_batch_stride + found.first_query;
-    own.out_batch_stride = 0;  // the pointer is that of the sequence
+    own.out_batch_stride = 0;  // the pointer is for the sequence
     return own;
 }
 

@@ -37,7 +37,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif
 }
 
-// prefetch.global.L2: brings the line with this address into L2. Allowed ahead of griddepcontrol.wait: a grid that still writes the line
+// prefetch.global.L2: brings the line with this address into L2. Allowed before griddepcontrol.wait: a grid that still writes the line
 // writes it in L2, too. Compiles to nothing before sm_90, where no launch is dependent.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
 #if __CUDA_ARCH__ >= 900
