@@ -71,7 +71,7 @@ def merge(
             _check_merge(pairs, out, lse_out, stream)
         for number, part in enumerate(pairs[1:], 2):
             into = (out, lse_out) if number == len(pairs) else (None, None)
-            request = Request(MERGE, (o, lse, *part, *into), stream=stream, backend=backend)
+            request = Request(MERGE, (o, lse, *part, *into), (), (), stream, backend)
             o, lse = compiled.merge(request) if traced else compute(request, kind)
     except FlashgenError as error:
         if traced:  # named already

@@ -6,18 +6,13 @@ another one, and to a type checker attributes are read-only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from flashgen.call.fields import BACKWARD, FIELDS, FORWARD, Field
 from flashgen.call.generate import function
 from flashgen.operators.arguments import flag, length_bound
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.operators.splits import AUTO, splits_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from flashgen.operators.operator import Operator
 
 # By the kind of a field: whether a value is in the form that is part of a plan's key, at little cost, and
 # what gives it that form or raises BadParam. A list is no part of a key, and 1.0, which is refused, would
@@ -72,7 +67,11 @@ class Call:
         raise NotImplementedError
 
     def is_normal(self) -> bool:
-        """Whether all options are in the form that is part of a plan's key. Costs next to nothing."""
+        """Whether all options are in the form that is part of a plan's key."""
+        raise NotImplementedError
+
+    def is_plain(self) -> bool:
+        """`is_normal` and not `has_score`, as most calls are; costs next to nothing."""
         raise NotImplementedError
 
     def normalised(self) -> Self:
@@ -90,15 +89,6 @@ class Call:
             setattr(call, name, value)
         return call
 
-    @property
-    def settings(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that are neither an array nor for the host alone, by name, where they are not what they
-        are by default. Hashable where the options are.
-        """
-        options = (x for x in self.fields if x.kind not in ("array", "host", "score"))
-        pairs = ((x.name, getattr(self, x.name), x.default) for x in options)
-        return tuple((name, value) for name, value, default in pairs if value != default)
-
     def __repr__(self) -> str:
         values = ((x, getattr(self, x.name)) for x in self.fields)
         shown = (
@@ -114,17 +104,23 @@ def _record(name: str, doc: str, fields: tuple[Field, ...]) -> type[Call]:
     namespace = {"__slots__": tuple(x.name for x in fields), "__doc__": doc, "fields": fields}
     record = type(name, (Call,), namespace | {"__module__": __name__})
     names = _NAMES | {"Record": record}
-    checks = {x.name: _CHECKS.get(x.kind, ("", "{x}")) for x in fields}
+    checks = {x.name: _CHECKS.get(x.kind, ("", "")) for x in fields}
     begin = ["    other = new(Record)"]
     copies = [f"    other.{x.name} = self.{x.name}" for x in fields]
-    normal = [f"    other.{x} = {check.format(x=f'self.{x}', name=x)}" for x, (_, check) in checks.items()]
+    normal = [
+        f"    other.{name} = "
+        + (f"{{x}} if {test} else {check}" if test else "{x}").format(x=f"self.{name}", name=name)
+        for name, (test, check) in checks.items()
+    ]
     tests = [test.format(x=f"self.{x}") for x, (test, _) in checks.items() if test]
-    scores = [f"self.{x.name} is not None" for x in fields if x.kind == "score"]
+    scores = (f"self.{x.name} is not None" for x in fields if x.kind == "score")
+    more = [*(f"        {test} or" for test in scores), "        False"]
     sources = {
         "copy": [*begin, *copies, "    return other"],
         "normalised": [*begin, *normal, "    return other"],
-        "has_score": ["    return (", *(f"        {test} or" for test in scores), "        False", "    )"],
+        "has_score": ["    return (", *more, "    )"],
         "is_normal": ["    return (", *(f"        {test} and" for test in tests), "        True", "    )"],
+        "is_plain": ["    return not (", *(f"        not {test} or" for test in tests), *more, "    )"],
     }
     defaults = [f"    other.{x.name} = default_{x.name}" for x in fields]
     names |= {f"default_{x.name}": x.default for x in fields}
@@ -151,24 +147,7 @@ GradientCall = _record(
 
 def call_of(record: type[Call], **values: Any) -> Any:
     """A record of these values, and of the defaults of all other fields."""
-    return record.of_defaults().replace(**values)
-
-
-class Packing(NamedTuple):
-    """What an operator takes of a record, in the operator's order: ``arrays(call)``, None for an argument
-    that no caller passes, and ``options(call, score)``.
-    """
-
-    arrays: Callable[[Any], tuple[Any, ...]]
-    options: Callable[[Any, Any], tuple[Any, ...]]
-
-
-def packing(operator: Operator, record: type[Call]) -> Packing:
-    """How an operator without a score modification takes its arrays and options from records."""
-    names = {x.name for x in record.fields}
-    arrays = (f"call.{name}" if name in names else "None" for name in operator.positions)
-    options = ("score" if name == "score" else f"call.{name}" for name in operator.options)
-    return Packing(
-        function("arrays", f"def arrays(call):\n    return ({', '.join(arrays)},)\n", {}),
-        function("options", f"def options(call, score):\n    return ({', '.join(options)},)\n", {}),
-    )
+    call = record.of_defaults()
+    for name, value in values.items():
+        setattr(call, name, value)
+    return call

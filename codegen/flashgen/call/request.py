@@ -6,15 +6,16 @@ import importlib
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from flashgen.call.fields import SHORTHANDS
+from flashgen.call.generate import function
 from flashgen.call.keywords import advice
 from flashgen.call.kvcache import FIELDS, KVCache
-from flashgen.call.record import AttentionCall, GradientCall, packing
+from flashgen.call.record import AttentionCall, GradientCall
 from flashgen.errors import BadParam, NullPointer, arg
 from flashgen.operators.arguments import shown
 from flashgen.operators.lengths import refuse_bounds, refuse_mask
@@ -47,22 +48,62 @@ class Request:
         return {x.name: array for x, array in zip(self.operator.arguments, self.arrays, strict=True)}
 
 
+def packing(
+    operator: Operator, record: type[Call]
+) -> Callable[[Any, Operator, Any, tuple[Any, ...]], Request]:
+    """``pack(call, operator, score, scalars)``: the request of a record. Its ``operator`` is this one, or has
+    a score modification, whose arrays are still to be added.
+    """
+    names = {field.name for field in record.fields}
+
+    def value(name: str) -> str:
+        return f"call.{name}" if name in names else "None"
+
+    arrays = "".join(f"{value(name)}, " for name in operator.positions)
+    options = "".join(f"{'score' if name == 'score' else value(name)}, " for name in operator.options)
+    lines = (
+        "def pack(call, operator, score, scalars):",
+        "    request = new(Request)",
+        "    request.operator, request.scalars = operator, scalars",
+        f"    request.arrays = ({arrays})",
+        f"    request.options = ({options})",
+        *(f"    request.{name} = {value(name)}" for name in ("stream", "backend", "algorithm", "workspace")),
+        "    return request",
+        "",
+    )
+    return function("pack", "\n".join(lines), {"new": object.__new__, "Request": Request})
+
+
 class _Operators:
-    """An operator, with a score modification or without, and how it takes arrays and options from records.
-    Loaded when a call first needs it: the first calls of a process need not wait for all modules.
+    """An operator, with a score modification or without, and how records become its requests. Loaded when a
+    call first needs it: the first calls of a process need not wait for all modules.
     """
 
-    __slots__ = ("_lengths", "_module", "_record", "operator_for", "pack")
+    __slots__ = ("_lengths", "_module", "_record", "operator_for", "pack", "plain")
 
     def __init__(self, module: str, record: type[Call], lengths: bool) -> None:
         self._module, self._record, self._lengths = module, record, lengths
+        self.plain: Any = None
         self.operator_for: Any = None
         self.pack: Any = None
 
     def load(self) -> None:
         operator_for = importlib.import_module(f"flashgen.operators.{self._module}").operator_for
-        self.pack = packing(operator_for(None, self._lengths), self._record)
         self.operator_for = partial(operator_for, lengths=self._lengths)
+        operator = operator_for(None, self._lengths)
+        self.pack = packing(operator, self._record)
+        self.plain = operator
+
+    def request(self, call: Call) -> Request:
+        """What a call requests. Raises BadParam."""
+        if self.plain is None:
+            self.load()
+        if not call.has_score():
+            return self.pack(call, self.plain, None, (call.softmax_scale,))
+        score, arrays, numbers = score_of(call)
+        request = self.pack(call, self.operator_for(score), score, (call.softmax_scale, *numbers))
+        request.arrays += arrays
+        return request
 
 
 _ATTENTION = _Operators("attention", AttentionCall, lengths=False)
@@ -74,7 +115,7 @@ _BACKWARD_WITH_LENGTHS = _Operators("backward", GradientCall, lengths=True)
 def load_operators() -> None:
     """Load what the functions below use, before torch.compile traces them."""
     for operators in (_ATTENTION, _WITH_LENGTHS, _BACKWARD, _BACKWARD_WITH_LENGTHS):
-        if operators.operator_for is None:
+        if operators.plain is None:
             operators.load()
 
 
@@ -82,14 +123,10 @@ def request_of(call: Call) -> Request:
     """What a call of ``attention`` requests. Raises BadParam, and NullPointer for a KVCache without
     lengths.
     """
-    # Every call comes here, and most have options that need no look.
-    if not call.is_normal():
+    # Every call comes here, and most are plain.
+    is_plain = call.is_plain()
+    if not is_plain and not call.is_normal():
         call = call.normalised()
-    score, score_arrays = None, ()
-    scalars: tuple[Any, ...] = (call.softmax_scale,)
-    if call.has_score():
-        score, score_arrays, scalars = score_of(call)
-        scalars = (call.softmax_scale, *scalars)
     if isinstance(call.k, KVCache):
         call = of_cache(call)
     if call.kv_lengths is None and call.cu_seqlens_q is None and call.cu_seqlens_kv is None:
@@ -98,43 +135,39 @@ def request_of(call: Call) -> Request:
         operators = _ATTENTION
     else:
         operators = _WITH_LENGTHS
-    if operators.operator_for is None:
-        operators.load()
-    return Request(
-        operators.operator_for(score),
-        operators.pack.arrays(call) + score_arrays,
-        operators.pack.options(call, score),
-        scalars,
-        call.stream,
-        call.backend,
-        call.algorithm,
-    )
+    if is_plain and operators.plain is not None:
+        return operators.pack(call, operators.plain, None, (call.softmax_scale,))
+    return operators.request(call)
 
 
 def of_cache(call: Call) -> Call:
     """A call over a KVCache, with what the cache holds as arrays of the call. Raises BadParam and
     NullPointer.
     """
+    keys: KVCache = call.k
     if call.v is not None:
         raise BadParam(f"{arg('v')} was given with a KVCache, which holds {arg('v')} as well; leave v out")
-    for name in ("kv_lengths", "cu_seqlens_kv"):
-        if getattr(call, name) is not None:
-            raise BadParam(f"{arg(name)} was given with a KVCache, which has lengths of its own")
-    keys: KVCache = call.k
+    if call.kv_lengths is not None or call.cu_seqlens_kv is not None:
+        name = "cu_seqlens_kv" if call.kv_lengths is None else "kv_lengths"
+        raise BadParam(f"{arg(name)} was given with a KVCache, which has lengths of its own")
     if keys.lengths is None:
         raise NullPointer(f"{arg('lengths')} of the KVCache is None; expected an int32 array, (batch,)")
-    return call.replace(k=keys.k, v=keys.v, kv_lengths=keys.lengths, pages=keys.pages, index=keys.index)
+    other: Any = call.copy()  # `replace` would take longer
+    other.k, other.v, other.kv_lengths, other.pages, other.index = (
+        keys.k,
+        keys.v,
+        keys.lengths,
+        keys.pages,
+        keys.index,
+    )
+    return other
 
 
 def gradients_of(call: Call) -> Request:
     """What a call of ``attention_backward`` requests. Raises BadParam."""
-    if not call.is_normal():
+    is_plain = call.is_plain()
+    if not is_plain and not call.is_normal():
         call = call.normalised()
-    score, score_arrays = None, ()
-    scalars: tuple[Any, ...] = (call.softmax_scale,)
-    if call.has_score():
-        score, score_arrays, scalars = score_of(call)
-        scalars = (call.softmax_scale, *scalars)
     if isinstance(call.k, KVCache):
         raise BadParam(
             f"{arg('k')} is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be"
@@ -146,18 +179,9 @@ def gradients_of(call: Call) -> Request:
     else:
         refuse_mask(call.mask)
         operators = _BACKWARD_WITH_LENGTHS
-    if operators.operator_for is None:
-        operators.load()
-    return Request(
-        operators.operator_for(score),
-        operators.pack.arrays(call) + score_arrays,
-        operators.pack.options(call, score),
-        scalars,
-        call.stream,
-        call.backend,
-        None,
-        call.workspace,
-    )
+    if is_plain and operators.plain is not None:
+        return operators.pack(call, operators.plain, None, (call.softmax_scale,))
+    return operators.request(call)
 
 
 def names_of(call: Call) -> dict[str, str]:
