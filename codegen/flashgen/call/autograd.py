@@ -75,7 +75,7 @@ def check_tensors(given: Mapping[str, Any]) -> None:
             continue
         if not isinstance(x, Tensor):
             leaves = [other for other, y in given.items() if isinstance(y, Tensor) and y.requires_grad]
-            why = f"{leaves[0]} requires a gradient" if leaves else "another array is traced"
+            why = f"{arg(leaves[0])} requires a gradient" if leaves else "another array is traced"
             raise BadParam(
                 f"{arg(name)} has type {type(x).__name__}, and {why}; pass a tensor, which torch.as_tensor "
                 "makes"
