@@ -201,8 +201,7 @@ __device__ void sync_group(int);  // Waits for the lanes of the warp, and makes 
 // Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
 __device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
 
-// Online softmax. The scale and log2(e) are folded into one factor, as far as a score modification does not need them before. So an element of
-// P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+// Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
 //
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
@@ -252,7 +251,7 @@ template <int kTiles, typename AtRow> __device__ void for_each_score(float (&sco
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane);
-// What happens to S between Q . K^T and softmax, block by block
+// Finishes the scores of a KV block between Q K^T and softmax
 template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     int row_in_tile, int first_key, int lane);
 // Computes this lane's maximum of each row, in row_max's units
@@ -274,7 +273,7 @@ __device__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address excha
 // Adds the rows of the other groups to those of group 0, in the order of the groups
 __device__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp, int lane);
 __device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the complete row_sum
-// Writes lse = ln(sum of exp(score)), where softmax_scale and a modification are part of the score; -inf for a row that attends to nothing
+// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing
 __device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
 __device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);  // Writes O
 // Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts
@@ -705,7 +704,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     }
 }
 
-// What happens to S between Q . K^T and softmax, block by block: a modification first, then the mask, so that what is hidden stays hidden.
+// Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
 // The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
@@ -861,7 +860,7 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Writes lse = ln(sum of exp(score)), where softmax_scale and a modification are part of the score; -inf for a row that attends to nothing.
+// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing.
 // The layout is (batch, num_heads_q, seqlen_q), or (num_heads_q, rows) of the sequence.
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                           int lane) {

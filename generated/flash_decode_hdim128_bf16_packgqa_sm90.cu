@@ -185,8 +185,7 @@ struct Start {
 
 __device__ Start find_start(const Params& params, int group);
 
-// Online softmax. The scale and log2(e) are folded into one factor, as far as a score modification does not need them before. So an element of
-// P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+// Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
 //
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
@@ -236,7 +235,7 @@ template <int kTiles, typename AtRow> __device__ void for_each_score(float (&sco
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane);
-// What happens to S between Q . K^T and softmax, block by block
+// Finishes the scores of a KV block between Q K^T and softmax
 template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     int row_in_tile, int first_key, int lane);
 // Computes this lane's maximum of each row, in row_max's units
@@ -665,7 +664,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     }
 }
 
-// What happens to S between Q . K^T and softmax, block by block: a modification first, then the mask, so that what is hidden stays hidden.
+// Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
 // The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],

@@ -216,8 +216,7 @@ struct PackedScores {
 // Starts O (64 x kHeadDimV) += P . V
 __device__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem);
 
-// Online softmax. The scale and log2(e) are folded into one factor, as far as a score modification does not need them before. So an element of
-// P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+// Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
 //
 // row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
 // P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad

@@ -159,8 +159,7 @@ __device__ void load_q(const Params& params, const Tile& tile, shared_address sm
 __device__ void stash_tile(const Tile& tile, shared_address smem);
 __device__ Tile stashed_tile(shared_address smem);  // The tile that was stashed
 
-// Online softmax. The scale and log2(e) are folded into one factor, as far as a score modification does not need them before. So an element of
-// P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+// Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
 //
 // row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
 // P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
@@ -231,7 +230,7 @@ __device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count)
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane);
-// What happens to S between Q . K^T and softmax, block by block
+// Finishes the scores of a KV block between Q K^T and softmax
 template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     int row_in_tile, int first_key, int lane);
 // Computes this lane's maximum of each row, in row_max's units
@@ -246,7 +245,7 @@ template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles]
 template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
 __device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the complete row_sum
-// Writes lse = ln(sum of exp(score)), where softmax_scale and a modification are part of the score; -inf for a row that attends to nothing
+// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing
 __device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
 // Rounds O and puts it into the Q tile
 __device__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane);
@@ -695,7 +694,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     }
 }
 
-// What happens to S between Q . K^T and softmax, block by block: a modification first, then the mask, so that what is hidden stays hidden.
+// Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
 // The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
@@ -788,7 +787,7 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Writes lse = ln(sum of exp(score)), where softmax_scale and a modification are part of the score; -inf for a row that attends to nothing.
+// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing.
 // The layout is (batch, num_heads_q, seqlen_q), or (num_heads_q, rows) of the sequence.
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                           int lane) {

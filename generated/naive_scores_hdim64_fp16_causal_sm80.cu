@@ -95,7 +95,7 @@ __device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count)
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane);
-// What happens to S between Q . K^T and softmax, block by block
+// Finishes the scores of a KV block between Q K^T and softmax
 template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     int row_in_tile, int first_key, int lane);
 // S of this warp's rows and the keys of a block
@@ -270,7 +270,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     }
 }
 
-// What happens to S between Q . K^T and softmax, block by block: a modification first, then the mask, so that what is hidden stays hidden.
+// Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
 // The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],

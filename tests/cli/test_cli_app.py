@@ -102,9 +102,9 @@ def test_errors_are_one_message_without_a_traceback(error, message):
 
 
 def test_a_command_in_a_checkout_that_is_not_in_use_says_so(flashgen, tmp_path, monkeypatch):
-    for name in ("specs", "templates", "codegen/flashgen"):
+    for name in ("specs", "templates", "codegen/flashgen/host"):
         (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "codegen" / "flashgen" / "paths.py").write_text("")
+    (tmp_path / "codegen" / "flashgen" / "host" / "paths.py").write_text("")
     monkeypatch.chdir(tmp_path / "specs")
     result = flashgen("list", "--select", "flash_fwd_hdim64_fp16_sm80")
     assert result.exit_code == 0

@@ -1,6 +1,7 @@
 """Which scores of a KV block the range masks of Hopper kernels hide, for every place of a range's ends."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -49,14 +50,16 @@ HIDE = {
 
 
 def mask_functions(mask_type, block_n):
-    """Those of a kernel with blocks of so many keys, on ``Ranges``."""
+    """The functions of the mask of a kernel with ``block_n`` keys in a KV block, on ``Ranges``."""
     of_mask = (v for v in VARIANTS.values() if v.spec == "flash_fwd_sm90" and v.mask_type == mask_type)
     variant = next(of_mask)
     tile = {**dict(variant.tile), "block_n": block_n}
     source = render(dataclasses.replace(variant, tile=tuple(tile.items())))
-    begin = source.index("// Visits the scores that")
-    functions = source[begin : source.index("// The wgmmas of this kernel")]
-    return functions.replace("const Params&", "const Ranges&")
+    types = re.findall(r"^using key_word = .*\n", source, re.MULTILINE)
+    definitions = source[
+        source.rindex("// Visits the scores that") : source.index("// The wgmmas of this kernel")
+    ]
+    return "".join(types) + definitions.replace("const Params&", "const Ranges&")
 
 
 @pytest.mark.parametrize("mask_type", ["none", "causal", "local"])

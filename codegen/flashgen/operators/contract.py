@@ -99,18 +99,24 @@ def sizes_of(q: ArrayView, k: ArrayView, v: ArrayView) -> dict[str, int]:
     for name, view in (("k", k), ("v", v)):
         if len(view.shape) != len(q.shape):
             raise BadTensorShape(
-                f"{name} has shape {view.shape} but q has {q.shape}; expected as many dimensions"
+                f"{arg(name)} has shape {view.shape} but {arg('q')} has {q.shape}; expected as many "
+                "dimensions"
             )
     batch, seqlen_q, heads_q, head_dim = q.shape if len(q.shape) == 4 else (1, *q.shape)
     batch_kv, seqlen_kv, heads_kv, head_dim_kv = k.shape if len(k.shape) == 4 else (1, *k.shape)
     if k.shape[:-1] != v.shape[:-1]:
         raise BadTensorShape(
-            f"v has shape {v.shape} but k has {k.shape}; all but the last dimension must be the same"
+            f"{arg('v')} has shape {v.shape} but {arg('k')} has {k.shape}; all but the last dimension must "
+            "be the same"
         )
     if batch_kv != batch:
-        raise BadTensorShape(f"k has batch {batch_kv} but q has {batch}; they must be the same")
+        raise BadTensorShape(
+            f"{arg('k')} has batch {batch_kv} but {arg('q')} has {batch}; they must be the same"
+        )
     if head_dim_kv != head_dim:
-        raise BadTensorShape(f"k has head_dim {head_dim_kv} but q has {head_dim}; they must be the same")
+        raise BadTensorShape(
+            f"{arg('k')} has head_dim {head_dim_kv} but {arg('q')} has {head_dim}; they must be the same"
+        )
     return {
         "batch": batch,
         "seqlen_q": seqlen_q,
