@@ -437,7 +437,7 @@ def test_the_reference_has_the_axes_and_the_grid_dimensions_of_the_operator(oper
     assert first_cells(described) >= set(operator.axes)
     for name, axis in operator.axes.items():
         row = re.search(rf"^\| `{name}` \| ([^|]*) \|", described, re.M)[1]
-        assert re.findall(r"`([^`]+)`", row) == list(axis.known or ())
+        assert re.findall(r"`([^`]+)`", row) == list(axis.choices or ())
     dimensions = first_cells(section("Grid").split("The dimensions of")[1])
     assert dimensions >= set(operator.grid_dimensions)
     assert dimensions == {name for each in OPERATORS.values() for name in each.grid_dimensions}

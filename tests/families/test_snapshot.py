@@ -77,7 +77,7 @@ def test_a_call_reads_the_entries_of_the_specs_that_it_looks_at(cache):
     specs = load_specs(cache=cache)
     asked = next(spec for spec in specs if spec.name == "merge_sm80")
     assert asked.select(dtype="fp16") == load_spec(asked.path).select(dtype="fp16") != ()
-    assert [spec for spec in specs if "_known" in vars(spec.content.entries)] == [asked]
+    assert [spec for spec in specs if "_parsed" in vars(spec.content.entries)] == [asked]
 
 
 def test_an_edit_is_seen_at_once(tiny, cache, edit_spec):

@@ -66,7 +66,7 @@ class Chain:
         self.lse_shape = (STEPS, batch, heads, seqlen_q)
         self.causal, self.template = causal, template
         self.plan = self.planned()
-        assert dependent.wanted(self.plan.variant, device(0))
+        assert dependent.applies_to(self.plan.variant, device(0))
 
     def planned(self):
         problem = flashgen.plan(self.first, self.k, self.v, causal=self.causal, return_lse=True).problem
@@ -124,7 +124,7 @@ def test_the_switch_changes_no_bit(chain, monkeypatch):
     monkeypatch.setenv(dependent.SWITCH, "0")
     ordinary = copy.copy(chain)
     ordinary.plan = chain.planned()
-    assert not dependent.wanted(ordinary.plan.variant, device(0))
+    assert not dependent.applies_to(ordinary.plan.variant, device(0))
     buffers = chain.start()
     ordinary.queue(buffers, cupy.cuda.Stream.null)
     assert same(bits(buffers), expected)
@@ -351,7 +351,7 @@ def test_decoding_takes_lengths_that_are_written_while_it_has_begun(kind, captur
     other = flashgen.KVCache(k, v, **{name: versions[1] for name, versions in written.items()})
     plan = flashgen.plan(q, cache, splits=splits)
     assert plan.variant.template == template
-    assert dependent.wanted(plan.variant, device(0))
+    assert dependent.applies_to(plan.variant, device(0))
 
     def round_of(step, after=lambda: None):
         # The lengths change in every fourth round, whatever else does in every second.

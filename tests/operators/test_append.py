@@ -16,7 +16,7 @@ from flashgen.errors import (
 from flashgen.families.load import load_specs
 from flashgen.operators.append import ARGUMENTS, normalise
 from flashgen.operators.append_reference import judge
-from flashgen.operators.arguments import ArrayView, Placed, interleave, view_of_shape
+from flashgen.operators.arguments import ArrayLayout, ArrayView, interleave, view_of_shape
 from flashgen.simulator.append_example import Choices, make
 from flashgen.simulator.example import Shape
 
@@ -298,7 +298,7 @@ def test_arrays_that_interleave_share_no_byte():
     argument = next(each for each in ARGUMENTS if each.name == "k_cache")
 
     def placed(shape, strides):
-        return Placed(argument, shape, strides, "fp16")
+        return ArrayLayout(argument, shape, strides, "fp16")
 
     shape = (3, 4, 2, 8)
     side_by_side = {"pages": ((128, 16, 8), 64), "tokens": ((128, 32, 8), 16), "heads": ((128, 32, 16), 8)}

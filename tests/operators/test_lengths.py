@@ -44,7 +44,8 @@ def capacity(problem):
 def test_sizes_are_called_what_callers_call_them():
     spoken = {
         kind: [
-            call(given).spoken(symbol) for symbol in ("batch_q", "rows_q", "batch_kv", "rows_kv", "head_dim")
+            call(given).symbol_name(symbol)
+            for symbol in ("batch_q", "rows_q", "batch_kv", "rows_kv", "head_dim")
         ]
         for kind, given in (("padded", PADDED), ("packed", PACKED), ("paged", PAGED))
     }

@@ -170,4 +170,4 @@ def test_integers_are_integers(given, says, tmp_path):
 
 
 def test_the_problem_says_what_it_wants():
-    assert problem_of(SOFTCAP, scalars=(3,)).wanted().endswith("score softcap")
+    assert problem_of(SOFTCAP, scalars=(3,)).description().endswith("score softcap")

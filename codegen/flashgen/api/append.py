@@ -25,14 +25,14 @@ from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag, length_bound, overlapping
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.runtime import arrays, check, dlpack, hostarrays, torchkind
-from flashgen.runtime.plans import TAKES, adopted, cache_arrays, placed_workspace
+from flashgen.runtime.plans import TAKES, adopted, cache_arrays, workspace_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from flashgen.call.record import Call
     from flashgen.families.variant import Variant
-    from flashgen.operators.arguments import Placed
+    from flashgen.operators.arguments import ArrayLayout
     from flashgen.runtime.arrays import Arrays
     from flashgen.runtime.plans import Plan, Ready
     from flashgen.schedule.plan import Step
@@ -531,9 +531,9 @@ class _Memory(NamedTuple):
     results: tuple[int, ...]
     ahead: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
-    placed: tuple[Placed | None, ...]
+    placed: tuple[ArrayLayout | None, ...]
     spans_ahead: tuple[tuple[int, int], ...]
-    placed_ahead: tuple[Placed, ...]
+    placed_ahead: tuple[ArrayLayout, ...]
 
 
 def _check_apart(
@@ -570,7 +570,7 @@ def _memory(append: Plan, attention: Plan, rotates: bool) -> _Memory:
     both = {"cu_seqlens_q", "cu_seqlens_new", "index", "pages"}
     behind = (positions[name] for name in attention.inputs() if name not in both | written.keys())
     ahead = [APPEND.position(name) for name in append.inputs() if name not in both]
-    placed = append.problem.placed()
+    placed = append.problem.array_layouts()
     placed_ahead = tuple(placed[place] for place in ahead)
     size = attention.workspace_bytes
     return _Memory(
@@ -579,7 +579,7 @@ def _memory(append: Plan, attention: Plan, rotates: bool) -> _Memory:
         (*problem.results, *([len(positions)] if size else [])),
         tuple(ahead),
         (*problem.spans(), (0, size)),
-        (*problem.placed(), placed_workspace(size)),
+        (*problem.array_layouts(), workspace_layout(size)),
         tuple(each.span() for each in placed_ahead),
         placed_ahead,
     )

@@ -23,7 +23,7 @@ from flashgen.errors import (
 )
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
-    Placed,
+    ArrayLayout,
     check_memory,
     check_strides,
     flag,
@@ -50,7 +50,7 @@ _OF_CALL = ("softmax_scale", "softcap", "stream", "backend")
 # Layouts of cascades that were found to fit, so that later calls need not look again, with the bytes from the
 # pointer of each array that it touches, and how it lies.
 _MAX_SOUND = 1024
-_Memory = tuple[tuple[tuple[int, int], ...], tuple[Placed | None, ...]]
+_Memory = tuple[tuple[tuple[int, int], ...], tuple[ArrayLayout | None, ...]]
 _sound: dict[Any, _Memory] = {}
 
 
@@ -313,14 +313,16 @@ def _memory(views: Sequence[ArrayView | None]) -> _Memory:
     """Where arrays lie from their pointers, in the shapes that the caller gave them."""
     argument = ATTENTION.arguments[0]  # the same for all: nothing but their layout is looked at
     placed = tuple(
-        None if x is None else Placed(argument, x.shape, normal_strides(x.shape, x.strides or ()), x.dtype)
+        None
+        if x is None
+        else ArrayLayout(argument, x.shape, normal_strides(x.shape, x.strides or ()), x.dtype)
         for x in views
     )
     return tuple((0, 0) if each is None else each.span() for each in placed), placed
 
 
 def _check_memory(
-    pointers: Sequence[int], spans: Sequence[tuple[int, int]], placed: Sequence[Placed | None]
+    pointers: Sequence[int], spans: Sequence[tuple[int, int]], placed: Sequence[ArrayLayout | None]
 ) -> None:
     """That each of q, out, and k and v of each part begins where attention takes it, and that out touches no
     other one: several calls read these. Raises NullPointer, BadTensorStrides.

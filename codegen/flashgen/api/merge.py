@@ -140,4 +140,4 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
             (0, 0) if view is None else span for view, span in zip(all_views, problem.spans(), strict=True)
         )
         with naming({"o2": f"o{number}", "lse2": f"lse{number}"}):
-            check_memory(MERGE.arguments, spans, pointers, given_results, problem.placed())
+            check_memory(MERGE.arguments, spans, pointers, given_results, problem.array_layouts())

@@ -298,7 +298,7 @@ def _switches(report: Report) -> None:
     from flashgen.host import logs
     from flashgen.runtime import check, dependent
 
-    for read in (lambda: logs.logger("cli"), check.asked, dependent.forbidden):
+    for read in (lambda: logs.logger("cli"), check.enabled, dependent.forbidden):
         try:
             read()
         except BadParam as error:

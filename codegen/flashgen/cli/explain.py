@@ -163,7 +163,7 @@ def _as_dict(result: Explanation) -> dict[str, Any]:
     return {
         "arch": result.device.arch,
         "gpu": result.device.name,
-        "problem": result.problem.wanted(),
+        "problem": result.problem.description(),
         "variant": result.variant.name if result.variant else None,
         "tile": dict(result.variant.tile) if result.variant else None,
         "shares": str(result.shares) if result.shares else None,

@@ -136,10 +136,10 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
     if enable_gqa:
         key, value = _in_groups_alike(key, value, heads)
     kv_heads = _size({"key": key, "value": value}, -3, "heads")
-    wanted = (*batch, heads), (*batch, kv_heads), (*batch, kv_heads)
+    leading_shapes = (*batch, heads), (*batch, kv_heads), (*batch, kv_heads)
     return tuple(
         x if x.shape[:-2] == ahead else x.expand(*ahead, *x.shape[-2:])
-        for x, ahead in zip((query, key, value), wanted, strict=True)
+        for x, ahead in zip((query, key, value), leading_shapes, strict=True)
     )
 
 

@@ -23,16 +23,16 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
     multiples of 16 bytes, is copied, too.
     softmax_scale is by default that of the head dim without the zeros. Raises what ``attention`` raises.
     """
-    given = (q, k, v)
-    padded = [_fitted(x) for x in given]
-    unchanged = all(x is y for x, y in zip(given, padded, strict=True))
-    if unchanged or not all(getattr(x, "shape", ()) for x in given):
+    inputs = (q, k, v)
+    padded = [_fitted(x) for x in inputs]
+    unchanged = all(x is y for x, y in zip(inputs, padded, strict=True))
+    if unchanged or not all(getattr(x, "shape", ()) for x in inputs):
         return attention(q, k, v, softmax_scale=softmax_scale, **options)
     if k.shape[-1] != q.shape[-1]:  # which the padding may have made equal
         raise BadTensorShape(
             f"{arg('k')} has head_dim {k.shape[-1]} but {arg('q')} has {q.shape[-1]}; they must be the same"
         )
-    for name, x in zip("qkv", given, strict=True):
+    for name, x in zip("qkv", inputs, strict=True):
         if x.shape[-1] > MAX_HEAD_DIM:  # said of it without the zeros
             raise BadTensorShape(f"{arg(name)} has head_dim {x.shape[-1]}; the largest is {MAX_HEAD_DIM}")
     if softmax_scale is None and q.shape[-1]:  # a head dim of 0 is an error of attention

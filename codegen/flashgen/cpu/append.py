@@ -65,7 +65,7 @@ def _rotated(problem: AppendProblem, name: str, tokens: Tokens, arrays: Named) -
     first, second = pair_slices(problem)
     numbers = widened(x, problem.dtype, np.float32)
     out = x.copy()
-    for own, other, sine in ((first, second, -s), (second, first, s)):
-        rotated = c * numbers[..., own] + sine * numbers[..., other]
-        out[..., own] = bfloat16_bits(rotated) if problem.dtype == "bf16" else rotated
+    for half, other, sine in ((first, second, -s), (second, first, s)):
+        rotated = c * numbers[..., half] + sine * numbers[..., other]
+        out[..., half] = bfloat16_bits(rotated) if problem.dtype == "bf16" else rotated
     return out

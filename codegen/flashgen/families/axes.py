@@ -47,38 +47,38 @@ def read_axes(document: Document, file: File) -> Axes:
     lists: dict[str, Values] = {}
     values: dict[str, Values] = {}
     allowed: dict[str, tuple[str, dict[Value, Values]]] = {}
-    for axis, given in file.axes.items():
+    for axis, declaration in file.axes.items():
         document.convert(("axes", axis), axis, NAME)
-        if isinstance(given, dict):
-            of, table = allowed[axis] = _with_default(document, axis, given, lists)
-            further = (value for own in table.values() for value in own)
+        if isinstance(declaration, dict):
+            of, table = allowed[axis] = _with_default(document, axis, declaration, lists)
+            further = (value for choices in table.values() for value in choices)
             values[axis] = tuple(dict.fromkeys((*lists[of], *further)))
         else:
-            values[axis] = lists[axis] = _list(document, ("axes", axis), given)
+            values[axis] = lists[axis] = _list(document, ("axes", axis), declaration)
     if "dtype" not in lists:
         raise document.error(("axes",), "the axis `dtype` is missing")
     count = 1
-    for axis, own in values.items():
+    for axis, choices in values.items():
         # An axis with a default has at each value of another one this and its own at most.
-        count *= max(map(len, allowed[axis][1].values())) if axis in allowed else len(own)
+        count *= max(map(len, allowed[axis][1].values())) if axis in allowed else len(choices)
         if count > MAX_POINTS:
             why = f"the values of the axes up to this one make more than {MAX_POINTS:,} combinations"
             raise document.error(("axes", axis), why)
     return Axes(values, allowed)
 
 
-def _list(document: Document, keys: tuple[str, ...], given: Any) -> Values:
-    values = tuple(document.convert(keys, given, AXIS_VALUES))
+def _list(document: Document, keys: tuple[str, ...], declaration: Any) -> Values:
+    values = tuple(document.convert(keys, declaration, AXIS_VALUES))
     if len(set(values)) < len(values):
-        raise document.error(keys, f"a value occurs twice in {given}")
+        raise document.error(keys, f"a value occurs twice in {declaration}")
     return values
 
 
 def _with_default(
-    document: Document, axis: str, given: Any, lists: dict[str, Values]
+    document: Document, axis: str, declaration: Any, lists: dict[str, Values]
 ) -> tuple[str, dict[Value, Values]]:
     """The axis whose value is the default of ``axis``, and what ``axis`` can be at each value of that one."""
-    row = document.convert(("axes", axis), given, DEFAULT_AXIS)
+    row = document.convert(("axes", axis), declaration, DEFAULT_AXIS)
     if row.default not in lists:
         why = f"`{row.default}` is no axis before this one with a list of values; allowed: {', '.join(lists)}"
         raise document.error(("axes", axis, "default"), why)
@@ -90,8 +90,8 @@ def _with_default(
             allowed = ", ".join(by_text)
             raise document.error(keys, f"not a value of axes.{row.default}; allowed: {allowed}")
         value = by_text[text]
-        own = _list(document, keys, further if isinstance(further, list) else [further])
-        if value in own:
+        choices = _list(document, keys, further if isinstance(further, list) else [further])
+        if value in choices:
             raise document.error(keys, f"`{value}` is the default here already; leave it out")
-        table[value] += own
+        table[value] += choices
     return row.default, table

@@ -48,7 +48,7 @@ def _first(pattern: re.Pattern[bytes], texts: list[bytes]) -> str | None:
 
 def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:
     """What ``text`` extends, what that extends, and so on: files and their contents."""
-    found: list[tuple[Path, bytes]] = []
+    files: list[tuple[Path, bytes]] = []
     chain = [path]
     while b"extends" in text and (match := _EXTENDS.search(text)):  # the first is much faster
         name = match[1].decode()
@@ -57,7 +57,7 @@ def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:
         # The name of the file itself means the shipped one, which it replaces.
         base = beside if beside.is_file() and beside != path else shipped
         if base in chain:
-            circle = ", ".join(each.stem for each in (*chain[chain.index(base) :], base))
+            circle = ", ".join(file.stem for file in (*chain[chain.index(base) :], base))
             why = f"{name} extends itself: {circle}; name another spec, or leave it out"
             raise SpecError(f"{path}:{line}: extends: {why}")
         content = None
@@ -65,11 +65,11 @@ def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:
             with contextlib.suppress(OSError):
                 content = base.read_bytes()
         if content is None:
-            names = sorted(each.stem for each in specs_dir().glob("*.yaml") if each.name != SCORES_FILE)
-            own = "" if beside == path else f"{path.parent} or "
-            why = f"no spec {name} in {own}{specs_dir()}; shipped are {', '.join(names)}"
+            names = sorted(file.stem for file in specs_dir().glob("*.yaml") if file.name != SCORES_FILE)
+            folder = "" if beside == path else f"{path.parent} or "
+            why = f"no spec {name} in {folder}{specs_dir()}; shipped are {', '.join(names)}"
             raise SpecError(f"{path}:{line}: extends: {why}")
         chain.append(base)
-        found.append((base, content))
+        files.append((base, content))
         path, text = base, content
-    return found
+    return files

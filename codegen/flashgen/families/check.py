@@ -128,28 +128,28 @@ def examine(path: Path, text: bytes) -> Checked:
 
 def _targets(document: Document, file: File) -> dict[str, Target]:
     targets = {}
-    for name, given in file.targets.items():
+    for name, row in file.targets.items():
         document.convert(("targets", name), name, SHORT_NAME)
-        targets[name] = document.convert(("targets", name), given, TARGET)
+        targets[name] = document.convert(("targets", name), row, TARGET)
     if not targets:
         raise document.error(("targets",), "there is no target")
     return targets
 
 
 def _element_bytes(document: Document, file: File, axes: dict[str, Values]) -> dict[str, int]:
-    given, dtypes = file.element_bytes, axes["dtype"]
-    for dtype, size in given.items():
+    sizes, dtypes = file.element_bytes, axes["dtype"]
+    for dtype, size in sizes.items():
         document.convert(("element_bytes", dtype), size, POSITIVE)
         if dtype not in dtypes:
             allowed = ", ".join(map(str, dtypes))
             raise document.error(("element_bytes", dtype), f"not a value of axes.dtype; allowed: {allowed}")
     for dtype in dtypes:
-        if dtype not in given:
+        if dtype not in sizes:
             if document.inherited(("element_bytes",)) and not document.inherited(("axes", "dtype")):
                 why = f"the size of `{dtype}` is missing; give it in `element_bytes`"
                 raise document.error(("axes", "dtype"), why)
             raise document.error(("element_bytes",), f"the size of dtype `{dtype}` is missing")
-    return given
+    return sizes
 
 
 def _check_claims(document: Document, file: File, axes: dict[str, Values]) -> None:
@@ -162,10 +162,10 @@ def _check_claims(document: Document, file: File, axes: dict[str, Values]) -> No
                 f"it claims {', '.join(claimed)}"
             )
             raise document.error(("axes", axis), why)
-        known = claimed[axis].known
+        choices = claimed[axis].choices
         for value in values:
-            if value not in known if known else not isinstance(value, int) or value < 1:
-                allowed = ", ".join(map(str, known)) if known else "whole numbers above 0"
+            if value not in choices if choices else not isinstance(value, int) or value < 1:
+                allowed = ", ".join(map(str, choices)) if choices else "whole numbers above 0"
                 raise document.error(("axes", axis), f"no call asks for `{value}`; allowed: {allowed}")
     for axis, claim in claimed.items():
         if claim.required and axis not in axes:
@@ -176,8 +176,8 @@ def _workspace(document: Document, file: File, axes: dict[str, Values]) -> tuple
     """The slices of the workspace, their extents checked as expressions."""
     operator = operator_of(file.operator, file.has_lengths)
     taken = {argument.name for argument in operator.arguments}
-    known = (*axes, *file.tile_keys, *operator.symbols, *operator.grid_dimensions)
-    names = frozenset((*known, NUM_PARTS, GROUP_PARTS))
+    variables = (*axes, *file.tile_keys, *operator.symbols, *operator.grid_dimensions)
+    names = frozenset((*variables, NUM_PARTS, GROUP_PARTS))
     buffers = []
     for name, row in file.workspace.items():
         if name in taken:

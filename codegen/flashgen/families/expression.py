@@ -68,9 +68,9 @@ class Expression:
             return self._number
         for name in self._numbers:
             if isinstance(values.get(name), str):
-                given = values[name]
+                value = values[name]
                 raise ValueError(
-                    f"{self.text!r} cannot be computed: {name} is {given!r}, and texts are only compared"
+                    f"{self.text!r} cannot be computed: {name} is {value!r}, and texts are only compared"
                 )
         try:
             result = eval(self._code, {"__builtins__": {}, **_FUNCTIONS}, values)
@@ -136,15 +136,15 @@ def _numbers(tree: ast.Expression, text: str) -> tuple[str, ...]:
             waiting.append(node.operand)
         elif isinstance(node, ast.Call):
             waiting += node.args
-    found = set()
+    operands = set()
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             raise ValueError(f"{text!r} cannot be computed: {node.value!r} is a text, which is only compared")
         if isinstance(node, ast.Name):
-            found.add(node.id)
+            operands.add(node.id)
         elif isinstance(node, ast.IfExp):
             waiting += [node.body, node.orelse]
         elif isinstance(node, ast.BoolOp):
             waiting += node.values
-    return tuple(sorted(found))
+    return tuple(sorted(operands))

@@ -28,14 +28,14 @@ _ROWS = ("tiles", "exclude", "commit", "tune")
 
 def document(path: Path, text: bytes) -> Document:
     """The document of ``text``, the content of ``path``, with what it extends. Raises SpecError."""
-    found = bases(path, text)
-    made = Document(*found[-1]) if found else Document(path, text)
-    if "extends" in made.value:  # `bases`, which parses no YAML, did not find it
-        name = made.convert(("extends",), made.value["extends"], NAME).strip()
-        raise made.error(("extends",), f"write it as a line `extends: {name}` that is not indented")
-    for place, content in [*reversed(found[:-1]), (path, text)] if found else ():
-        made = Extended(place, content, made)
-    return made
+    files = bases(path, text)
+    merged = Document(*files[-1]) if files else Document(path, text)
+    if "extends" in merged.value:  # `bases`, which parses no YAML, did not find it
+        name = merged.convert(("extends",), merged.value["extends"], NAME).strip()
+        raise merged.error(("extends",), f"write it as a line `extends: {name}` that is not indented")
+    for place, content in [*reversed(files[:-1]), (path, text)] if files else ():
+        merged = Extended(place, content, merged)
+    return merged
 
 
 class Extended(Document):
@@ -43,53 +43,53 @@ class Extended(Document):
 
     def __init__(self, path: Path, text: bytes, base: Document) -> None:
         super().__init__(path, text)
-        own = self.value
-        self._base, self._own = base, own
+        overrides = self.value
+        self._base, self._own = base, overrides
         # Where each row of a joined list stands: in which document, and at what place there.
         self._origins: dict[str, list[tuple[Document, int]]] = {}
         for document in (base, self):
             axes = document.value.get("axes", {})
             if not isinstance(axes, dict):
                 raise document.error(("axes",), f"expected a mapping, found {axes!r}")
-        merged = base.value | own
+        merged = base.value | overrides
         del merged["extends"]
-        if "family" not in own and path.stem != base.path.stem:
+        if "family" not in overrides and path.stem != base.path.stem:
             merged["family"] = path.stem
-        merged["axes"] = base.value.get("axes", {}) | own.get("axes", {})
+        merged["axes"] = base.value.get("axes", {}) | overrides.get("axes", {})
         self.value = merged
         domain = self._domain()
-        for name, given in merged["axes"].items():
-            if name not in own.get("axes", {}) and isinstance(given, dict) and "also" in given:
-                values = domain.get(given.get("default"), ())
-                also = {key: each for key, each in given["also"].items() if key in map(str, values)}
-                merged["axes"][name] = given | {"also": also}
-        if "element_bytes" not in own and isinstance(merged.get("element_bytes"), dict):
+        for name, axis in merged["axes"].items():
+            if name not in overrides.get("axes", {}) and isinstance(axis, dict) and "also" in axis:
+                values = domain.get(axis.get("default"), ())
+                also = {key: choices for key, choices in axis["also"].items() if key in map(str, values)}
+                merged["axes"][name] = axis | {"also": also}
+        if "element_bytes" not in overrides and isinstance(merged.get("element_bytes"), dict):
             sizes = merged["element_bytes"]
             merged["element_bytes"] = {key: sizes[key] for key in sizes if key in domain.get("dtype", sizes)}
         for key in _ROWS:
             self._join(key, domain)
-        if "features" not in own and isinstance(merged.get("features"), dict):
+        if "features" not in overrides and isinstance(merged.get("features"), dict):
             left = {name: _restricted(when, domain) for name, when in merged["features"].items()}
             merged["features"] = {name: when for name, when in left.items() if when is not None}
         # Of each step the place of the inherited one that has its name, and what it does not say; of each
         # parameter that it has from there the place in that one's list.
         self._steps: dict[int, int] = {}
         self._params: dict[int, list[int]] = {}
-        if isinstance(own.get("steps"), list) and isinstance(base.value.get("steps"), list):
-            merged["steps"] = self._complete(own["steps"], base.value["steps"], domain)
-        if "params" not in own and isinstance(merged.get("params"), list):
+        if isinstance(overrides.get("steps"), list) and isinstance(base.value.get("steps"), list):
+            merged["steps"] = self._complete(overrides["steps"], base.value["steps"], domain)
+        if "params" not in overrides and isinstance(merged.get("params"), list):
             kept, places = _fitting(merged["params"], domain)
             merged["params"], self._origins["params"] = kept, [(self._base, place) for place in places]
 
     def _domain(self) -> dict[str, list[Any]]:
         """The values that each axis, and the target, has here."""
         domain: dict[str, list[Any]] = {}
-        for name, given in self.value["axes"].items():
-            if isinstance(given, list):
-                domain[name] = given
-            elif isinstance(given, dict):
-                row = self.convert(("axes", name), given, DEFAULT_AXIS)
-                further = [each for value in row.also.values() for each in as_values(value)]
+        for name, axis in self.value["axes"].items():
+            if isinstance(axis, list):
+                domain[name] = axis
+            elif isinstance(axis, dict):
+                row = self.convert(("axes", name), axis, DEFAULT_AXIS)
+                further = [choice for value in row.also.values() for choice in as_values(value)]
                 domain[name] = [*domain.get(row.default, ()), *further]
         if isinstance(self.value.get("targets"), dict):
             domain["target"] = [*self.value["targets"]]
@@ -178,12 +178,12 @@ def _restricted(row: Any, domain: dict[str, list[Any]]) -> Any:
     if not isinstance(row, dict):
         return row
     left = dict(row)
-    for axis, known in domain.items():
+    for axis, values in domain.items():
         if left.get(axis) is not None:
-            given = as_values(left[axis])
-            kept = [value for value in given if value in known]
+            row_values = as_values(left[axis])
+            kept = [value for value in row_values if value in values]
             if not kept:
                 return None
-            if len(kept) < len(given):
+            if len(kept) < len(row_values):
                 left[axis] = kept
     return left

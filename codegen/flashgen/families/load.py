@@ -126,7 +126,7 @@ def yaml_files(folder: Path) -> list[Path]:
     for path in paths:
         if path.suffix == ".yml":
             raise SpecError(f"{path}: spec files end in .yaml; rename it")
-    found = [path for path in paths if path.suffix == ".yaml"]
-    if not found:
+    files = [path for path in paths if path.suffix == ".yaml"]
+    if not files:
         raise SpecError(f"{folder}: a spec folder needs at least one .yaml file; this one has none")
-    return found
+    return files

@@ -157,9 +157,9 @@ class Spec:
         unknown = sorted(axes.keys() - self.axes.keys())
         if unknown:
             raise BadParam(f"{self.name} has no axis {', '.join(unknown)}; it has {', '.join(self.axes)}")
-        wanted = [as_values(axes.get(axis, values)) for axis, values in self.axes.items()]
-        wanted.append(self.targets if target is None else as_values(target))
-        return self._at(itertools.product(*wanted))
+        choices = [as_values(axes.get(axis, values)) for axis, values in self.axes.items()]
+        choices.append(self.targets if target is None else as_values(target))
+        return self._at(itertools.product(*choices))
 
     def error(self, keys: Keys, message: str) -> SpecError:
         """A SpecError about this file that names the line of ``keys``."""

@@ -72,17 +72,17 @@ def score_params(score: Score, dtype: str, differentiated: bool = False) -> tupl
     from flashgen.operators.formula import text
     from flashgen.operators.scores import TYPES
 
-    found: list[Param] = []
+    params: list[Param] = []
     lowered = score.lowered(dtype, differentiated)
     for array in score.arrays:
         ctype = {"f32": "const float*", "i32": "const int32_t*"}[array.type]
-        found.append(Param(array.name, ctype, f"({', '.join(array.symbols)})"))
-        found += [Param(name, "int64_t") for name in array.argument().stride_names()]
-        own = (symbol for symbol in array.symbols if symbol.startswith(f"{array.name}_"))
-        found += [Param(symbol, "int32_t") for symbol in own]
+        params.append(Param(array.name, ctype, f"({', '.join(array.symbols)})"))
+        params += [Param(name, "int64_t") for name in array.argument().stride_names()]
+        size_names = (symbol for symbol in array.symbols if symbol.startswith(f"{array.name}_"))
+        params += [Param(symbol, "int32_t") for symbol in size_names]
     read = frozenset().union(*(tree.reads() for tree in lowered.trees))
-    found += [Param(p.name, TYPES[p.type][2]) for p in score.scalars if p.name in read]
+    params += [Param(p.name, TYPES[p.type][2]) for p in score.scalars if p.name in read]
     if "softmax_scale" in read:
-        found.append(Param("softmax_scale", "float"))
-    found += [Param(name, "float", text(it)) for name, it in lowered.constants.items()]
-    return tuple(found)
+        params.append(Param("softmax_scale", "float"))
+    params += [Param(name, "float", text(it)) for name, it in lowered.constants.items()]
+    return tuple(params)

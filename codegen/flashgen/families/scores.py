@@ -141,7 +141,7 @@ def reserved_names() -> frozenset[str]:
 
 def _score(document: Document, name: str, given: Any) -> Score:
     keys = ("scores", name)
-    if any(name in (axis.known or ()) for axis in OPERATORS["attention"].axes.values()):
+    if any(name in (axis.choices or ()) for axis in OPERATORS["attention"].axes.values()):
         raise document.error(keys, f"`{name}` is a value of an axis; kernels would share names")
     row = document.convert(keys, given, record(_Row))
     params = tuple(_param(document, (*keys, "params", each), each, of) for each, of in row.params.items())

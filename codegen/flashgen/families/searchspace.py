@@ -31,7 +31,7 @@ class SearchSpace:
     ) -> None:
         domain = {**axes, "target": tuple(file.targets)}
         kind = tune_row(domain, tile_kinds(file))
-        rows = [document.convert(("tune", i), given, kind) for i, given in enumerate(file.tune)]
+        rows = [document.convert(("tune", i), row, kind) for i, row in enumerate(file.tune)]
         self._choices = [_choices(document, i, row, file.tile_keys) for i, row in enumerate(rows)]
         self._matching = Matcher(domain, rows)
         used = 0
@@ -48,27 +48,27 @@ class SearchSpace:
         Every row that holds adds all combinations of its values; a key that it leaves out is as in ``tile``.
         """
         holding = self._matching.at(point)
-        found: dict[tuple[int | str, ...], dict[str, int | str]] = {}
+        tiles: dict[tuple[int | str, ...], dict[str, int | str]] = {}
         for i, choices in enumerate(self._choices):
             if holding >> i & 1:
                 for values in itertools.product(*choices.values()):
                     tried = {**tile, **dict(zip(choices, values, strict=True))}
-                    found.setdefault(tuple(tried.values()), tried)
-        return list(found.values())
+                    tiles.setdefault(tuple(tried.values()), tried)
+        return list(tiles.values())
 
 
 def _choices(document: Document, index: int, row: Any, keys: Iterable[str]) -> dict[str, Sequence[int | str]]:
     """The values of each tile key that the row names."""
     choices: dict[str, Sequence[int | str]] = {}
     for key in keys:
-        given = row[key]
-        if isinstance(given, Range):
-            if given.last < given.first:
-                why = f"from {given.first} to {given.last} is empty; `to` is at least `from`"
+        choice = row[key]
+        if isinstance(choice, Range):
+            if choice.last < choice.first:
+                why = f"from {choice.first} to {choice.last} is empty; `to` is at least `from`"
                 raise document.error(("tune", index, key), why)
-            choices[key] = range(given.first, given.last + 1, given.step)
-        elif given is not None:
-            choices[key] = as_values(given)
+            choices[key] = range(choice.first, choice.last + 1, choice.step)
+        elif choice is not None:
+            choices[key] = as_values(choice)
     if not choices:
         raise document.error(("tune", index), f"no values to try; name some of {', '.join(keys)}")
     return choices

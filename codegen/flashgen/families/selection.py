@@ -91,25 +91,25 @@ def find_one(variants: Sequence[Variant], name: str) -> Variant:
     for variant in variants:
         if variant.name == stem:
             return variant
-    found = [variant for variant in variants if fnmatchcase(variant.name, stem)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        shown = [variant.name for variant in found[:_NAMES_SHOWN]]
-        more = ["..."] if len(found) > len(shown) else []
-        message = f"{len(found)} variants match {stem!r}, and one is wanted; such as"
+    matches = [variant for variant in variants if fnmatchcase(variant.name, stem)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        shown = [variant.name for variant in matches[:_NAMES_SHOWN]]
+        more = ["..."] if len(matches) > len(shown) else []
+        message = f"{len(matches)} variants match {stem!r}, and one is wanted; such as"
         raise SelectionError(
             "\n  ".join([message, *shown, *more]) + f"\n`flashgen list --select '{stem}'` prints them all"
         )
     raise SelectionError(_no_such_name(stem, variants))
 
 
-def find_by_axes(variants: Sequence[Variant], wanted: Mapping[str, str | int]) -> tuple[Variant, ...]:
-    """The variants whose keys have the wanted values, `in_order`.
+def find_by_axes(variants: Sequence[Variant], values: Mapping[str, str | int]) -> tuple[Variant, ...]:
+    """The variants whose keys have these values, `in_order`.
 
     Raises SelectionError for an unknown key or value, and where no variant has all of them.
     """
-    return in_order(select(variants, [" ".join(f"{key}={value}" for key, value in wanted.items())]))
+    return in_order(select(variants, [" ".join(f"{key}={value}" for key, value in values.items())]))
 
 
 def in_order(variants: Iterable[Variant]) -> tuple[Variant, ...]:
@@ -131,10 +131,10 @@ def _matches(
 ) -> set[int]:
     """Indices of the variants that satisfy one term."""
     if not re.search(_SIGN, term):
-        found = {index for index, variant in enumerate(variants) if fnmatchcase(variant.name, term)}
-        if not found:
+        indices = {index for index, variant in enumerate(variants) if fnmatchcase(variant.name, term)}
+        if not indices:
             raise SelectionError(_no_such_name(term, variants))
-        return found
+        return indices
     parsed = re.fullmatch(rf"(\w+)({_SIGN})([^!=<>]*)", term)
     if parsed is None:
         raise SelectionError(
@@ -142,10 +142,10 @@ def _matches(
             "write key=value, key=a,b, key!=value or key>=number"
         )
     key, sign, text = parsed.groups()
-    known = sorted({name for each in keys for name in each})
-    if key not in known:
-        _unknown(f"unknown key {key!r} in selection {selection!r}", key, known, "keys")
-    allowed = sorted({each[key] for each in keys if key in each}, key=_natural)
+    names = sorted({name for row in keys for name in row})
+    if key not in names:
+        _unknown(f"unknown key {key!r} in selection {selection!r}", key, names, "keys")
+    allowed = sorted({row[key] for row in keys if key in row}, key=_natural)
     if sign in _ORDERS:
         return _ordered(key, sign, text, allowed, keys)
     values = text.split(",")
@@ -159,7 +159,7 @@ def _matches(
                 f"no variant has {key}={value} (selection {selection!r})", value, allowed, f"values of {key}"
             )
     negated = sign == "!="
-    return {index for index, each in enumerate(keys) if key in each and (each[key] in values) != negated}
+    return {index for index, row in enumerate(keys) if key in row and (row[key] in values) != negated}
 
 
 def _ordered(
@@ -172,10 +172,10 @@ def _ordered(
             f"values of {key}: {', '.join(allowed)}"
         )
     compare, bound = _ORDERS[sign], int(text)
-    found = {index for index, each in enumerate(keys) if key in each and compare(int(each[key]), bound)}
-    if not found:
+    indices = {index for index, row in enumerate(keys) if key in row and compare(int(row[key]), bound)}
+    if not indices:
         raise SelectionError(f"no variant has {key}{sign}{text}\nvalues of {key}: {', '.join(allowed)}")
-    return found
+    return indices
 
 
 def _is_number(text: str) -> bool:
@@ -187,12 +187,12 @@ def _natural(text: str) -> tuple[int, int, str]:
     return (0, int(text), text) if _is_number(text) else (1, 0, text)
 
 
-def _unknown(problem: str, given: str, allowed: Sequence[str], what: str) -> NoReturn:
+def _unknown(problem: str, word: str, allowed: Sequence[str], what: str) -> NoReturn:
     numbers = [value for value in allowed if _is_number(value)]
-    if numbers and _is_number(given):
-        close = [min(numbers, key=lambda value: (abs(int(value) - int(given)), -int(value)))]
+    if numbers and _is_number(word):
+        close = [min(numbers, key=lambda value: (abs(int(value) - int(word)), -int(value)))]
     else:
-        close = difflib.get_close_matches(given, allowed, n=1)
+        close = difflib.get_close_matches(word, allowed, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise SelectionError(f"{problem}{hint}\n{what}: {', '.join(allowed)}")
 

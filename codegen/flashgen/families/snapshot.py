@@ -93,28 +93,28 @@ class _Entries(Mapping[Point, tuple[Entry, ...]]):
         self._resources: dict[int, tuple[Resources, ...]] = {}
 
     @cached_property
-    def _known(self) -> tuple[list[Any], dict[Point, Any]]:
+    def _parsed(self) -> tuple[list[Any], dict[Point, Any]]:
         """What tiles take, and the tiles of each point, as JSON has them."""
         taken, tiles = json.loads(self._stored)
         return taken, {tuple(point): of_point for point, of_point in tiles}
 
     def __getitem__(self, point: Point) -> tuple[Entry, ...]:
-        of_point = self._known[1][point]
+        of_point = self._parsed[1][point]
         return tuple([Entry(row, committed, self._taken(index)) for row, committed, index in of_point])
 
     def _taken(self, index: int) -> tuple[Resources, ...]:
         """What the steps take with a tile, which is the same at many points."""
-        found = self._resources.get(index)
-        if found is None:
-            taken = self._known[0][index]
-            found = self._resources[index] = tuple([_resources(_frozen(step)) for step in taken])
-        return found
+        resources = self._resources.get(index)
+        if resources is None:
+            taken = self._parsed[0][index]
+            resources = self._resources[index] = tuple([_resources(_frozen(step)) for step in taken])
+        return resources
 
     def __iter__(self) -> Iterator[Point]:
-        return iter(self._known[1])
+        return iter(self._parsed[1])
 
     def __len__(self) -> int:
-        return len(self._known[1])
+        return len(self._parsed[1])
 
 
 def _step(plain: tuple[Any, ...]) -> Step:

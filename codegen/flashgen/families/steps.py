@@ -33,8 +33,8 @@ def read_steps(
         for key in _OF_A_STEP:
             if getattr(file, key) is None:
                 raise document.error((), f"the key `{key}` is missing")
-        given = {key: getattr(file, key) for key in (*_OF_A_STEP, *_MAY_HAVE)}
-        return [StepTable(document, file, axes, reader, (), StepRow(name="only", **given))], 0
+        values = {key: getattr(file, key) for key in (*_OF_A_STEP, *_MAY_HAVE)}
+        return [StepTable(document, file, axes, reader, (), StepRow(name="only", **values))], 0
     for key in (*_OF_A_STEP, *_MAY_HAVE):
         if getattr(file, key):
             raise document.error((key,), "each of `steps` has its own; leave this one out")
@@ -102,11 +102,11 @@ class StepTable:
             raise document.error((*keys, "grid", "beside"), why)
         self._threads = self._expression(("threads",), row.threads)
         self._smem_bytes = self._expression(("smem_bytes",), row.smem_bytes)
-        known = operator_of(file.operator, file.has_lengths).grid_dimensions
+        dimensions = operator_of(file.operator, file.has_lengths).grid_dimensions
         for key in ("covers", "beside"):
             for name in getattr(row.grid, key):
-                if name not in known:
-                    why = f"{file.operator} has no such dimension; allowed: {', '.join(known)}"
+                if name not in dimensions:
+                    why = f"{file.operator} has no such dimension; allowed: {', '.join(dimensions)}"
                     raise document.error((*keys, "grid", key, name), why)
         self._schedule = row.grid.schedule
         self._covers, self._beside = (
@@ -123,7 +123,7 @@ class StepTable:
             ]
         self._boxes = Boxes(document, self._names, listed)
         self._reads |= self._boxes.reads
-        self._found: dict[tuple[str | int, ...], Resources] = {}
+        self._resources: dict[tuple[str | int, ...], Resources] = {}
 
     def at(
         self,
@@ -138,10 +138,10 @@ class StepTable:
         """
         # Most points differ in axes that nothing here depends on, such as the mask type.
         key = tuple([values[name] for name in self._reads])
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._computed(values, where, error)
-        return found
+        resources = self._resources.get(key)
+        if resources is None:
+            resources = self._resources[key] = self._computed(values, where, error)
+        return resources
 
     def _computed(
         self,

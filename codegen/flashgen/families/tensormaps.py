@@ -75,8 +75,8 @@ class Boxes:
         )
         row_bytes = box.columns * values["element_bytes"]
         if row_bytes not in SWIZZLES:
-            found = f"{box.columns} columns are {row_bytes} bytes for {where()}"
-            why = f"{found}; allowed: the bytes of a swizzle, {', '.join(map(str, SWIZZLES))}"
+            width = f"{box.columns} columns are {row_bytes} bytes for {where()}"
+            why = f"{width}; allowed: the bytes of a swizzle, {', '.join(map(str, SWIZZLES))}"
             raise self._document.error((*keys, "columns"), why)
         if not 1 <= box.rows <= MAX_BOX:
             raise self._document.error(

@@ -37,24 +37,24 @@ def read(tuned: Tuned, file: File, content: Content, table: TileTable) -> tuple[
     damaged, or another GPU's.
     """
     document = Document(tuned.path, tuned.text)
-    given = document.convert((), document.value, TUNED_FILE)
-    if given.gpu != tuned.gpu:
-        raise document.error(("gpu",), f"found {given.gpu!r}; the GPU is {tuned.gpu!r}")
+    tuned_file = document.convert((), document.value, TUNED_FILE)
+    if tuned_file.gpu != tuned.gpu:
+        raise document.error(("gpu",), f"found {tuned_file.gpu!r}; the GPU is {tuned.gpu!r}")
     kind = tuned_row({**content.axes, "target": tuple(content.targets)}, tile_kinds(file))
     rows: dict[Point, TunedRow] = {}
     problems = []
-    for index, value in enumerate(given.tiles):
+    for index, value in enumerate(tuned_file.tiles):
         error = partial(document.error, ("tiles", index))
         try:
-            made = document.convert(("tiles", index), value, kind)
-            point = (*(made[axis] for axis in content.axes), made["target"])
+            row = document.convert(("tiles", index), value, kind)
+            point = (*(row[axis] for axis in content.axes), row["target"])
             if point not in content.entries:
                 raise error(f"{table.describe(point)}: the spec has no kernel for this point")
             if point in rows:
                 raise error(f"a second row for {table.describe(point)}")
-            tile = {key: made[key] for key in file.tile_keys}
+            tile = {key: row[key] for key in file.tile_keys}
             entry = _entry(tuned, table, tile, point, error)
-            rows[point] = TunedRow(point, tile, made["efficiency"], made["measured"], entry)
+            rows[point] = TunedRow(point, tile, row["efficiency"], row["measured"], entry)
         except SpecError as wrong:
             problems.append(wrong.explanation)
     return list(rows.values()), problems

@@ -104,10 +104,10 @@ class Variant:
 
         Raises KeyError for an axis that neither has.
         """
-        found = dict(self.axes)
-        if name not in found:
-            found = operator_of(self.operator, self.has_lengths).axis_values(found)
-        return _lookup(tuple(found.items()), name)
+        values = dict(self.axes)
+        if name not in values:
+            values = operator_of(self.operator, self.has_lengths).axis_values(values)
+        return _lookup(tuple(values.items()), name)
 
     def tile_value(self, name: str) -> int | str:
         """The value of one tile key, such as ``block_m`` or ``loop``. Raises KeyError for a key that the spec
@@ -163,11 +163,11 @@ class Variant:
         }
         if not self.score_seam:
             return dataclasses.replace(self, **around) if self.before or self.after else self
-        own = {param.name for param in self.params}
+        names = {param.name for param in self.params}
         added = score_params(score, self.dtype, OPERATORS[self.operator].differentiates)
         # Kernels that scale gradients read the scale anyway.
-        added = tuple(param for param in added if param.name != "softmax_scale" or param.name not in own)
-        taken = own & {param.name for param in added}
+        added = tuple(param for param in added if param.name != "softmax_scale" or param.name not in names)
+        taken = names & {param.name for param in added}
         if taken:
             raise SpecError(
                 f"the score {score.name}: {self.name} has parameters of its own called {', '.join(taken)}"

@@ -29,7 +29,7 @@ from flashgen.operators.arguments import (
     DTYPE_BYTES,
     ROW_ALIGNMENT,
     Argument,
-    Placed,
+    ArrayLayout,
     check_devices,
     check_strides,
     flag,
@@ -107,7 +107,7 @@ class AppendProblem(Problem):
     def sizes(self) -> dict[str, int]:
         return {symbol: getattr(self, symbol) for symbol in sorted(APPEND.symbols)}
 
-    def spoken(self, symbol: str) -> str:
+    def symbol_name(self, symbol: str) -> str:
         names = {"num_pages": "pages" if self.paged else "rows"}
         if not self.paged:
             names["page_size"] = "capacity"
@@ -129,12 +129,12 @@ class AppendProblem(Problem):
         chunks = max(self.head_dim, self.head_dim_v) * DTYPE_BYTES[self.dtype] // ROW_ALIGNMENT
         return 1 << (chunks - 1).bit_length()
 
-    def placed(self) -> tuple[Placed | None, ...]:
+    def array_layouts(self) -> tuple[ArrayLayout | None, ...]:
         # The tables have a dtype of their own.
         return tuple(
             None
             if strides is None
-            else Placed(
+            else ArrayLayout(
                 argument,
                 argument.extents(self.sizes),
                 strides,
@@ -143,7 +143,7 @@ class AppendProblem(Problem):
             for argument, strides in zip(ARGUMENTS, self.strides, strict=True)
         )
 
-    def wanted(self) -> str:
+    def description(self) -> str:
         tables = ", tables wide" if _tables(self) == "wide" else ""
         return f"dtype {self.dtype}, rotary {self.pairs}{tables}, pages {_pages(self)}"
 
@@ -166,7 +166,7 @@ class AppendProblem(Problem):
     def scalar_values(self) -> dict[str, Number]:
         return {}
 
-    def with_scalars(self, given: Sequence[Any]) -> AppendProblem:
+    def with_scalars(self, scalars: Sequence[Any]) -> AppendProblem:
         return self
 
 
@@ -179,17 +179,17 @@ def pair_slices(problem: AppendProblem) -> tuple[slice, slice]:
 
 
 def normalise(
-    given: Mapping[str, ArrayView], *, interleaved: bool = False, q_positions: str = "each"
+    arrays: Mapping[str, ArrayView], *, interleaved: bool = False, q_positions: str = "each"
 ) -> AppendProblem:
-    """The Problem of a call, or the error of the contract that it breaks; ``given`` has the arrays by the
-    names of arguments.
+    """The Problem of a call, or the error of the contract that it breaks; ``arrays`` are by the names of
+    arguments.
 
     ``interleaved`` is how elements are paired. ``q_positions``: query i is rotated as new token i is
     ("each"), or all queries as the first new one ("first").
 
     Raises NullPointer, BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides or DeviceTypeNotSupported.
     """
-    views = {argument.name: given.get(argument.name) for argument in ARGUMENTS}
+    views = {argument.name: arrays.get(argument.name) for argument in ARGUMENTS}
     for name in ("k_new", "v_new", "lengths", "k_cache", "v_cache"):
         if views[name] is None:
             raise NullPointer(f"{arg(name)} is None; expected an array")
@@ -249,8 +249,8 @@ def _check_combination(views: Mapping[str, ArrayView | None], q_positions: Any) 
             "are whose"
         )
     if (views["cos"] is None) != (views["sin"] is None):
-        given, missing = ("cos", "sin") if views["sin"] is None else ("sin", "cos")
-        raise NullPointer(f"{arg(missing)} is None but {arg(given)} was given; rotation takes both")
+        present, missing = ("cos", "sin") if views["sin"] is None else ("sin", "cos")
+        raise NullPointer(f"{arg(missing)} is None but {arg(present)} was given; rotation takes both")
     for name in ("q", "positions"):
         if views["cos"] is None and views[name] is not None:
             raise BadParam(
@@ -278,9 +278,9 @@ def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
         raise BadTensorDtype(
             f"{arg(wrong)} has dtype {views[wrong].dtype}; expected {norm}, as {arg(right)} has dtype {norm}"
         )
-    given = {name: view for name, view in views.items() if view is not None}
-    check_devices({"k_new": views["k_new"]} | given)
-    for name, view in given.items():
+    arrays = {name: view for name, view in views.items() if view is not None}
+    check_devices({"k_new": views["k_new"]} | arrays)
+    for name, view in arrays.items():
         argument = ARGUMENTS[APPEND.position(name)]
         if name in ("cos", "sin"):
             allowed = tuple(dict.fromkeys((dtype, "fp32")))
@@ -428,8 +428,9 @@ def _contract(
     operator: Operator, views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]
 ) -> Problem:
     interleaved, q_positions = options
-    given = {argument.name: view for argument, view in zip(ARGUMENTS, views, strict=True) if view is not None}
-    return normalise(given, interleaved=interleaved, q_positions=q_positions)
+    named = zip(ARGUMENTS, views, strict=True)
+    arrays = {argument.name: view for argument, view in named if view is not None}
+    return normalise(arrays, interleaved=interleaved, q_positions=q_positions)
 
 
 def _check_elements(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None]) -> None:

@@ -44,20 +44,20 @@ def judge(
         return widened(batched(x), problem.dtype)
 
     def compared(
-        name: str, places: tuple[np.ndarray, ...], wanted: np.ndarray, value: np.ndarray, bound: np.ndarray
+        name: str, places: tuple[np.ndarray, ...], written: np.ndarray, value: np.ndarray, bound: np.ndarray
     ) -> Largest:
-        """The worst element of an output; where ``wanted``, it is to have ``value`` at ``places``."""
-        found, old = arrays[name], before[name]
+        """The worst element of an output; where ``written``, it is to have ``value`` at ``places``."""
+        result, old = arrays[name], before[name]
         if name == "q_rotated":
-            found, old = batched(found), batched(old)
-        bits = f"u{found.itemsize}"
-        changed = found.view(bits) != old.view(bits)
-        changed[tuple(place[wanted] for place in places)] = False
+            result, old = batched(result), batched(old)
+        bits = f"u{result.itemsize}"
+        changed = result.view(bits) != old.view(bits)
+        changed[tuple(place[written] for place in places)] = False
         if changed.any():
             index = tuple(int(i[0]) for i in np.nonzero(changed))
             return Largest(np.inf, np.inf, 0.0, index)
-        mask = wanted[:, :, None, None]
-        taken = widened(found[places], problem.dtype)
+        mask = written[:, :, None, None]
+        taken = widened(result[places], problem.dtype)
         return largest(np.where(mask, taken, 0), np.where(mask, value, 0), np.where(mask, bound, 0))
 
     tables = None
@@ -87,7 +87,7 @@ def judge(
         worst.append(compared("q_rotated", places, with_row(of_q), value, bound))
     total = total_lengths(problem, arrays)
     worst.append(largest(arrays["total_lengths"].astype(float), total.astype(float), np.zeros(total.shape)))
-    return Verdict(max(worst, key=lambda each: each.share), None)
+    return Verdict(max(worst, key=lambda element: element.share), None)
 
 
 def _rotated(
@@ -97,9 +97,9 @@ def _rotated(
     c, s = (table[np.where(row < problem.num_positions, row, 0)][:, :, None] for table in tables)
     first, second = pair_slices(problem)
     out, bound = x.copy(), np.zeros(x.shape)
-    for own, other, sign in ((first, second, -1), (second, first, 1)):
-        out[..., own] = c * x[..., own] + sign * s * x[..., other]
-        terms = np.abs(c * x[..., own]) + np.abs(s * x[..., other])
-        bound[..., own] = 1.01 * (UNIT_ROUNDOFF[problem.dtype] * np.abs(out[..., own]) + 2.0**-23 * terms)
-        bound[..., own] += LEAST_OUT[problem.dtype]
+    for half, other, sign in ((first, second, -1), (second, first, 1)):
+        out[..., half] = c * x[..., half] + sign * s * x[..., other]
+        terms = np.abs(c * x[..., half]) + np.abs(s * x[..., other])
+        bound[..., half] = 1.01 * (UNIT_ROUNDOFF[problem.dtype] * np.abs(out[..., half]) + 2.0**-23 * terms)
+        bound[..., half] += LEAST_OUT[problem.dtype]
     return out, bound

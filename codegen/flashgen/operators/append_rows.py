@@ -195,13 +195,13 @@ def _check_free(problem: Sizes, new: Tokens, where: Slots, arrays: Arrays) -> No
     # The first slots of a page, of which some sequence has keys.
     begins = problem.page_size * np.arange(table.shape[1])
     keys = (lengths[:, None] - begins).clip(0, problem.page_size)
-    known = (keys > 0) & (table >= 0) & (table < problem.num_pages)
+    in_use = (keys > 0) & (table >= 0) & (table < problem.num_pages)
     filled = np.zeros(problem.num_pages, np.int64)
-    np.maximum.at(filled, table[known], keys[known])
+    np.maximum.at(filled, table[in_use], keys[in_use])
     taken = new.real & (where.slot < filled[where.page])
     if taken.any():
         page, slot = int(where.page[taken][0]), int(where.slot[taken][0])
-        owner = int(np.argwhere(known & (table == page) & (keys > slot))[0, 0])
+        owner = int(np.argwhere(in_use & (table == page) & (keys > slot))[0, 0])
         unit = "page" if problem.paged else "row"
         raise BadParam(
             f"slot {slot} of {unit} {page} of the cache would get a new token of sequence "

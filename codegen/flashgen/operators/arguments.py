@@ -109,9 +109,9 @@ class Argument(NamedTuple):
 
     def stride_names(self) -> tuple[str, ...]:
         """The names of the parameters for its strides, in elements: one for each dimension but the last."""
-        own = f"{self.name}_"
+        prefix = f"{self.name}_"
         words = (
-            symbol.removesuffix("_q").removesuffix("_kv").removeprefix(own) for symbol in self.symbols[:-1]
+            symbol.removesuffix("_q").removesuffix("_kv").removeprefix(prefix) for symbol in self.symbols[:-1]
         )
         return tuple(f"{self.name}_{_STRIDE_WORDS.get(word, word)}_stride" for word in words)
 
@@ -120,7 +120,7 @@ class Argument(NamedTuple):
         return tuple(sizes[symbol] for symbol in self.symbols)
 
 
-class Placed(NamedTuple):
+class ArrayLayout(NamedTuple):
     """An argument as one call lays it out: the size of each dimension, and the strides of all but the last in
     elements, 0 where the extent is at most 1.
     """
@@ -205,20 +205,20 @@ class Expected(NamedTuple):
     bound: Any
 
 
-def length_bound(name: str, given: Any) -> int | Expected | None:
+def length_bound(name: str, bound: Any) -> int | Expected | None:
     """A bound of lengths as an int, which the element of a tensor is not: it may change. Raises BadParam for
     what is neither an integer nor None, such as True.
     """
-    if isinstance(given, Expected):
-        return Expected(length_bound(name, given.bound))
-    if given is None:
+    if isinstance(bound, Expected):
+        return Expected(length_bound(name, bound.bound))
+    if bound is None:
         return None  # ahead of the error, which Dynamo of PyTorch 2.11 does not catch
-    if not isinstance(given, bool):
+    if not isinstance(bound, bool):
         try:
-            return operator.index(given)
+            return operator.index(bound)
         except TypeError:
             pass
-    raise BadParam(f"{arg(name)} is {given!r}; expected an integer, or None")
+    raise BadParam(f"{arg(name)} is {bound!r}; expected an integer, or None")
 
 
 def dtype_name(name: str) -> str:
@@ -261,7 +261,7 @@ def is_contiguous(view: ArrayView) -> bool:
     return last and normal_strides(view.shape, view.strides) == contiguous_strides(view.shape)
 
 
-def place(argument: Argument, view: ArrayView | None, sizes: Mapping[str, int], element: str) -> Placed:
+def place(argument: Argument, view: ArrayView | None, sizes: Mapping[str, int], element: str) -> ArrayLayout:
     """How ``view`` lies, once it is known to fit; None: a new contiguous array. A missing batch is added."""
     extents = argument.extents(sizes)
     if view is None:
@@ -272,17 +272,17 @@ def place(argument: Argument, view: ArrayView | None, sizes: Mapping[str, int], 
         missing = len(extents) - len(view.shape)
         shape, steps = (1,) * missing + tuple(view.shape), (0,) * missing + tuple(view.strides)
         strides = normal_strides(shape, steps[:-1])
-    return Placed(argument, extents, strides, argument.dtype(element))
+    return ArrayLayout(argument, extents, strides, argument.dtype(element))
 
 
 def total_bytes(arguments: Sequence[Argument], sizes: Mapping[str, int], element: str) -> int:
     """Bytes of contiguous arrays: what a call must read and write at least once."""
-    placed = (
-        Placed(argument, extents, contiguous_strides(extents), argument.dtype(element))
+    layouts = (
+        ArrayLayout(argument, extents, contiguous_strides(extents), argument.dtype(element))
         for argument in arguments
         for extents in [argument.extents(sizes)]
     )
-    return sum(array.nbytes for array in placed)
+    return sum(array.nbytes for array in layouts)
 
 
 def check_array(argument: Argument, view: ArrayView, sizes: Mapping[str, int], element: str) -> None:
@@ -361,7 +361,7 @@ def check_memory(
     spans: Sequence[tuple[int, int]],
     pointers: Sequence[int],
     written: Sequence[int],
-    placed: Sequence[Placed | None] = (),
+    layouts: Sequence[ArrayLayout | None] = (),
 ) -> None:
     """Check the pointers of one call; ``spans`` and ``pointers`` are in the order of ``arguments``.
 
@@ -381,7 +381,7 @@ def check_memory(
                 f"{argument.alignment} bytes; pass a copy or a slice that starts at an aligned element"
             )
     for target in written:
-        for other in overlapping(target, spans, pointers, placed):
+        for other in overlapping(target, spans, pointers, layouts):
             raise BadTensorStrides(
                 f"{arg(arguments[target].name)} overlaps {arg(arguments[other].name)} in memory; pass memory "
                 "of its own"
@@ -392,38 +392,37 @@ def overlapping(
     target: int,
     spans: Sequence[tuple[int, int]],
     pointers: Sequence[int],
-    placed: Sequence[Placed | None],
+    layouts: Sequence[ArrayLayout | None],
 ) -> Iterator[int]:
     """The positions of the other arrays, of those that have bytes, whose address ranges meet that of one.
-    Where ``placed`` says how arrays lie they may interleave, as Q, K and V of each token do in one array.
+    With ``layouts`` they may interleave, as Q, K and V of each token do in one array.
     """
     start, end = pointers[target] + spans[target][0], pointers[target] + spans[target][1]
     for other, ((low, high), pointer) in enumerate(zip(spans, pointers, strict=True)):
         if other == target or low == high or pointer + low >= end or start >= pointer + high:
             continue
-        if not placed or not interleave(placed[target], placed[other], pointer - pointers[target]):
+        if not layouts or not interleave(layouts[target], layouts[other], pointer - pointers[target]):
             yield other
 
 
-def interleave(first: Placed, second: Placed, distance: int) -> bool:
+def interleave(first: ArrayLayout, second: ArrayLayout, distance: int) -> bool:
     """Whether two arrays of one stride, ``distance`` bytes from each other, share no byte: between two steps
     of the stride both have their place. False where no stride of both shows it.
     """
-    steps = [
-        {stride * each.element_bytes for stride in each.strides if stride > 0} for each in (first, second)
-    ]
+    pair = first, second
+    steps = [{stride * layout.element_bytes for stride in layout.strides if stride > 0} for layout in pair]
     for period in steps[0] & steps[1]:
-        (low, high), (other_low, other_high) = (_span_within(each, period) for each in (first, second))
+        (low, high), (other_low, other_high) = (_span_within(layout, period) for layout in pair)
         offset = (distance + other_low - low) % period
         if offset >= high - low and offset + other_high - other_low <= period:
             return True
     return False
 
 
-def _span_within(placed: Placed, period: int) -> tuple[int, int]:
-    """`Placed.span` of an array that does not move by whole periods."""
-    strides = tuple(0 if stride * placed.element_bytes % period == 0 else stride for stride in placed.strides)
-    return placed._replace(strides=strides).span()
+def _span_within(layout: ArrayLayout, period: int) -> tuple[int, int]:
+    """`ArrayLayout.span` of an array that does not move by whole periods."""
+    strides = tuple(0 if stride * layout.element_bytes % period == 0 else stride for stride in layout.strides)
+    return layout._replace(strides=strides).span()
 
 
 def _shares_elements(view: ArrayView) -> bool:

@@ -114,8 +114,8 @@ class AttentionProblem(Problem):
         sizes = {name: getattr(self, name) for name in _SIZES} | dict(self.score_sizes)
         return sizes | (self.lengths.sizes_of(self.batch) if self.lengths else {})
 
-    def spoken(self, symbol: str) -> str:
-        return symbol if self.lengths is None else self.lengths.spoken(symbol)
+    def symbol_name(self, symbol: str) -> str:
+        return symbol if self.lengths is None else self.lengths.symbol_name(symbol)
 
     def missing(self, argument: Argument) -> int:
         """How many dimensions of an argument the caller leaves out: the batch of packed rows, or of a call
@@ -156,7 +156,7 @@ class AttentionProblem(Problem):
             return self.batch * self.seqlen_q == 0
         return self.batch * self.lengths.batch_q * self.lengths.rows_q == 0
 
-    def wanted(self) -> str:
+    def description(self) -> str:
         grouping = "mha" if self.group_size == 1 else "gqa or packed"
         return (
             f"head_dim {self.head_dim}, head_dim_v {self.head_dim_v}, dtype {self.dtype}, "
@@ -269,8 +269,8 @@ class AttentionProblem(Problem):
         # As with softmax_scale: a factor of 0 would turn the -inf of a masked score into NaN.
         return values | {"scale_log2": max(values["scale_log2"], contract.MIN_SCALE)}
 
-    def with_scalars(self, given: Sequence[Any]) -> AttentionProblem:
-        softmax_scale, *rest = given
+    def with_scalars(self, scalars: Sequence[Any]) -> AttentionProblem:
+        softmax_scale, *rest = scalars
         if softmax_scale is None and self.score is None:
             return self
         scale = (
@@ -282,16 +282,16 @@ class AttentionProblem(Problem):
             called.score.check(scalars, self.dtype, self.operator.differentiates)
         return called
 
-    def _score_scalars(self, given: Sequence[Any]) -> tuple[float, ...]:
-        """The numbers of the score modification, where ``given`` has None those of this problem."""
-        found = []
-        for param, value, known in zip(
-            self.score.scalars if self.score else (), given, self.score_scalars, strict=True
+    def _score_scalars(self, values: Sequence[Any]) -> tuple[float, ...]:
+        """The numbers of the score modification, where ``values`` has None those of this problem."""
+        numbers = []
+        for param, value, current in zip(
+            self.score.scalars if self.score else (), values, self.score_scalars, strict=True
         ):
-            if value is None and math.isnan(known):
+            if value is None and math.isnan(current):
                 raise BadParam(f"{arg(param.name)} is None; the score {self.score.name} needs a number")
-            found.append(known if value is None else self.score.number(param, value))
-        return tuple(found)
+            numbers.append(current if value is None else self.score.number(param, value))
+        return tuple(numbers)
 
     def _scalars_of_score(self) -> dict[str, Number]:
         """By name; an integer that no call has given yet is 0, since a struct has no other word for it."""

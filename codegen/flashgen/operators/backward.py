@@ -95,10 +95,10 @@ class BackwardProblem(AttentionProblem):
         of_q, of_kv = self.lengths.batch_q * self.lengths.rows_q, self.lengths.batch_kv * self.lengths.rows_kv
         return of_q + of_kv == 0
 
-    def wanted(self) -> str:
+    def description(self) -> str:
         # Not super(): a class with slots is made anew, and the function would not know which.
         orders = "ordered or direct" if self.deterministic else "none, ordered or direct"
-        return f"{AttentionProblem.wanted(self)}, dq_order {orders}"
+        return f"{AttentionProblem.description(self)}, dq_order {orders}"
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
         """With lengths ``query_rows`` and ``key_rows`` are the rows of an entry of q and k, whatever the

@@ -150,9 +150,9 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
         scale = math.inf
     # The running maximum is taken before scaling, so the scale must keep the order of the scores.
     if not 0.0 <= scale <= MAX_SCALE:
-        found = shown(softmax_scale) if math.isinf(scale) else scale
+        value = shown(softmax_scale) if math.isinf(scale) else scale
         raise BadParam(
-            f"{arg('softmax_scale')} is {found}; it must be at most {MAX_SCALE:g}, as kernels scale in fp32, "
+            f"{arg('softmax_scale')} is {value}; it must be at most {MAX_SCALE:g}, as kernels scale in fp32, "
             f"and not negative ({arg('the negated q', 'negate q')} instead)"
         )
     return max(scale, MIN_SCALE)
@@ -179,12 +179,12 @@ def check_mask(mask: ArrayView, sizes: Mapping[str, int], instead: str = "") -> 
         ) from None
 
 
-def score_views(score: Score | None, given: Sequence[ArrayView | None]) -> dict[str, ArrayView]:
+def score_views(score: Score | None, arrays: Sequence[ArrayView | None]) -> dict[str, ArrayView]:
     """The arrays of a score modification by their names. Raises NullPointer for one that is None."""
     if score is None:
         return {}
     views = {}
-    for param, view in zip(score.arrays, given, strict=True):
+    for param, view in zip(score.arrays, arrays, strict=True):
         if view is None:
             raise NullPointer(
                 f"{arg(param.name)} is None; the score {score.name} needs an array "
@@ -200,14 +200,14 @@ def check_score_arrays(
     """That each array of a score modification fits, and the sizes of the symbols that are its own. Raises
     BadTensorShape, BadTensorDtype or BadTensorStrides.
     """
-    found: dict[str, int] = {}
+    own_sizes: dict[str, int] = {}
     for param in score.arrays if score else ():
         argument, view = param.argument(), views[param.name]
         missing = len(param.symbols) - len(view.shape)
         for place_, symbol in enumerate(param.symbols):
             if symbol not in sizes:
-                found[symbol] = view.shape[place_ - missing] if place_ - missing >= 0 else 1
-                if found[symbol] < 1:
+                own_sizes[symbol] = view.shape[place_ - missing] if place_ - missing >= 0 else 1
+                if own_sizes[symbol] < 1:
                     raise BadTensorShape(f"{arg(param.name)} has shape {view.shape}; it must not be empty")
-        check_array(argument, view, {**sizes, **found}, "")
-    return tuple(found.items())
+        check_array(argument, view, {**sizes, **own_sizes}, "")
+    return tuple(own_sizes.items())

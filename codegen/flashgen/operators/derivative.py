@@ -20,25 +20,25 @@ def derivative(tree: Node) -> Node:
     return _below(tree, _ONE, {})
 
 
-def _below(node: Node, outer: Node, known: dict[tuple[Node, Node], Node]) -> Node:
+def _below(node: Node, outer: Node, memo: dict[tuple[Node, Node], Node]) -> Node:
     """What a change of ``score`` adds to the result by way of ``node``, of which it changes by ``outer``.
-    ``known`` has what was found before.
+    ``memo`` has the results so far.
     """
-    if (node, outer) not in known:
-        known[node, outer] = _found(node, outer, known)
-    return known[node, outer]
+    if (node, outer) not in memo:
+        memo[node, outer] = _contribution(node, outer, memo)
+    return memo[node, outer]
 
 
-def _found(node: Node, outer: Node, known: dict[tuple[Node, Node], Node]) -> Node:
+def _contribution(node: Node, outer: Node, memo: dict[tuple[Node, Node], Node]) -> Node:
     if node.op == "name":
         return outer if node.value == "score" else _ZERO
     if node.op in ("where", "min", "max") and "score" in node.reads():
         condition, a, b = _branches(node)
-        return _where(condition, _below(a, outer, known), _below(b, outer, known))
+        return _where(condition, _below(a, outer, memo), _below(b, outer, memo))
     total = _ZERO
     for position, arg in enumerate(node.args):
         if arg.type != "bool" and "score" in arg.reads():
-            total = _sum(total, _below(arg, _passed_on(node, position, outer), known))
+            total = _sum(total, _below(arg, _passed_on(node, position, outer), memo))
     return total
 
 

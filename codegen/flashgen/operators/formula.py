@@ -71,8 +71,8 @@ class Node:
                 node.op, node.args, node.value, node.type = key
                 node.size = 1 + sum([arg.size for arg in args])
                 node.depth = 1 + max([arg.depth for arg in args], default=0)
-                own = {str(value)} if op in ("name", "load") else ()
-                node._reads = frozenset().union(own, *[arg._reads for arg in args])
+                names = {str(value)} if op in ("name", "load") else ()
+                node._reads = frozenset().union(names, *[arg._reads for arg in args])
                 node._repeated = None
                 _nodes[key] = node
         return node
@@ -106,15 +106,15 @@ class Node:
 
     def replaced(self, change: Callable[[Node], Node | None]) -> Node:
         """The tree with each node for which ``change`` gives another in its place, the topmost first."""
-        known: dict[Node, Node] = {}
+        memo: dict[Node, Node] = {}
 
         def of(node: Node) -> Node:
-            if node not in known:
+            if node not in memo:
                 other = change(node)
                 if other is None:
                     other = Node(node.op, tuple([of(arg) for arg in node.args]), node.value, node.type)
-                known[node] = other
-            return known[node]
+                memo[node] = other
+            return memo[node]
 
         return of(self)
 
@@ -165,10 +165,10 @@ class _Parser:
         if isinstance(x, ast.BinOp) and type(x.op) in _ARITHMETIC:
             op, args = _ARITHMETIC[type(x.op)], self._numbers(x, x.left, x.right)
             integral = op in "+-" and all(arg.type == "int" for arg in args)
-            return self._made(x, op, args, "int" if integral else "float")
+            return self._folded(x, op, args, "int" if integral else "float")
         if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub):
             args = self._numbers(x, x.operand)
-            return self._made(x, "neg", args, args[0].type)
+            return self._folded(x, "neg", args, args[0].type)
         if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.Not):
             return Node("not", (self._condition(x.operand),), None, "bool")
         if isinstance(x, ast.BoolOp):
@@ -203,8 +203,8 @@ class _Parser:
         if x.id in self._arrays:
             dimensions = ", ".join(self._arrays[x.id][0])
             raise self._error(x, f"{x.id} is an array; write {x.id}[{dimensions}]")
-        known = ", ".join(sorted((*self._names, *self._arrays)))
-        raise self._error(x, f"unknown name {x.id!r}; known: {known}")
+        names = ", ".join(sorted((*self._names, *self._arrays)))
+        raise self._error(x, f"unknown name {x.id!r}; known: {names}")
 
     def _numbers(self, whole: ast.expr, *args: ast.expr) -> tuple[Node, ...]:
         nodes = tuple(self.node(arg) for arg in args)
@@ -221,7 +221,7 @@ class _Parser:
             raise self._error(x, f"{ast.unparse(x)!r} is not a condition; compare it with something")
         return node
 
-    def _made(self, x: ast.expr, op: str, args: tuple[Node, ...], type: str) -> Node:
+    def _folded(self, x: ast.expr, op: str, args: tuple[Node, ...], type: str) -> Node:
         """The operation, or its value where it is one of numbers."""
         if not all(arg.op == "number" for arg in args):
             return Node(op, args, None, type)
@@ -242,22 +242,21 @@ class _Parser:
             condition, args = (), self._numbers(x, *x.args)
         keeps = name in ("abs", "min", "max", "where") and all(arg.type == "int" for arg in args)
         # What depends on a float is no integer of the position alone.
-        keeps = keeps and all(node.type != "float" for each in condition for node in each.walk())
-        return self._made(x, name, (*condition, *args), "int" if keeps else "float")
+        keeps = keeps and all(node.type != "float" for tree in condition for node in tree.walk())
+        return self._folded(x, name, (*condition, *args), "int" if keeps else "float")
 
     def _load(self, x: ast.Subscript) -> Node:
         name = x.value.id if isinstance(x.value, ast.Name) else ""
         if name not in self._arrays:
-            known = ", ".join(sorted(self._arrays)) or "none is declared"
-            raise self._error(x, f"{ast.unparse(x.value)!r} is not a declared array; arrays: {known}")
+            arrays = ", ".join(sorted(self._arrays)) or "none is declared"
+            raise self._error(x, f"{ast.unparse(x.value)!r} is not a declared array; arrays: {arrays}")
         dimensions, dtype = self._arrays[name]
-        given = x.slice.elts if isinstance(x.slice, ast.Tuple) else [x.slice]
-        if len(given) != len(dimensions):
-            raise self._error(
-                x, f"{name} has {len(dimensions)} dimensions, ({', '.join(dimensions)}); {len(given)} indices"
-            )
-        indices = self._numbers(x, *given)
-        for dimension, index, at in zip(dimensions, indices, given, strict=True):
+        subscripts = x.slice.elts if isinstance(x.slice, ast.Tuple) else [x.slice]
+        if len(subscripts) != len(dimensions):
+            has = f"{name} has {len(dimensions)} dimensions, ({', '.join(dimensions)})"
+            raise self._error(x, f"{has}; {len(subscripts)} indices")
+        indices = self._numbers(x, *subscripts)
+        for dimension, index, at in zip(dimensions, indices, subscripts, strict=True):
             if dimension in self._names and (index.op, index.value) != ("name", dimension):
                 raise self._error(at, f"the index of dimension {dimension} of {name} is {dimension} itself")
             if index.type != "int":
@@ -295,19 +294,19 @@ def evaluate(node: Node, values: Mapping[str, Any], xp: Any) -> Any:
     """The value of a formula. ``values`` has a number or an array of the library ``xp`` for each name, which
     broadcast, and a function of the indices for each declared array.
     """
-    repeated, known = node.repeated(), {}
+    repeated, memo = node.repeated(), {}
 
     def of(node: Node) -> Any:
         if node.op == "number":
             return node.value
         if node.op == "name":
             return values[node.value]
-        if node in known:
-            return known[node]
+        if node in memo:
+            return memo[node]
         args = [of(arg) for arg in node.args]
         value = values[node.value](*args) if node.op == "load" else operation(node.op, args, xp)
         if node in repeated:
-            known[node] = value
+            memo[node] = value
         return value
 
     return of(node)
@@ -352,10 +351,10 @@ def operation(op: str, args: list[Any], xp: Any) -> Any:
             return args[0] != args[1]
         case "not":
             return ~args[0] if hasattr(args[0], "dtype") else not args[0]
-    found = args[0]
+    combined = args[0]
     for arg in args[1:]:
-        found = found & arg if op == "and" else found | arg
-    return found
+        combined = combined & arg if op == "and" else combined | arg
+    return combined
 
 
 def choose(xp: Any, condition: Any, a: Any, b: Any) -> Any:

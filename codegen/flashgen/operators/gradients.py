@@ -88,7 +88,7 @@ class GradientVerdict:
     @property
     def out(self) -> Largest:
         """The worst of all."""
-        return max((self.dq, self.dk, self.dv), key=lambda each: each.share)
+        return max((self.dq, self.dk, self.dv), key=lambda gradient: gradient.share)
 
     @property
     def lse(self) -> None:
@@ -168,7 +168,7 @@ def gradients(
     place = {"device": q.device} if xp.__name__ == "torch" else {}
     batch, count, heads, _ = q.shape
     seqlen_kv, group = k.shape[1], heads // k.shape[2]
-    found = Gradients(*(xp.zeros(x.shape, dtype=xp.float64, **place) for x in (q, k, v, q, k, v)))
+    gradients = Gradients(*(xp.zeros(x.shape, dtype=xp.float64, **place) for x in (q, k, v, q, k, v)))
     seen = xp.zeros((batch, seqlen_kv, k.shape[2], 1), dtype=xp.float64, **place)
     for part in parts_of_scores(q, k, v, band, dense, None, modification, _SCORES):
         of_part = part.entry, part.rows, part.head
@@ -185,14 +185,14 @@ def gradients(
             group * count,
             part.at,
         )
-        found.dq[of_part], found.dq_bound[of_part] = of_rows
+        gradients.dq[of_part], gradients.dq_bound[of_part] = of_rows
         # Heads of a group add to one kv head, which an assignment by arrays of indices would do once.
         for i, (entry, head) in enumerate(zip(part.entry.tolist(), part.head.tolist(), strict=True)):
             one = entry, slice(None), head // group
             for name, values in of_keys.items():
-                getattr(found, name)[one] += values[i]
+                getattr(gradients, name)[one] += values[i]
             seen[one] += seen_by[i]
-    return _finished(xp, found, seen, dtype)
+    return _finished(xp, gradients, seen, dtype)
 
 
 def _chain_rule(
@@ -256,16 +256,16 @@ def _chain_rule(
     return (dq, dq_bound), added, xp.sum(visible, axis=1)[..., None]
 
 
-def _finished(xp: Any, found: Gradients, seen: Any, dtype: str) -> Gradients:
+def _finished(xp: Any, gradients: Gradients, seen: Any, dtype: str) -> Gradients:
     """The gradients with bounds that have the rounding of dk and dv, and are those of fp32 there."""
     rounded = 1.05 * UNIT_ROUNDOFF[dtype]
     dk_bound, dv_bound = (
         xp.where(seen == 0, 0.0, bound + rounded * xp.abs(x) + LEAST_OUT[dtype])
-        for x, bound in ((found.dk, found.dk_bound), (found.dv, found.dv_bound))
+        for x, bound in ((gradients.dk, gradients.dk_bound), (gradients.dv, gradients.dv_bound))
     )
-    found = found._replace(dk_bound=dk_bound, dv_bound=dv_bound)
+    gradients = gradients._replace(dk_bound=dk_bound, dv_bound=dv_bound)
     if dtype != "fp32":
-        return found
+        return gradients
 
     def at_least(x: Any, bound: Any) -> Any:
         if 0 in x.shape:
@@ -273,8 +273,8 @@ def _finished(xp: Any, found: Gradients, seen: Any, dtype: str) -> Gradients:
         least = _OF_LARGEST * float(xp.amax(xp.abs(x)))
         return xp.where((bound > 0) & (bound < least), least, bound)
 
-    return found._replace(
-        dq_bound=at_least(found.dq, found.dq_bound),
-        dk_bound=at_least(found.dk, found.dk_bound),
-        dv_bound=at_least(found.dv, found.dv_bound),
+    return gradients._replace(
+        dq_bound=at_least(gradients.dq, gradients.dq_bound),
+        dk_bound=at_least(gradients.dk, gradients.dk_bound),
+        dv_bound=at_least(gradients.dv, gradients.dv_bound),
     )

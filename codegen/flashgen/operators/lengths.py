@@ -76,7 +76,7 @@ class Lengths:
             "max_pages": self.max_pages,
         }
 
-    def spoken(self, symbol: str) -> str:
+    def symbol_name(self, symbol: str) -> str:
         """What a caller calls a symbol."""
         rows_kv = "tokens" if self.packed_kv else "page_size" if self.paged else "seqlen_kv"
         names = {
@@ -202,9 +202,9 @@ def _check_lengths(arrays: Mapping[str, ArrayView], q: ArrayView) -> int:
             raise BadTensorShape(f"{arg(name)} has shape (0,); expected (batch + 1,), with a 0 ahead")
         batches[name] = view.shape[0] - name.startswith("cu")
     (first, batch), *others = batches.items()
-    for name, found in others:
-        if found != batch:
-            raise BadTensorShape(f"{arg(name)} is for a batch of {found} but {arg(first)} for one of {batch}")
+    for name, size in others:
+        if size != batch:
+            raise BadTensorShape(f"{arg(name)} is for a batch of {size} but {arg(first)} for one of {batch}")
     return batch
 
 

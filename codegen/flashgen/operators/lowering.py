@@ -77,7 +77,7 @@ def lower(tree: Node, scalars: frozenset[str], approximate: bool, derivative: No
     slope = None if derivative is None else lowering.value(lowering.affine(derivative))
     slope = None if slope == _ONE else slope
     constants: dict[Node, str] = {}
-    for node in (each for tree in (body, offset, slope) if tree for each in tree.walk()):
+    for node in (part for tree in (body, offset, slope) if tree for part in tree.walk()):
         if node.op == "constant":
             constants.setdefault(node, f"{CONSTANT}{len(constants)}")
 

@@ -69,7 +69,7 @@ class MergeProblem(Problem):
     def empty(self) -> bool:
         return self.batch * self.seqlen_q == 0
 
-    def wanted(self) -> str:
+    def description(self) -> str:
         return f"dtype {self.dtype}"
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
@@ -82,7 +82,7 @@ class MergeProblem(Problem):
     def scalar_values(self) -> dict[str, Number]:
         return {}
 
-    def with_scalars(self, given: Sequence[Any]) -> MergeProblem:
+    def with_scalars(self, scalars: Sequence[Any]) -> MergeProblem:
         return self
 
 
@@ -140,8 +140,8 @@ def normalise(
 ) -> MergeProblem:
     """The Problem of a call, or the error of the contract that it breaks; see ``check_parts``."""
     sizes, dtype = check_parts([(o1, lse1), (o2, lse2)])
-    given = {"out": out, "lse_out": lse_out}
-    check_devices({"o1": o1} | {name: view for name, view in given.items() if view is not None})
+    outputs = {"out": out, "lse_out": lse_out}
+    check_devices({"o1": o1} | {name: view for name, view in outputs.items() if view is not None})
     if out is not None:
         check_array(ARGUMENTS[MERGE.position("out")], out, sizes, dtype)
         if out.shape != o1.shape:

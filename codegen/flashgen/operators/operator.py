@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from flashgen.operators.arguments import Argument, Placed, Strides
+from flashgen.operators.arguments import Argument, ArrayLayout, Strides
 from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Problem:
         """The size of each symbol in the shapes of the arguments."""
         raise NotImplementedError
 
-    def spoken(self, symbol: str) -> str:
+    def symbol_name(self, symbol: str) -> str:
         """What a caller calls a symbol of the arguments' shapes."""
         return symbol
 
@@ -89,23 +89,23 @@ class Problem:
         """What stands for such a problem where its kernel is chosen: the same for each batch."""
         raise NotImplementedError
 
-    def placed(self) -> tuple[Placed | None, ...]:
+    def array_layouts(self) -> tuple[ArrayLayout | None, ...]:
         """How each argument lies in memory, in the operator's order; None for one that is absent."""
         sizes = self.sizes
         return tuple(
             None
             if strides is None
-            else Placed(argument, argument.extents(sizes), strides, argument.dtype(self.dtype))
+            else ArrayLayout(argument, argument.extents(sizes), strides, argument.dtype(self.dtype))
             for argument, strides in zip(self.operator.arguments, self.strides, strict=True)
         )
 
-    def array(self, name: str) -> Placed | None:
+    def array(self, name: str) -> ArrayLayout | None:
         """How the argument called ``name`` lies in memory."""
-        return self.placed()[self.operator.position(name)]
+        return self.array_layouts()[self.operator.position(name)]
 
     def spans(self) -> tuple[tuple[int, int], ...]:
         """For each argument the first byte touched and the one past the last, from its pointer."""
-        return tuple((0, 0) if placed is None else placed.span() for placed in self.placed())
+        return tuple((0, 0) if layout is None else layout.span() for layout in self.array_layouts())
 
     def shape(self, position: int) -> tuple[int, ...]:
         """The shape of an argument as the caller has it: without batch where the caller left that out."""
@@ -113,7 +113,7 @@ class Problem:
         extents = argument.extents(self.sizes)
         return extents if self.batched or not argument.leads_with_batch else extents[1:]
 
-    def wanted(self) -> str:
+    def description(self) -> str:
         """What a variant has to be to compute it, for a message: ``head_dim 64, dtype fp16, ...``."""
         raise NotImplementedError
 
@@ -129,7 +129,7 @@ class Problem:
         """Those of `values` that follow from the scalars alone."""
         raise NotImplementedError
 
-    def with_scalars(self, given: Sequence[Any]) -> Problem:
+    def with_scalars(self, scalars: Sequence[Any]) -> Problem:
         """This problem with other scalars, in the operator's order; None keeps one. Raises BadParam."""
         raise NotImplementedError
 
@@ -137,14 +137,14 @@ class Problem:
 class Axis(NamedTuple):
     """How an operator claims an axis of its families' specs.
 
-    ``serves`` tells whether a variant with a value computes a problem. ``known`` lists the values that a spec
-    may give the axis; None: any whole number above 0. Of an axis that is a ``size`` the smallest value that
-    serves is the best. ``default`` is what a spec without the axis stands for, and ``default_from`` the axis
-    that has this value; with neither, every spec has the axis.
+    ``serves`` tells whether a variant with a value computes a problem. ``choices`` lists the values that a
+    spec may give the axis; None: any whole number above 0. Of an axis that is a ``size`` the smallest value
+    that serves is the best. ``default`` is what a spec without the axis stands for, and ``default_from`` the
+    axis that has this value; with neither, every spec has the axis.
     """
 
     serves: Callable[[Any, Value], bool]
-    known: tuple[Value, ...] | None = None
+    choices: tuple[Value, ...] | None = None
     size: bool = False
     default: Value | None = None
     default_from: str | None = None
@@ -263,11 +263,11 @@ class Operator:
 
     def axis_values(self, axes: Mapping[str, Value]) -> dict[str, Value]:
         """The value of each claimed axis for a variant, by default where its spec has no such axis."""
-        found = dict(axes)
+        values = dict(axes)
         for name, axis in self.axes.items():
-            if name not in found:
-                found[name] = axis.default if axis.default_from is None else found[axis.default_from]
-        return found
+            if name not in values:
+                values[name] = axis.default if axis.default_from is None else values[axis.default_from]
+        return values
 
     def serves(self, problem: Problem, axes: Mapping[str, Value]) -> bool:
         """Whether a variant with these axes computes ``problem``, however its arrays lie in memory."""

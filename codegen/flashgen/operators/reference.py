@@ -154,11 +154,11 @@ def modification_of(
     if score is None:
         return None
     arrays = {}
-    for param, given in zip(score.arrays, score_arrays, strict=True):
+    for param, array in zip(score.arrays, score_arrays, strict=True):
         extents = param.argument().extents(problem.sizes)
         if param.type == "f32" and not single:
-            given = given.to(xp.float64) if xp.__name__ == "torch" else given.astype(xp.float64)
-        arrays[param.name] = xp.broadcast_to(given, extents)
+            array = array.to(xp.float64) if xp.__name__ == "torch" else array.astype(xp.float64)
+        arrays[param.name] = xp.broadcast_to(array, extents)
     scalars = {
         param.name: np.float32(value) if single and param.type == "f32" else value
         for param, value in zip(score.scalars, problem.score_scalars, strict=True)
@@ -187,7 +187,7 @@ def attention(
     xp = library_of(q)
     place = {"device": q.device} if xp.__name__ == "torch" else {}
     batch, count, heads, _ = q.shape
-    found = Expected(
+    expected = Expected(
         xp.zeros((batch, heads, count, v.shape[-1]), dtype=xp.float64, **place),
         xp.full((batch, heads, count), -math.inf, dtype=xp.float64, **place),
         xp.zeros((batch, heads, count, v.shape[-1]), dtype=xp.float64, **place),
@@ -196,9 +196,9 @@ def attention(
     for part in parts_of_scores(q, k, v, band, dense, rows, modification, _SCORES):
         own_q = q[part.entry, part.rows, part.head]
         results = _attend(xp, own_q, part.k, part.v, part.hidden, scale, dtype, part.at)
-        for whole, result in zip(found, results, strict=True):
+        for whole, result in zip(expected, results, strict=True):
             whole[part.entry, part.head, part.rows] = result
-    return found._replace(out=found.out.swapaxes(1, 2), out_bound=found.out_bound.swapaxes(1, 2))
+    return expected._replace(out=expected.out.swapaxes(1, 2), out_bound=expected.out_bound.swapaxes(1, 2))
 
 
 class PartOfScores(NamedTuple):
@@ -257,24 +257,24 @@ def parts_of_scores(
             yield PartOfScores(entry, head, part, some_k, some_v, hidden, at)
 
 
-def shares(found: Any, expected: Any, bound: Any) -> Any:
-    """|found - expected| / bound, element by element; infinite where one is NaN or they are not the same
+def shares(result: Any, expected: Any, bound: Any) -> Any:
+    """|result - expected| / bound, element by element; infinite where one is NaN or they are not the same
     infinity. An element whose bound is 0 must be exact.
     """
     xp = library_of(expected)
     with np.errstate(all="ignore"):
-        share = xp.where(found == expected, 0.0, xp.abs(found - expected) / bound)
+        share = xp.where(result == expected, 0.0, xp.abs(result - expected) / bound)
     return xp.where(share == share, share, math.inf)
 
 
-def largest(found: Any, expected: Any, bound: Any) -> Largest:
+def largest(result: Any, expected: Any, bound: Any) -> Largest:
     """The worst of ``shares``; a share of 0 where there are no elements."""
-    each = shares(found, expected, bound)
-    if 0 in each.shape:
+    ratios = shares(result, expected, bound)
+    if 0 in ratios.shape:
         return Largest(0.0, 0.0, 0.0, ())
-    index = tuple(map(int, np.unravel_index(int(each.reshape(-1).argmax()), tuple(each.shape))))
-    share = float(each[index])
-    error = abs(float(found[index]) - float(expected[index])) if share else 0.0
+    index = tuple(map(int, np.unravel_index(int(ratios.reshape(-1).argmax()), tuple(ratios.shape))))
+    share = float(ratios[index])
+    error = abs(float(result[index]) - float(expected[index])) if share else 0.0
     return Largest(share, math.inf if math.isnan(error) else error, float(bound[index]), index)
 
 

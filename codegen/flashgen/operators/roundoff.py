@@ -32,20 +32,20 @@ def evaluate_with_error(
     whether it is within the error that it comes out the other way. ``errors`` are those of names; ``dtype``
     is that of the kernel's elements.
     """
-    repeated, known = node.repeated(), {}
+    repeated, memo = node.repeated(), {}
 
     def of(node: Node) -> tuple[Any, Any]:
-        if node in known:
-            return known[node]
+        if node in memo:
+            return memo[node]
         if node.op == "number":
             return node.value, 0.0
         if node.op == "name":
             value = values[node.value]
             return value, errors.get(node.value, 0.0 if node.type == "int" else abs(value) * _ROUNDOFF)
-        found = _of_operation(node, [of(arg) for arg in node.args], values, dtype, xp)
+        result = _of_operation(node, [of(arg) for arg in node.args], values, dtype, xp)
         if node in repeated:
-            known[node] = found
-        return found
+            memo[node] = result
+        return result
 
     return of(node)
 

@@ -74,13 +74,13 @@ class Score:
         """What a kernel of elements of ``dtype`` computes; what follows from scalars alone is a constant.
         ``differentiated`` is whether the kernel computes the derivative as well.
         """
-        known = self._lowered.get((dtype, differentiated))
-        if known is None:
+        lowered = self._lowered.get((dtype, differentiated))
+        if lowered is None:
             scalars = frozenset(param.name for param in self.scalars)
             slope = derivative(self.tree) if differentiated else None
-            known = lower(self.tree, scalars, approximate=dtype != "fp32", derivative=slope)
-            self._lowered[dtype, differentiated] = known
-        return known
+            lowered = lower(self.tree, scalars, approximate=dtype != "fp32", derivative=slope)
+            self._lowered[dtype, differentiated] = lowered
+        return lowered
 
     @cached_property
     def _lowered(self) -> dict[tuple[str, bool], Lowered]:
@@ -88,8 +88,8 @@ class Score:
 
     def number(self, param: ScoreParam, value: Any) -> float:
         """A scalar of a call, checked. Raises BadParam."""
-        wanted = numbers.Integral if param.type == "i32" else numbers.Real
-        if not isinstance(value, wanted) or isinstance(value, bool):
+        number_type = numbers.Integral if param.type == "i32" else numbers.Real
+        if not isinstance(value, number_type) or isinstance(value, bool):
             kind = "an integer" if param.type == "i32" else "a number"
             raise BadParam(f"{arg(param.name)} is {value!r}; the score {self.name} needs {kind}")
         try:
@@ -107,14 +107,14 @@ class Score:
         """The constants of a kernel as in ``lowered`` for these scalars, softmax_scale among them; NaN where
         one cannot be computed. ``scale_log2`` is the factor of its scores times log2(e).
         """
-        lowered, found = self.lowered(dtype, differentiated), {}
+        lowered, values = self.lowered(dtype, differentiated), {}
         for name, formula in (*lowered.constants.items(), ("scale_log2", lowered.factor)):
             try:
-                found[name] = float(evaluate(formula, scalars, math))
+                values[name] = float(evaluate(formula, scalars, math))
             except (ArithmeticError, ValueError):
-                found[name] = math.nan
-        found["scale_log2"] *= math.log2(math.e)
-        return found
+                values[name] = math.nan
+        values["scale_log2"] *= math.log2(math.e)
+        return values
 
     def check(self, scalars: Mapping[str, float], dtype: str, differentiated: bool = False) -> None:
         """That the constants of the kernel are finite. Raises BadParam."""
@@ -126,12 +126,12 @@ class Score:
             formula = self._shown(lowered.factor if whole else lowered.constants[name])
             if whole:
                 formula = f"log2(e) * ({formula})"
-            given = ", ".join(
+            settings = ", ".join(
                 f"{arg(name)} = {scalars[name]!r}"
                 for name in ("softmax_scale", *(p.name for p in self.scalars))
             )
             raise BadParam(
-                f"the score {self.name}, {self._shown(self.tree)}, cannot be computed with {given}: "
+                f"the score {self.name}, {self._shown(self.tree)}, cannot be computed with {settings}: "
                 f"{formula}, a constant of its kernels, may be at most {_LARGEST['f32']:g}"
             )
 
@@ -216,10 +216,10 @@ class FormulaAt(NamedTuple):
 def _loader(param: ScoreParam, array: Any, indices: Mapping[str, Any]) -> Any:
     """A function from the indices in a formula to elements. An index past an end stands for the last one."""
 
-    def load(*given: Any) -> Any:
+    def load(*positions: Any) -> Any:
         at = tuple(
             indices[dimension] if dimension in indices else _clamped(index, extent)
-            for dimension, index, extent in zip(param.dimensions, given, array.shape, strict=True)
+            for dimension, index, extent in zip(param.dimensions, positions, array.shape, strict=True)
         )
         return array[at]
 

@@ -75,7 +75,7 @@ def sequences(problem: WithLengths, arrays: Mapping[str, np.ndarray | None]) -> 
     if arrays.get("kv_lengths") is not None:
         kv_lengths = arrays["kv_lengths"].tolist()
     index = range(problem.batch) if arrays.get("index") is None else arrays["index"].tolist()
-    found = []
+    sequences = []
     for b in range(problem.batch):
         q_length, kv_length = q_lengths[b], kv_lengths[b]
         if not 0 <= kv_length <= capacity:
@@ -95,7 +95,7 @@ def sequences(problem: WithLengths, arrays: Mapping[str, np.ndarray | None]) -> 
             raise BadParam(
                 f"{arg('index')}[{b}] is {index[b]}; {arg('k')} has {lengths.batch_kv} rows of a cache"
             )
-        found.append(
+        sequences.append(
             Sequence(
                 b,
                 0 if lengths.packed_q else b,
@@ -107,7 +107,7 @@ def sequences(problem: WithLengths, arrays: Mapping[str, np.ndarray | None]) -> 
                 _pages(problem, arrays.get("pages"), b, q_length, kv_length),
             )
         )
-    return found
+    return sequences
 
 
 def _rows(

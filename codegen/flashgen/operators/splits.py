@@ -30,15 +30,15 @@ class SplitEvery:
 Splits = str | int | SplitEvery
 
 
-def splits_of(given: Any) -> Splits:
+def splits_of(splits: Any) -> Splits:
     """``AUTO``, a number of splits, or a SplitEvery. Raises BadParam for anything else."""
-    if isinstance(given, SplitEvery) or (isinstance(given, str) and given == AUTO):
-        return given
-    return _count("splits", given, ", 'auto', or flashgen.SplitEvery(keys)")
+    if isinstance(splits, SplitEvery) or (isinstance(splits, str) and splits == AUTO):
+        return splits
+    return _count("splits", splits, ", 'auto', or flashgen.SplitEvery(keys)")
 
 
-def _count(name: str, given: Any, others: str = "") -> int:
+def _count(name: str, count: Any, others: str = "") -> int:
     # Only what cannot change: a plan is kept for it.
-    if not isinstance(given, numbers.Integral) or isinstance(given, bool) or given < 1:
-        raise BadParam(f"{arg(name)} is {given!r}; expected an integer of 1 or more{others}")
-    return int(given)
+    if not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1:
+        raise BadParam(f"{arg(name)} is {count!r}; expected an integer of 1 or more{others}")
+    return int(count)

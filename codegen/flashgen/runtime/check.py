@@ -16,19 +16,19 @@ from flashgen.runtime.hostarrays import host_array
 if TYPE_CHECKING:
     import numpy as np
 
-    from flashgen.operators.arguments import Placed
+    from flashgen.operators.arguments import ArrayLayout
     from flashgen.operators.operator import Operator, Problem
     from flashgen.runtime.arrays import Arrays, Pointers, Work
 
 SWITCH = "FLASHGEN_CHECK"
 
 
-def wanted(operator: Operator) -> bool:
-    """Whether FLASHGEN_CHECK asks for it, and there are elements to check. Raises what `asked` does."""
-    return asked() and operator.check_elements is not None
+def applies_to(operator: Operator) -> bool:
+    """Whether FLASHGEN_CHECK asks for it, and there are elements to check. Raises what `enabled` does."""
+    return enabled() and operator.check_elements is not None
 
 
-def asked() -> bool:
+def enabled() -> bool:
     """Whether FLASHGEN_CHECK is 1. Raises BadParam where it is something else than 0, 1 or empty."""
     return switched(SWITCH) is True
 
@@ -39,9 +39,9 @@ def checked(work: Work, problem: Problem, pointers: Pointers) -> Work:
 
 
 def _check_and_queue(work: Work, problem: Problem, pointers: Pointers, arrays: Arrays, stream: int) -> None:
-    found = elements(problem, pointers, arrays, stream)
-    if found is not None:
-        problem.operator.check_elements(problem, found)
+    host_arrays = elements(problem, pointers, arrays, stream)
+    if host_arrays is not None:
+        problem.operator.check_elements(problem, host_arrays)
     work(arrays, stream)
 
 
@@ -61,27 +61,27 @@ def elements(
     with activated(problem.device):
         if runtime.streamIsCapturing(stream):
             return None
-        placed = problem.placed()
-        return {name: _copied(placed[place], pointers[place], stream) for name, place in positions.items()}
+        layouts = problem.array_layouts()
+        return {name: _copied(layouts[place], pointers[place], stream) for name, place in positions.items()}
 
 
 def _on_host(array: Any) -> np.ndarray | None:
     return None if array is None else host_array(array)
 
 
-def _copied(placed: Placed | None, pointer: int, stream: int) -> np.ndarray | None:
+def _copied(layout: ArrayLayout | None, pointer: int, stream: int) -> np.ndarray | None:
     """The array at an address of the GPU, in host memory."""
     import numpy as np
     from cupy.cuda import runtime
 
-    if placed is None:
+    if layout is None:
         return None
-    begin, end = placed.span()
+    begin, end = layout.span()
     memory = np.empty(end - begin, np.uint8)
     if end > begin:
         runtime.memcpyAsync(
             memory.ctypes.data, pointer + begin, end - begin, runtime.memcpyDeviceToHost, stream
         )
         runtime.streamSynchronize(stream)
-    strides = [placed.element_bytes * stride for stride in (*placed.strides, 1)]
-    return np.ndarray(placed.extents, placed.dtype, memory, -begin, strides)
+    strides = [layout.element_bytes * stride for stride in (*layout.strides, 1)]
+    return np.ndarray(layout.extents, layout.dtype, memory, -begin, strides)

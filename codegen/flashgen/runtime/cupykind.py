@@ -30,7 +30,7 @@ class CupyKind:
         self._cuda = cupy.cuda
         self._get_device = cupy.cuda.runtime.getDevice
         self._get_stream = cupy.cuda.get_current_stream
-        self._dtypes = {name: cupy.dtype(known) for name, known in NUMPY_NAMES.items()}
+        self._dtypes = {name: cupy.dtype(numpy_name) for name, numpy_name in NUMPY_NAMES.items()}
 
     def layout(self, x: Any) -> tuple:
         return self.read((x,))[0][0]
@@ -62,12 +62,12 @@ class CupyKind:
 
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         device = like.data.device_id
-        made = like.dtype if dtype is None else self._dtypes[dtype]
+        cupy_dtype = like.dtype if dtype is None else self._dtypes[dtype]
         if stream is None and self._get_device() == device:
-            return self._ndarray(shape, made)
+            return self._ndarray(shape, cupy_dtype)
         # CuPy's pool keeps memory per stream: what is allocated for a stream is only reused on it.
         with self._cuda.Device(device), self.use(stream):
-            return self._ndarray(shape, made)
+            return self._ndarray(shape, cupy_dtype)
 
     def contiguous(self, x: Any, stream: Any) -> Any:
         if x.flags.c_contiguous:

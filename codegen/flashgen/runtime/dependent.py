@@ -55,7 +55,7 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
-def wanted(variant: Variant, device: Device) -> bool:
+def applies_to(variant: Variant, device: Device) -> bool:
     """Whether to launch ``variant`` dependently: its spec says that it waits, ``device`` knows how to, the
     driver can capture such a launch, and FLASHGEN_DEPENDENT_LAUNCH is not 0. Raises what `forbidden` does.
     """
@@ -94,8 +94,8 @@ def config(
     pointer.
     """
     attribute = LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-    made = LaunchConfig(grid, block, shared_bytes, stream, ctypes.pointer(attribute), 1)
-    return (LaunchConfig * 1)(made)
+    launch_config = LaunchConfig(grid, block, shared_bytes, stream, ctypes.pointer(attribute), 1)
+    return (LaunchConfig * 1)(launch_config)
 
 
 def bind(
@@ -114,12 +114,12 @@ def bind(
     configs: dict[int, ctypes.Array[LaunchConfig]] = {}
 
     def queue(stream: int, arguments: ctypes.Array, extra: Any) -> None:
-        known = configs.get(stream)
-        if known is None:
+        stream_config = configs.get(stream)
+        if stream_config is None:
             if len(configs) >= MAX_CONFIGS:
                 configs.clear()
-            known = configs[stream] = config(grid, block, shared_bytes, stream)
-        status = launch(known, kernel, arguments, None)
+            stream_config = configs[stream] = config(grid, block, shared_bytes, stream)
+        status = launch(stream_config, kernel, arguments, None)
         if status != 0:
             check_status(status)
 

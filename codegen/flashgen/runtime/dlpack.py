@@ -123,20 +123,20 @@ def hand_back(result: Any, like: Any, inputs: tuple[Any, ...], stream: Any = Non
         return importer(source)
 
 
-def check_libraries(given: Mapping[str, Any], of_cache: Collection[str] = ()) -> None:
+def check_libraries(arguments: Mapping[str, Any], of_cache: Collection[str] = ()) -> None:
     """That an array which has to be adopted has no arrays of other libraries beside it: adopted, it would
-    look like one of NumPy or CuPy. ``given`` has arrays by name; of what is no array nothing is said. The
+    look like one of NumPy or CuPy. ``arguments`` has arrays by name; of what is no array nothing is said. The
     arrays ``of_cache``, of a KV cache, may be of a library of their own beside those of JAX, which cannot be
     written to. Raises BadParam.
     """
-    found = {name: x for name, x in given.items() if x is not None and is_array(x)}
-    if all(kind_of(x) is not None for x in found.values()):
+    arrays = {name: x for name, x in arguments.items() if x is not None and is_array(x)}
+    if all(kind_of(x) is not None for x in arrays.values()):
         return
-    others = {name: x for name, x in found.items() if name not in of_cache}
+    others = {name: x for name, x in arrays.items() if name not in of_cache}
     if others and all(map(immutable, others.values())):
-        groups = others, {name: x for name, x in found.items() if name in of_cache}
+        groups = others, {name: x for name, x in arrays.items() if name in of_cache}
     else:
-        groups = (found,)
+        groups = (arrays,)
     for group in groups:
         libraries = [(name, library_of(x)) for name, x in group.items()]
         for name, library in libraries[1:]:
@@ -144,11 +144,11 @@ def check_libraries(given: Mapping[str, Any], of_cache: Collection[str] = ()) ->
                 raise BadParam(mixed(name, library, *libraries[0]))
 
 
-def own_libraries(given: Mapping[str, Any]) -> dict[str, str]:
+def own_libraries(arguments: Mapping[str, Any]) -> dict[str, str]:
     """For `errors.naming`: the libraries of adopted arrays, which errors see as arrays of NumPy or CuPy."""
     return {
         f"library of {name}": library_of(x)
-        for name, x in given.items()
+        for name, x in arguments.items()
         if x is not None and kind_of(x) is None
     }
 

@@ -58,16 +58,16 @@ def load_all(variants: Sequence[Variant], device: Device) -> list[Kernel]:
         return [load(variants[0], device)]
     with activated(device.ordinal) as context:
         new = [variant for variant in variants if (variant, device.ordinal, context) not in _kernels]
-    found = {variant: _recalled(variant, device) for variant in new}
-    missing = [variant for variant in new if found[variant] is None]
+    codes = {variant: _recalled(variant, device) for variant in new}
+    missing = [variant for variant in new if codes[variant] is None]
     if len(missing) > 1:
-        made = in_parallel(lambda variant: _obtained(variant, device), missing)
-        found |= zip(missing, made, strict=True)
-    return [load(variant, device, found.get(variant)) for variant in variants]
+        obtained = in_parallel(lambda variant: _obtained(variant, device), missing)
+        codes |= zip(missing, obtained, strict=True)
+    return [load(variant, device, codes.get(variant)) for variant in variants]
 
 
-def load(variant: Variant, device: Device, found: Found | None = None) -> Kernel:
-    """The kernel of ``variant`` in the primary context of ``device``; made for the first caller. ``found`` is
+def load(variant: Variant, device: Device, code: Found | None = None) -> Kernel:
+    """The kernel of ``variant`` in the primary context of ``device``; made for the first caller. ``code`` is
     its machine code where the caller has it already.
 
     Threads that ask for one kernel wait for each other; different kernels are made side by side. Raises
@@ -84,17 +84,17 @@ def load(variant: Variant, device: Device, found: Found | None = None) -> Kernel
         with lock:
             kernel = _kernels.get(key)
             if kernel is None:
-                kernel = _kernels[key] = _load(variant, device, found)
+                kernel = _kernels[key] = _load(variant, device, code)
     return kernel
 
 
-def _load(variant: Variant, device: Device, found: Found | None) -> Kernel:
+def _load(variant: Variant, device: Device, code: Found | None) -> Kernel:
     from cupy.cuda.function import Module
     from cupy_backends.cuda.api import driver
 
     own_arch(variant, device)  # ahead of the memory: raises where the device has another architecture
     _check_smem(variant, device, variant.smem_bytes)
-    compiled, cached = found or _recalled(variant, device) or _obtained(variant, device)
+    compiled, cached = code or _recalled(variant, device) or _obtained(variant, device)
     _check_smem(variant, device, variant.smem_bytes + (compiled.smem_static or 0))
     module = Module()
     try:

@@ -46,10 +46,10 @@ class Launcher:
         from cupy_backends.cuda.api import driver
 
         self._loaded = loaded  # keeps the module loaded while there are launches
-        made = step.struct
-        self._made, self._template = made, made.template
+        params = step.struct
+        self._params, self._template = params, params.template
         self._encoded = False  # whether the template has these maps, of whatever address
-        self._alignment, size = made.alignment, len(made.template)
+        self._alignment, size = params.alignment, len(params.template)
         # A word for a pointer, and the struct at whatever aligned address comes next.
         self._memory = ctypes.c_uint64 * (1 + -(-(size + self._alignment) // 8))
         self._copy = struct.Struct(f"{size}s").pack_into
@@ -59,7 +59,7 @@ class Launcher:
         self.current_context = driver.ctxGetCurrent
         grid = step.launch
         blocks, threads = (grid.blocks, 1, 1), (grid.threads, 1, 1)
-        self._dependent = dependent.wanted(step.variant, device)
+        self._dependent = dependent.applies_to(step.variant, device)
         if self._dependent:
             self._launch = dependent.bind(loaded.function_ptr, blocks, threads, grid.smem_bytes)
         else:
@@ -79,16 +79,16 @@ class Launcher:
         memory[0] = address
         encoded = self._encoded  # read ahead of the template: another thread may just be changing both
         self._copy(memory, start, self._template)
-        made = self._made
-        for offset, source, distance in made.pointers:
+        params = self._params
+        for offset, source, distance in params.pointers:
             memory[(start + offset) // 8] = pointers[source] + distance
-        for offset, source, strides in made.widths:
+        for offset, source, strides in params.widths:
             ctypes.c_int32.from_address(address + offset).value = vector_width(pointers[source], *strides)
-        if made.scalars:
+        if params.scalars:
             numbers = problem.scalar_values()
-            for offset, code, name in made.scalars:
+            for offset, code, name in params.scalars:
                 struct.pack_into(code, memory, start + offset, numbers[name])
-        if made.maps:
+        if params.maps:
             self._map(address, pointers, encoded)
         # CuPy's function takes the array's address, that of a dependent launch the array.
         return self._launch, memory if self._dependent else argument, memory
@@ -100,10 +100,10 @@ class Launcher:
             with activated(self.device):
                 self._map(address, pointers, encoded)
         elif encoded:
-            for offset, source, map in self._made.maps:
+            for offset, source, map in self._params.maps:
                 tensormap.move(address + offset, pointers[source] + map.distance)
         else:
-            for offset, source, map in self._made.maps:
+            for offset, source, map in self._params.maps:
                 tensormap.encode(map, pointers[source] + map.distance, address + offset)
             self._template = ctypes.string_at(address, len(self._template))
             self._encoded = True

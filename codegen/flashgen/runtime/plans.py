@@ -19,7 +19,7 @@ from flashgen.operators.arguments import (
     DTYPE_BYTES,
     WORKSPACE_ALIGNMENT,
     Argument,
-    Placed,
+    ArrayLayout,
     check_array,
     check_memory,
     check_strides,
@@ -125,15 +125,15 @@ class Plan:
         self._absent, self._no_scalars = (None,) * len(examples), (None,) * len(problem.operator.scalars)
         self._needed = runner.workspace_bytes
         # The CPU path reads lengths in any case.
-        self._checked = runner.variant is not None and check.wanted(problem.operator)
+        self._checked = runner.variant is not None and check.applies_to(problem.operator)
         arguments = problem.operator.arguments
         self._outputs = {
             place: (problem.shape(place), arguments[place].dtypes[0] if arguments[place].dtypes else None)
             for place in self._results
         }
         # Results that lie as no array does that a call allocates: each call has to bring them.
-        given = {place: examples[place] for place in self._results if examples[place] is not None}
-        views = {place: libraries.view(x, arguments[place].name) for place, x in given.items()}
+        outputs = {place: examples[place] for place in self._results if examples[place] is not None}
+        views = {place: libraries.view(x, arguments[place].name) for place, x in outputs.items()}
         self._spread = {place: view.strides for place, view in views.items() if not is_contiguous(view)}
 
     @property
@@ -222,11 +222,11 @@ class Plan:
     def _adopted(self, arrays: Arrays, scalars: tuple[Any, ...], stream: Any, workspace: Any) -> Any:
         operator = self.problem.operator
         rest = dict(zip(operator.scalars, scalars, strict=True)) | {"workspace": workspace}
-        given = {argument.name: x for argument, x in zip(operator.arguments, arrays, strict=True)}
+        by_name = {argument.name: x for argument, x in zip(operator.arguments, arrays, strict=True)}
         try:
-            return run_adopted(self, operator, given, stream, **rest)
+            return run_adopted(self, operator, by_name, stream, **rest)
         except BadTensorDtype:
-            for name, x in given.items():
+            for name, x in by_name.items():
                 if x is not None and not dlpack.is_array(x):
                     raise BadTensorDtype(f"{arg(name)} has type {type(x).__name__}; {self.takes()}") from None
             raise
@@ -235,14 +235,14 @@ class Plan:
         self, arrays: Arrays, pointers: Pointers, scalars: tuple[Any, ...], stream: Any, workspace: Any = None
     ) -> Any:
         """``__call__`` for native arrays whose layouts are known to be the plan's, with their pointers."""
-        work, found, _, handle, _memory = self.ready(arrays, pointers, scalars, stream, workspace)
-        work(found, handle)
+        work, filled, _, handle, _memory = self.ready(arrays, pointers, scalars, stream, workspace)
+        work(filled, handle)
         results = self._results
         if self._wrote is not None:  # as `tell_written` and `results_of`, without two more calls
             for position in results:
                 if arrays[position] is not None:
                     self._wrote(arrays[position])
-        return found[results[0]] if len(results) == 1 else tuple([found[place] for place in results])
+        return filled[results[0]] if len(results) == 1 else tuple([filled[place] for place in results])
 
     def tell_written(self, arrays: Arrays) -> None:
         """Tell their library that the results among these arrays of a call were written to."""
@@ -261,7 +261,7 @@ class Plan:
             raise BadParam("stream was given, but the arrays are in host memory, where there are no streams")
         else:
             handle = stream_pointer(stream)
-        given = pointers
+        caller_pointers = pointers
         for position in self._results:
             if arrays[position] is None:
                 arrays, pointers = self._allocated(arrays, pointers, stream)
@@ -280,7 +280,7 @@ class Plan:
         except TypeError:  # a scalar that is no number; _prepare says so
             key = work = None
         if work is None:
-            work = self._prepare(key, given, pointers, scalars, workspace is not None)
+            work = self._prepare(key, caller_pointers, pointers, scalars, workspace is not None)
         return work, arrays, pointers, handle, memory
 
     def results_of(self, arrays: Arrays) -> Any:
@@ -295,28 +295,28 @@ class Plan:
 
     def bound(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Arrays, tuple[Any, ...]]:
         """Arrays in the operator's order, and scalars in theirs."""
-        operator, given = self.problem.operator, len(inputs)
+        operator, count = self.problem.operator, len(inputs)
         positions = self._positions
-        if given > len(positions):
-            raise BadParam(f"{given} arrays were given; {operator.name} has {len(positions)}")
-        arrays: list[Any] = [*inputs, *self._absent[given:]]
+        if count > len(positions):
+            raise BadParam(f"{count} arrays were given; {operator.name} has {len(positions)}")
+        arrays: list[Any] = [*inputs, *self._absent[count:]]
         scalars = self._no_scalars
         for name, value in named.items():
             position = positions.get(name, -1)
-            if position >= given:
+            if position >= count:
                 arrays[position] = value
             elif position < 0 and name in operator.scalars:
                 place = operator.scalars.index(name)
                 scalars = (*scalars[:place], value, *scalars[place + 1 :])
             else:
-                known = ", ".join((*positions, *operator.scalars, "stream", "workspace"))
+                names = ", ".join((*positions, *operator.scalars, "stream", "workspace"))
                 why = "is no argument" if position < 0 else "was given twice"
-                raise BadParam(f"{arg(name)} {why}; the arguments are {known}")
+                raise BadParam(f"{arg(name)} {why}; the arguments are {names}")
         return tuple(arrays), scalars
 
-    def _allocated(self, given: Arrays, addresses: Pointers, stream: Any) -> tuple[Arrays, Pointers]:
+    def _allocated(self, caller_arrays: Arrays, addresses: Pointers, stream: Any) -> tuple[Arrays, Pointers]:
         """The arrays with new ones for all outputs that are missing, and their pointers."""
-        kind, arrays, pointers = self.kind, [*given], [*addresses]
+        kind, arrays, pointers = self.kind, [*caller_arrays], [*addresses]
         for position, (shape, dtype) in self._outputs.items():
             if arrays[position] is None:
                 if position in self._spread:
@@ -325,7 +325,7 @@ class Plan:
                         f"{arg(name)} is None, but the plan was made with one of strides {strides} (in "
                         f"elements); pass one that lies like it, or make the plan without {arg(name)}"
                     )
-                arrays[position] = kind.empty(shape, given[0], stream, dtype)
+                arrays[position] = kind.empty(shape, caller_arrays[0], stream, dtype)
                 pointers[position] = kind.pointer(arrays[position])
         return tuple(arrays), tuple(pointers)
 
@@ -336,9 +336,9 @@ class Plan:
             memory = self.kind.empty((needed + WORKSPACE_ALIGNMENT,), like, stream, "uint8")
             return memory, -(-self.kind.pointer(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         if self._expected_workspace is not None:
-            found = self._expected_workspace((workspace,))
-            if found is not None and not found[0] % WORKSPACE_ALIGNMENT:
-                return workspace, found[0]
+            native_pointers = self._expected_workspace((workspace,))
+            if native_pointers is not None and not native_pointers[0] % WORKSPACE_ALIGNMENT:
+                return workspace, native_pointers[0]
         layout = None
         if type(workspace) in self._types:
             try:
@@ -370,20 +370,26 @@ class Plan:
         return workspace, view.pointer
 
     def _prepare(
-        self, key: Any, given: Pointers, pointers: Pointers, scalars: tuple[Any, ...], own_workspace: bool
+        self,
+        key: Any,
+        caller_pointers: Pointers,
+        pointers: Pointers,
+        scalars: tuple[Any, ...],
+        own_workspace: bool,
     ) -> Work:
-        """What to queue for arrays at ``pointers``, if their memory is sound; ``given`` has 0 for outputs
-        that were just allocated, and ``own_workspace`` says that the caller passed one. Raises what is wrong.
+        """What to queue for arrays at ``pointers``, if their memory is sound; ``caller_pointers`` has 0 for
+        outputs that were just allocated, and ``own_workspace`` says that the caller passed one. Raises what
+        is wrong.
         """
         problem = self.problem
         arguments, count = problem.operator.arguments, len(problem.operator.arguments)
-        written = [place for place in problem.results if given[place]]
-        placed = problem.placed()
+        written = [place for place in problem.results if caller_pointers[place]]
+        layouts = problem.array_layouts()
         if self._needed and own_workspace:
             arguments, written = (*arguments, _WORKSPACE), [*written, count]
-            placed = (*placed, placed_workspace(self._needed))
-        spans = [(0, 0) if each is None else each.span() for each in placed]
-        check_memory(arguments, spans, pointers[: len(arguments)], written, placed)
+            layouts = (*layouts, workspace_layout(self._needed))
+        spans = [(0, 0) if layout is None else layout.span() for layout in layouts]
+        check_memory(arguments, spans, pointers[: len(arguments)], written, layouts)
         called = problem.with_scalars(scalars)
         work = _no_work if self._empty else self._runner.at(pointers, called)
         if self._checked or (self._empty and self.checks_elements):  # the CPU path checks what it computes
@@ -462,10 +468,10 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
 
     A stride along a dimension of one element is never used, so it may differ.
     """
-    name, placed = argument.name, problem.placed()[problem.operator.position(argument.name)]
+    name, layout = argument.name, problem.array_layouts()[problem.operator.position(argument.name)]
     # Of several dtypes only those of a byte are read alike.
-    if view.dtype != placed.dtype and not {view.dtype, placed.dtype} <= {"bool", "uint8"}:
-        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; the plan was made for {placed.dtype}")
+    if view.dtype != layout.dtype and not {view.dtype, layout.dtype} <= {"bool", "uint8"}:
+        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; the plan was made for {layout.dtype}")
     if view.device != problem.device:
         raise DeviceTypeNotSupported(
             f"{arg(name)} is {on_device(view.device)}; the plan was made for arrays "
@@ -474,36 +480,36 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
     if view.shape != shape:
         symbols = argument.symbols[len(argument.symbols) - len(shape) :]
         if argument.layout != "broadcast" and len(view.shape) == len(shape):
-            for symbol, found, expected in zip(symbols, view.shape, shape, strict=True):
-                if found != expected:
-                    what = problem.spoken(symbol)
-                    raise BadTensorShape(f"{arg(name)} has {what} {found}; the plan was made for {expected}")
+            for symbol, size, expected in zip(symbols, view.shape, shape, strict=True):
+                if size != expected:
+                    what = problem.symbol_name(symbol)
+                    raise BadTensorShape(f"{arg(name)} has {what} {size}; the plan was made for {expected}")
         raise BadTensorShape(f"{arg(name)} has shape {view.shape}; the plan was made for {shape}")
     check_strides(argument, view, DTYPE_BYTES[view.dtype])
     strides = place(argument, view, problem.sizes, problem.dtype).strides
-    if strides != placed.strides:
+    if strides != layout.strides:
         ahead = len(strides) + 1 - len(shape)
         raise BadTensorStrides(
             f"{arg(name)} has strides {(*strides[ahead:], 1)} (in elements); the plan was made for "
-            f"{(*placed.strides[ahead:], 1)}"
+            f"{(*layout.strides[ahead:], 1)}"
         )
 
 
-def placed_workspace(size: int) -> Placed:
+def workspace_layout(size: int) -> ArrayLayout:
     """How a workspace of so many bytes lies."""
-    return Placed(_WORKSPACE, (size,), (), "uint8")
+    return ArrayLayout(_WORKSPACE, (size,), (), "uint8")
 
 
 def _no_work(arrays: Arrays, stream: int) -> None:
     """What a call without elements comes to."""
 
 
-def adopted(operator: Any, given: dict[str, Any], stream: Any) -> dict[str, Any]:
-    """Native arrays over the memory of ``given``, by the names of the operator's arguments. Raises what
+def adopted(operator: Any, arrays: dict[str, Any], stream: Any) -> dict[str, Any]:
+    """Native arrays over the memory of ``arrays``, by the names of the operator's arguments. Raises what
     `dlpack.adopt` does, and BadParam for an output that cannot be written to.
     """
     for argument in operator.arguments:
-        array = given[argument.name]
+        array = arrays[argument.name]
         if argument.is_output and array is not None and dlpack.immutable(array):
             raise BadParam(
                 f"{arg(argument.name)} has type {type(array).__name__}, whose memory cannot be written to; "
@@ -511,35 +517,35 @@ def adopted(operator: Any, given: dict[str, Any], stream: Any) -> dict[str, Any]
             )
     return {
         argument.name: None
-        if given[argument.name] is None and (argument.is_output or argument.optional)
-        else dlpack.adopt(given[argument.name], argument.name, stream)
+        if arrays[argument.name] is None and (argument.is_output or argument.optional)
+        else dlpack.adopt(arrays[argument.name], argument.name, stream)
         for argument in operator.arguments
     }
 
 
-def cache_arrays(given: Mapping[str, Any]) -> tuple[str, ...]:
+def cache_arrays(arrays: Mapping[str, Any]) -> tuple[str, ...]:
     """Which of the arrays that an operator is given, by name, a KV cache may have."""
-    if given.get("k_cache") is not None:
+    if arrays.get("k_cache") is not None:
         return "k_cache", "v_cache", "lengths", "pages", "index"
-    return () if given.get("kv_lengths") is None else ("k", "v", "kv_lengths", "pages", "index")
+    return () if arrays.get("kv_lengths") is None else ("k", "v", "kv_lengths", "pages", "index")
 
 
-def run_adopted(call: Any, operator: Any, given: dict[str, Any], stream: Any, **rest: Any) -> Any:
+def run_adopted(call: Any, operator: Any, arrays: dict[str, Any], stream: Any, /, **rest: Any) -> Any:
     """``call`` for arrays that flashgen does not read directly: adopt them, call, hand the results back.
 
-    ``given`` has an array or None for each argument of the operator.
+    ``arrays`` has an array or None for each argument of the operator.
     """
-    first = given[operator.arguments[0].name]
-    dlpack.check_libraries(given, cache_arrays(given))
-    native = adopted(operator, given, stream)
-    with naming(dlpack.own_libraries(given)):
+    first = arrays[operator.arguments[0].name]
+    dlpack.check_libraries(arrays, cache_arrays(arrays))
+    native = adopted(operator, arrays, stream)
+    with naming(dlpack.own_libraries(arrays)):
         results = call(**native, stream=stream, **rest)
     outputs = [argument.name for argument in operator.arguments if argument.is_output]
     inputs = tuple(native[argument.name] for argument in operator.arguments if not argument.is_output)
 
     def handed(result: Any, name: str) -> Any:
-        if given[name] is not None:
-            return given[name]
+        if arrays[name] is not None:
+            return arrays[name]
         return dlpack.hand_back(result, first, inputs, stream)
 
     if isinstance(results, tuple):

@@ -141,10 +141,10 @@ class TorchKind:
                 if arrays[place] is not None:
                     return None
             try:
-                found = [x for x in arrays if x is not None and not x.is_nested]  # at which a guard aborts
+                tensors = [x for x in arrays if x is not None and not x.is_nested]  # at which a guard aborts
             except AttributeError:  # of another library
                 return None
-            if len(found) != count or not fit(*found):
+            if len(tensors) != count or not fit(*tensors):
                 return None
             # What a guard does not look at: derivatives that would be lost.
             if (differentiable and is_grad_enabled()) or forward_ad._current_level >= 0:
@@ -276,7 +276,7 @@ def _guards_of(torch: Any) -> Any:
     others = x.view(torch.int32), x[:1], x.T, torch._neg_view(x)
     try:
         guard = torch._C._dynamo.guards.TensorGuards
-        seen = [guard(x, **_ALL_FIXED).check(each) for each in (x, x.detach(), *others)]
+        seen = [guard(x, **_ALL_FIXED).check(tensor) for tensor in (x, x.detach(), *others)]
     except (AttributeError, TypeError):
         return None
     return guard if seen == [True, True] + [False] * len(others) else None

@@ -87,28 +87,28 @@ def offers(
     Raises BadParam for an algorithm that no family has, or whose families do not serve the problem.
     """
     if algorithm is None:
-        asked = [spec for spec in specs if computes(spec, problem) and not spec.on_request]
+        families = [spec for spec in specs if computes(spec, problem) and not spec.on_request]
     else:
-        asked = named(problem, specs, algorithm)
+        families = named(problem, specs, algorithm)
     offered: list[Variant] = []
     by_work: dict[tuple[int, ...], list[tuple[Spec, dict[str, Value]]]] = {}
-    for spec in asked:
+    for spec in families:
         for axes in _serving(problem, spec) if problem.score is None or spec.score_seam else ():
             by_work.setdefault(problem.operator.work(axes), []).append((spec, axes))
     for _, alike in sorted(by_work.items()):
-        found = [variant for spec, axes in alike for variant in spec.select(**axes) if variant.is_main]
+        selected = [variant for spec, axes in alike for variant in spec.select(**axes) if variant.is_main]
         if problem.score is not None:
-            found = [variant.modified(problem.score) for variant in found]
-        offered += found
+            selected = [variant.modified(problem.score) for variant in selected]
+        offered += selected
         if any(
             not misfit(problem, variant) and runs_on(variant, device) and expressible(problem, variant)
-            for variant in found
+            for variant in selected
         ):
             break
     if algorithm is not None and not offered:
         raise BadParam(
-            f"algorithm is {algorithm!r}, which has no kernel for {problem.wanted()}; "
-            f"it serves {' or '.join(map(_served, asked))}"
+            f"algorithm is {algorithm!r}, which has no kernel for {problem.description()}; "
+            f"it serves {' or '.join(map(_served, families))}"
         )
     return tuple(offered)
 
@@ -126,16 +126,16 @@ def _calls(problem: Problem) -> str:
 
 def named(problem: Problem, specs: Iterable[Spec], algorithm: str) -> list[Spec]:
     """The specs of an algorithm. Raises BadParam, with the names that there are, for one that none has."""
-    known = [spec for spec in specs if computes(spec, problem) and spec.algorithm]
-    found = [spec for spec in known if isinstance(algorithm, str) and spec.algorithm == algorithm]
-    if not found:
-        names = ", ".join(repr(name) for name in sorted({spec.algorithm for spec in known}))
+    alternatives = [spec for spec in specs if computes(spec, problem) and spec.algorithm]
+    families = [spec for spec in alternatives if isinstance(algorithm, str) and spec.algorithm == algorithm]
+    if not families:
+        names = ", ".join(repr(name) for name in sorted({spec.algorithm for spec in alternatives}))
         allowed = f"allowed are {names}, or None"
         if not names:
             of_what = "a call with lengths" if problem.lengths_on_device else problem.operator.name
             allowed = f"{of_what} has kernels of no algorithm alone: leave algorithm out"
         raise BadParam(f"algorithm is {algorithm!r}; {allowed}")
-    return found
+    return families
 
 
 def select(problem: Problem, device: Device, variants: Iterable[Variant]) -> Variant:
@@ -144,9 +144,9 @@ def select(problem: Problem, device: Device, variants: Iterable[Variant]) -> Var
     Raises DeviceTypeNotSupported when no variant runs on the device, SpecError when none is written for the
     problem, BadTensorShape when it is too large for those that are.
     """
-    found = candidates(problem, device, variants)
+    suited = candidates(problem, device, variants)
     problem, device = standard(problem, device)
-    return min(found, key=lambda variant: (cost(problem, device, variant), tiles(problem, variant)))
+    return min(suited, key=lambda variant: (cost(problem, device, variant), tiles(problem, variant)))
 
 
 def standard(problem: Problem, device: Device) -> tuple[Problem, Device | OneSm]:
@@ -188,15 +188,15 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
         )
     if not suited:
         raise SpecError(
-            f"no spec has a variant of {_calls(problem)} for {problem.wanted()}; add one, or see: flashgen "
-            "list"
+            f"no spec has a variant of {_calls(problem)} for {problem.description()}; add one, or see: "
+            "flashgen list"
         )
     running = [variant for variant in suited if runs_on(variant, device)]
     if not running:
         needs = sorted({f"{v.min_arch} with {v.max_smem} bytes of shared memory" for v in suited})
         raise DeviceTypeNotSupported(
             f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block) runs "
-            f"none of the variants of {_calls(problem)} for {problem.wanted()}; they need "
+            f"none of the variants of {_calls(problem)} for {problem.description()}; they need "
             f"{' or '.join(needs)}"
         )
     too_many = (variant for variant in variants if misfit(problem, variant) == "rows")
@@ -229,7 +229,8 @@ def splitting(
             queries = f"{problem.seqlen_q} queries x {heads} head{'s' * (heads > 1)}"
             why = f"{queries} are {count} rows of a kv head; kernels that split keys serve at most {most}"
         else:
-            why = f"no kernel that splits keys serves {problem.wanted()}; those that ship take fp16 and bf16"
+            served = problem.description()
+            why = f"no kernel that splits keys serves {served}; those that ship take fp16 and bf16"
         one = arg("one split", "1 or 'auto'")
         raise BadParam(f"{arg('splits')} is {problem.splits}, but {why}; pass {one}")
     keys = problem.splits.keys

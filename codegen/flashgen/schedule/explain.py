@@ -92,14 +92,14 @@ class Explanation:
 
     def counts(self) -> dict[str, int]:
         """How many variants each rule ruled out, time left aside."""
-        found: dict[str, int] = {}
+        by_rule: dict[str, int] = {}
         for judged in self.others:
             if judged.rule != TIME:
-                found[judged.rule] = found.get(judged.rule, 0) + 1
-        return found
+                by_rule[judged.rule] = by_rule.get(judged.rule, 0) + 1
+        return by_rule
 
     def __str__(self) -> str:
-        lines = [f"{self.device.name} ({self.device.arch}): {self.problem.wanted()}"]
+        lines = [f"{self.device.name} ({self.device.arch}): {self.problem.description()}"]
         lines.append(f"takes {self.variant}" if self.variant else "no variant serves")
         lines += [f"  {self.shares}"] if self.shares else []
         lines += [f"  {step.variant}: {step.launch}" for step in self.steps]

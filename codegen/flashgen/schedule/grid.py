@@ -175,9 +175,9 @@ def launch_of(
     blocks = _blocks(problem, variant, parts)
     if blocks > MAX_BLOCKS:
         sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())
-        made = "thread blocks" if variant.grid.shared_tiles else "tiles"
+        unit = "thread blocks" if variant.grid.shared_tiles else "tiles"
         raise BadTensorShape(
-            f"{sizes} make {blocks} {made}, and one launch has at most {MAX_BLOCKS}; split the batch"
+            f"{sizes} make {blocks} {unit}, and one launch has at most {MAX_BLOCKS}; split the batch"
         )
     if variant.grid.persistent:
         blocks = min(blocks, blocks_at_a_time(variant, device))

@@ -172,7 +172,7 @@ def pack(
     """
     operator, table = problem.operator, layout(variant.params)
     slices: Mapping[str, int] = workspace.offsets if workspace else {}
-    sizes = {each.name: each.nbytes for each in workspace.slices} if workspace else {}
+    sizes = {buffer.name: buffer.nbytes for buffer in workspace.slices} if workspace else {}
     numbers = parameters(problem, variant, device, shares, parts, key_tiles)
     values: dict[str, Number | bytes] = dict(numbers)
     pointers, maps, widths, scalars = [], [], [], []
@@ -201,10 +201,10 @@ def pack(
         elif name in of_scalars:
             scalars.append((offset, C_TYPES[param.ctype][1], name))
         elif name not in numbers:
-            known = {*operator.positions, *slices, *numbers, *_OF_SECTIONS, *_OF_SHARES, *_widths(operator)}
+            names = {*operator.positions, *slices, *numbers, *_OF_SECTIONS, *_OF_SHARES, *_widths(operator)}
             raise SpecError(
                 f"{variant.spec}: params names {name}, which the launcher cannot give; it knows "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(names))}"
             )
     try:
         template = table.pack(values)
@@ -216,13 +216,13 @@ def pack(
     return Struct(template, alignment, tuple(pointers), tuple(maps), tuple(widths), tuple(scalars))
 
 
-def filled(made: Struct, pointers: tuple[int, ...], scalars: Mapping[str, Number]) -> bytearray:
+def filled(params: Struct, pointers: tuple[int, ...], scalars: Mapping[str, Number]) -> bytearray:
     """The struct of one call but for its tensor maps: ``pointers`` by source, ``scalars`` by name."""
-    memory = bytearray(made.template)
-    for offset, source, distance in made.pointers:
+    memory = bytearray(params.template)
+    for offset, source, distance in params.pointers:
         memory[offset : offset + 8] = (pointers[source] + distance).to_bytes(8, "little")
-    for offset, source, strides in made.widths:
+    for offset, source, strides in params.widths:
         memory[offset : offset + 4] = vector_width(pointers[source], *strides).to_bytes(4, "little")
-    for offset, code, name in made.scalars:
+    for offset, code, name in params.scalars:
         struct.pack_into(f"<{code}", memory, offset, scalars[name])
     return memory

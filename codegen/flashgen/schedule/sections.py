@@ -50,21 +50,21 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
         steps = max(1, query_heads * -(-problem.seqlen_q // variant.grid.step_rows))
         half = 2 * running // (variant.grid.cluster * steps)
         held = device.l2_bytes // 3 // max(1, query_heads * _query_bytes(problem, variant))
-        wanted = 2 * half if 2 * half <= held else half
-        return _even(total, 1, max(-(-running // tiles_of_head), wanted))
+        heads_at_once = 2 * half if 2 * half <= held else half
+        return _even(total, 1, max(-(-running // tiles_of_head), heads_at_once))
     group = heads(problem, variant) // problem.num_heads_kv
     band = Band.of(problem)
     uneven = band.bounded
     if uneven and variant.grid.persistent:
         return _whole_rounds(total, group, tiles_of_head, blocks_at_a_time(variant, device))
-    wanted = -(-device.num_sms // tiles_of_head)
+    heads_at_once = -(-device.num_sms // tiles_of_head)
     if uneven:
-        wanted = max(wanted, device.num_sms // 3)
+        heads_at_once = max(heads_at_once, device.num_sms // 3)
     if uneven and band.left >= UNBOUNDED:
         together = max(3, -(-384 // variant.grid.tile(ROWS)))
         kept = device.l2_bytes // max(1, _key_bytes(problem, variant))
-        wanted = max(wanted, min(blocks_at_a_time(variant, device) // together, kept))
-    return _even(total, group, wanted)
+        heads_at_once = max(heads_at_once, min(blocks_at_a_time(variant, device) // together, kept))
+    return _even(total, group, heads_at_once)
 
 
 def _of_keys(
@@ -128,14 +128,14 @@ def _query_bytes(problem: AttentionProblem, variant: Variant) -> int:
     return problem.seqlen_q * (columns * variant.element_bytes + 4 * problem.head_dim)
 
 
-def _even(total: int, group: int, wanted: int) -> Sections:
+def _even(total: int, group: int, heads_at_once: int) -> Sections:
     """Sections of equal sizes, of whole groups of heads that share keys.
 
     The hardware hands out tiles as multiprocessors become free; a small last section would leave some idle
     while its longest tiles run.
     """
     kv_heads = total // group
-    count = -(-kv_heads // max(1, wanted))
+    count = -(-kv_heads // max(1, heads_at_once))
     size = -(-kv_heads // count) * group
     return Sections(size, -(-total // size))
 
@@ -148,7 +148,7 @@ def _whole_rounds(total: int, group: int, tiles_of_head: int, running: int) -> S
     joins it where it is less than half of one.
     """
     unit = 2 * running // math.gcd(2 * running, tiles_of_head)
-    wanted = max(1, running // 4) * group
-    size = unit * max(1, round(wanted / unit))
+    target_size = max(1, running // 4) * group
+    size = unit * max(1, round(target_size / unit))
     count = max(1, (2 * total + size) // (2 * size))
     return Sections(min(size, total), count)

@@ -108,13 +108,13 @@ def _stride_bytes(extents: tuple[int, ...], strides: tuple[int, ...], size: int)
     NVIDIA's limits do not rule out 0, but in its formula each stride spans what lies within the dimension, so
     an array that is broadcast has no map here.
     """
-    found: list[int] = []
+    map_strides: list[int] = []
     span = math.ceil(extents[0] * size / ALIGNMENT) * ALIGNMENT  # bytes of what lies within a dimension
     for extent, stride in zip(extents[1:], strides, strict=True):
         if extent <= 1:
             stride = min(span, _MAX_STRIDE - ALIGNMENT)
         elif not 0 < stride < _MAX_STRIDE or stride % ALIGNMENT:
             return None
-        found.append(stride)
+        map_strides.append(stride)
         span = max(span, extent * stride)
-    return tuple(found)
+    return tuple(map_strides)

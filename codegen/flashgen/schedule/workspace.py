@@ -32,7 +32,7 @@ class Workspace(NamedTuple):
 
     @property
     def offsets(self) -> dict[str, int]:
-        return {each.name: each.offset for each in self.slices}
+        return {buffer.name: buffer.offset for buffer in self.slices}
 
 
 def workspace_of(problem: Problem, main: Variant, shares: Shares | None = None, parts: int = 1) -> Workspace:

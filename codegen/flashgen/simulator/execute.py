@@ -280,7 +280,7 @@ def _regions(problem: Problem, pointers: Pointers, written: set[str], settled: s
     """The memory of the arrays, without the gaps between their rows."""
     inputs, outputs = Region.READABLE | Region.INITIALISED, Region.READABLE | Region.WRITABLE
     regions = []
-    for array, pointer in zip(problem.placed(), pointers, strict=False):
+    for array, pointer in zip(problem.array_layouts(), pointers, strict=False):
         if array is not None and pointer:
             strides = tuple(stride * array.element_bytes for stride in array.strides)
             access = outputs if array.argument.is_output else inputs

@@ -27,15 +27,15 @@ def score_arrays_of(
     rng: np.random.Generator, score: Score | None, sizes: Mapping[str, int]
 ) -> tuple[np.ndarray, ...]:
     """Random arrays of a score modification; a dimension of its own has 1 to 20 elements."""
-    found = []
+    arrays = []
     for param in score.arrays if score else ():
-        own = {symbol: int(rng.integers(1, 21)) for symbol in param.symbols}
-        extents = tuple((own | sizes)[symbol] for symbol in param.symbols)
+        random_sizes = {symbol: int(rng.integers(1, 21)) for symbol in param.symbols}
+        extents = tuple((random_sizes | sizes)[symbol] for symbol in param.symbols)
         if param.type == "i32":
-            found.append(rng.integers(-3, 4, extents, np.int32))
+            arrays.append(rng.integers(-3, 4, extents, np.int32))
         else:
-            found.append(rng.standard_normal(extents, np.float32))
-    return tuple(found)
+            arrays.append(rng.standard_normal(extents, np.float32))
+    return tuple(arrays)
 
 
 def score_views(arrays: Sequence[np.ndarray]) -> list[ArrayView]:
@@ -74,11 +74,11 @@ def random_mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
 
 def random_lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
     """The first is ``most``; of the others some are 0 and some 1."""
-    found = rng.integers(0, most + 1, batch)
-    found[rng.random(batch) < 0.15] = 0
-    found[rng.random(batch) < 0.15] = min(1, most)
-    found[:1] = most
-    return found
+    lengths = rng.integers(0, most + 1, batch)
+    lengths[rng.random(batch) < 0.15] = 0
+    lengths[rng.random(batch) < 0.15] = min(1, most)
+    lengths[:1] = most
+    return lengths
 
 
 def boundaries(lengths: np.ndarray) -> np.ndarray:

@@ -70,16 +70,16 @@ def diff_generated(
     stale.
     """
     folder = Path(folder)
-    found = []
+    differences = []
     for name, text in files.items():
         path = folder / name
         if not path.is_file():
-            found.append(Difference(name, "missing"))
+            differences.append(Difference(name, "missing"))
         elif path.read_bytes() != text.encode():
-            found.append(_changed(name, path.read_text(encoding="utf-8", errors="replace"), text))
+            differences.append(_changed(name, path.read_text(encoding="utf-8", errors="replace"), text))
     if complete:
-        found += [Difference(name, "stale") for name in _rendered(folder) if name not in files]
-    return sorted(found, key=lambda difference: difference.file)
+        differences += [Difference(name, "stale") for name in _rendered(folder) if name not in files]
+    return sorted(differences, key=lambda difference: difference.file)
 
 
 def write_generated(

@@ -96,15 +96,15 @@ def line_origins(variant: Variant) -> list[str]:
     line. Of an included template it is that template's own line; of a value of several lines the line that
     prints it. Raises as ``render``.
     """
-    found, waiting = [], 0
+    places, waiting = [], 0
     for line in _rendered(variant, marked=True).splitlines():
         marks = _MARK.findall(line)
         if marks or not line.strip():
-            found += [marks[0] if marks else ""] * (waiting + 1)
+            places += [marks[0] if marks else ""] * (waiting + 1)
             waiting = 0
         else:
             waiting += 1
-    return found
+    return places
 
 
 def _rendered(variant: Variant, marked: bool) -> str:
@@ -148,8 +148,8 @@ def folders_for(spec_dir: str) -> tuple[str, ...]:
     """`search_path` of the variants of a spec in that folder; "" is a spec that lies nowhere."""
     folders = [str(templates_dir())]
     if spec_dir:
-        own = Path(spec_dir)
-        folders = [str(own.parent / "templates"), str(own), *folders]
+        spec_folder = Path(spec_dir)
+        folders = [str(spec_folder.parent / "templates"), str(spec_folder), *folders]
     return tuple(dict.fromkeys(folders))
 
 
@@ -365,7 +365,7 @@ def unused_overrides(specs: Iterable[Spec]) -> list[Path]:
                 names.update(_closure(step.template, spec.content.family["header"], str(spec.path), folders))
             except (InternalError, SpecError):
                 incomplete.add(folders)
-    found = []
+    unused = []
     for folders, names in used.items():
         if folders in incomplete:
             continue
@@ -373,8 +373,8 @@ def unused_overrides(specs: Iterable[Spec]) -> list[Path]:
             for path in sorted([*folder.rglob("*.j2"), *folder.rglob("*.cuh")]):
                 name = path.relative_to(folder).as_posix()
                 if name.removeprefix("include/") not in names and name not in names:
-                    found.append(path)
-    return sorted(set(found))
+                    unused.append(path)
+    return sorted(set(unused))
 
 
 def check_files(specs: Iterable[Spec]) -> None:
@@ -396,12 +396,12 @@ def _spec_file(variant: Variant) -> str:
 
 def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) -> dict[str, str]:
     """Templates and headers that rendering and compiling a kernel may read, by name. ``spec`` is its file."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     included: list[tuple[str, str]] = []
     waiting = [(template, "")]
     while waiting:
         name, at = waiting.pop(0)
-        if name in found:
+        if name in texts:
             continue
         try:
             path = _find(name, folders)
@@ -409,7 +409,7 @@ def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) ->
             raise SpecError(f"{at or spec}: {error}") from error
         if path is None:
             raise _missing(name, spec, folders, at)
-        found[name] = text = _read(path)
+        texts[name] = text = _read(path)
         for number, line in enumerate(text.split("\n"), 1):
             for match in _REFERENCE.finditer(line) if "//%" in line else ():  # most lines have none
                 here = f"{path}:{number}"
@@ -418,20 +418,20 @@ def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) ->
                 waiting.append((match[1][1:-1], here))
         included += _included(text, str(path))
     included.append((header, spec))
-    return found | _headers(included, _including(folders))
+    return texts | _headers(included, _including(folders))
 
 
 def _headers(included: list[tuple[str, str]], folders: Sequence[str]) -> dict[str, str]:
     """The texts of headers that are included, and of those that they include; each with where it is."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     waiting = [*included]
     while waiting:
         name, at = waiting.pop(0)
-        if name not in found:
+        if name not in texts:
             path = _locate(name, folders, at)
-            found[name] = _read(path)
-            waiting += _included(found[name], str(path))
-    return found
+            texts[name] = _read(path)
+            waiting += _included(texts[name], str(path))
+    return texts
 
 
 def _included(text: str, file: str) -> list[tuple[str, str]]:
@@ -456,13 +456,13 @@ def _line_of(match: re.Match[str]) -> int:
 
 
 def _including(folders: Sequence[str]) -> tuple[str, ...]:
-    found = []
+    includes = []
     for folder in folders:
         path = Path(folder, "include")
         if path.is_dir():
             _check_link("include", folder)
-            found.append(str(path))
-    return tuple(found)
+            includes.append(str(path))
+    return tuple(includes)
 
 
 def _include_dirs(include_dirs: Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:

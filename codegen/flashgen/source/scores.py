@@ -91,20 +91,20 @@ class _Writer:
             parts.append(self._offset_function())
         return "\n".join([*about, "\n\n".join("\n".join(part) for part in parts)])
 
-    def _members(self, wanted: Callable[[frozenset[str]], bool]) -> dict[Node, str]:
-        found: dict[Node, str] = {}
+    def _members(self, suits: Callable[[frozenset[str]], bool]) -> dict[Node, str]:
+        members: dict[Node, str] = {}
         for node in self._loads:
-            if wanted(frozenset().union(*(index.reads() for index in node.args))):
+            if suits(frozenset().union(*(index.reads() for index in node.args))):
                 name, count = str(node.value), 1
-                while name in _MEMBERS or name in found.values():
+                while name in _MEMBERS or name in members.values():
                     count += 1
                     name = f"{node.value}_{count}"
-                found[node] = name
-        return found
+                members[node] = name
+        return members
 
     def _names_read(self, trees: list[Node], kept: set[Node]) -> set[str]:
         """Positions that the functions of scores read; ``query`` is the index that q is in an array."""
-        found: set[str] = set()
+        positions: set[str] = set()
         seen: set[tuple[Node, bool]] = set()
 
         def visit(node: Node, is_index: bool = False) -> None:
@@ -112,17 +112,17 @@ class _Writer:
                 return
             seen.add((node, is_index))
             if node in kept:  # score_row() needs the head of its elements
-                found.update({"b", "h"} & node.reads() if node in self._of_row else ())
+                positions.update({"b", "h"} & node.reads() if node in self._of_row else ())
                 return
             if node.op == "name":
-                found.add("query" if is_index and node.value == "q" else str(node.value))
+                positions.add("query" if is_index and node.value == "q" else str(node.value))
             for index, arg in enumerate(node.args):
-                own = node.op == "load" and self._arrays[str(node.value)].dimensions[index] == "q"
-                visit(arg, own)
+                is_query = node.op == "load" and self._arrays[str(node.value)].dimensions[index] == "q"
+                visit(arg, is_query)
 
         for tree in trees:
             visit(tree)
-        return found
+        return positions
 
     def _head(self) -> list[str]:
         members = [
@@ -217,21 +217,21 @@ class _Writer:
         """What one score needs several times, inner ones first: loads, approximate functions, and whatever is
         long.
         """
-        found: dict[Node, int] = {}
+        uses: dict[Node, int] = {}
 
         def count(node: Node) -> None:
             if node in self._kept:
                 return
-            again = node in found
+            again = node in uses
             if not again:
                 for arg in node.args:
                     count(arg)
             if node.op == "load" or node.op in _SLOW or (node.type == "float" and node.size > _LONG):
-                found[node] = found.get(node, 0) + 1
+                uses[node] = uses.get(node, 0) + 1
 
         for tree in (self._body, self._lowered.derivative):
             count(tree)
-        return [node for node, times in found.items() if times > 1]
+        return [node for node, times in uses.items() if times > 1]
 
     def _offset_function(self) -> list[str]:
         code = _bare(self._code(self._offset, at_first_key=True))
@@ -309,12 +309,12 @@ class _Writer:
     def _load(self, node: Node, names: dict[str, str], query: str) -> str:
         """An element of an array. Indices of its own dimensions, and keys past the last, are clamped."""
         array = self._arrays[str(node.value)]
-        own = {"b": names["b"], "h": names["h"], "q": query}
+        positions = {"b": names["b"], "h": names["h"], "q": query}
         if "kv" in names:
-            own["kv"] = f"min({_bare(names['kv'])}, params.seqlen_kv - 1)"
+            positions["kv"] = f"min({_bare(names['kv'])}, params.seqlen_kv - 1)"
         indices = [
-            own[dimension]
-            if dimension in own
+            positions[dimension]
+            if dimension in positions
             else f"min(max({_bare(self._integer(index, names, query))}, 0), params.{symbol} - 1)"
             for dimension, symbol, index in zip(array.dimensions, array.symbols, node.args, strict=True)
         ]
