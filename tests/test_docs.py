@@ -30,6 +30,7 @@ from pathlib import Path
 import click
 import pytest
 
+from flashgen.call.fields import PLAN_KEYWORDS
 from flashgen.cli import main
 from flashgen.errors import FlashgenError
 from flashgen.families.load import load_specs
@@ -491,7 +492,7 @@ def test_the_reference_has_the_types_and_the_reserved_names():
 
 def test_the_page_of_scores_has_the_names_that_no_parameter_may_have():
     text = section("Reserved names", SCORES).split("The name of a kernel's own")[0]
-    assert set(re.findall(r"`([a-z0-9_]+)`", text)) == reserved_names() | {CONSTANT}
+    assert set(re.findall(r"`([a-z0-9_]+)`", text)) == reserved_names() | PLAN_KEYWORDS | {CONSTANT}
 
 
 def test_the_reference_has_the_tile_keys_of_the_shipped_spec():

@@ -453,3 +453,13 @@ def test_where_no_family_has_a_seam_the_call_says_so(tmp_path, monkeypatch):
     with pytest.raises(errors.FlashgenError, match="score softcap"):
         flashgen.attention(q, k, v, softcap=3, backend="simulator")
     assert flashgen.attention(q, k, v, backend="simulator").shape == q.shape
+
+
+@pytest.mark.parametrize("name", ["stream", "append", "q_rotated"])
+def test_no_parameter_has_the_name_of_a_keyword_of_calls(name, tmp_path, monkeypatch):
+    path = tmp_path / "scores.yaml"
+    path.write_text(f"scores:\n  mine: {{score: score + {name}, params: {{{name}: f32}}}}\n")
+    monkeypatch.setenv("FLASHGEN_SPECS", str(tmp_path))
+    message = rf"^{path}:2: scores\.mine\.params\.{name}: `{name}` has a meaning of its own"
+    with pytest.raises(errors.SpecError, match=message):
+        flashgen.attention(*qkv(np.random.default_rng()), score="mine", params={name: 1.0})

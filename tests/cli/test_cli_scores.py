@@ -58,6 +58,17 @@ def test_a_wrong_line_is_one_message_with_its_place(flashgen, tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("command", [["list"], ["doctor"], ["inspect", NAME, "--score", "softcap"]])
+@pytest.mark.parametrize("name", ["stream", "append", "q_rotated"])
+def test_no_parameter_has_the_name_of_a_keyword(name, command, flashgen, tmp_path):
+    path = tmp_path / "scores.yaml"
+    path.write_text(f"scores:\n  mine: {{score: score + {name}, params: {{{name}: f32}}}}\n")
+    result = flashgen(*command, FLASHGEN_SPECS=str(tmp_path))
+    message = f"{path}:2: scores.mine.params.{name}: `{name}` has a meaning of its own"
+    assert result.exit_code == 1
+    assert message in (result.stdout + result.stderr).replace("\n", "")
+
+
 def test_build_renders_the_modified_sources(flashgen, tmp_path):
     arguments = ("--select", NAME, "--score", "alibi", "--no-compile", "--out", str(tmp_path / "out"))
     assert flashgen("build", *arguments).exit_code == 0

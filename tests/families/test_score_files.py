@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.call.fields import PLAN_KEYWORDS
 from flashgen.errors import SpecError
 from flashgen.families.load import load_specs
 from flashgen.families.params import C_TYPES
@@ -106,7 +107,7 @@ def test_what_is_wrong_with_a_file_is_named_with_its_line(text, line, says, tmp_
 def test_a_parameter_has_no_name_that_means_something_else(name, tmp_path):
     path = written(tmp_path, f"scores:\n  mine: {{score: score + {name}, params: {{{name}: f32}}}}\n")
     with pytest.raises(SpecError, match=rf":2: scores\.mine\.params\.{name}: .*meaning of its own"):
-        read_scores(path)
+        read_scores(path, keywords=PLAN_KEYWORDS)
 
 
 def test_two_members_of_the_parameter_struct_have_two_names(tmp_path):

@@ -318,6 +318,14 @@ SHORTHANDS = tuple((field.name, field.shorthand) for field in FIELDS if field.sh
 DIFFERENTIABLE = tuple(field.name for field in FIELDS if field.gradient)
 # The arrays that say which rows each sequence has.
 LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv")
+# What calls and plans, also with append=, take by name beside the arguments of the operators of attention: a
+# plan takes the parameters of a score modification by name, too, so none of them may have such a name.
+PLAN_KEYWORDS = frozenset(
+    (
+        *(field.name for field in FIELDS if field.kind == "host"),
+        *("backend", "cache", "total_lengths", "q_rotated"),
+    )
+)
 
 
 @cache

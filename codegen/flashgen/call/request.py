@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from flashgen.call.fields import SHORTHANDS
+from flashgen.call.fields import PLAN_KEYWORDS, SHORTHANDS
 from flashgen.call.generate import function
 from flashgen.call.keywords import advice
 from flashgen.call.kvcache import FIELDS, KVCache
@@ -266,7 +266,7 @@ def _chain(folders: str, names: tuple[str, ...]) -> Score:
     from flashgen.families.scores import load_scores
     from flashgen.operators.scores import chained
 
-    scores = load_scores().by_name
+    scores = load_scores(keywords=PLAN_KEYWORDS).by_name
     for name in names:
         if name not in scores:
             there = ", ".join(map(repr, sorted(scores)))

@@ -220,6 +220,7 @@ def _temporary(report: Report) -> dict[str, Any]:
 
 
 def _specs(report: Report) -> dict[str, Any]:
+    from flashgen.call.fields import PLAN_KEYWORDS
     from flashgen.families.load import load_specs
     from flashgen.families.scores import load_scores
     from flashgen.source.render import check_files
@@ -229,7 +230,8 @@ def _specs(report: Report) -> dict[str, Any]:
     variants = [variant for spec in specs for variant in spec.variants()]
     return {
         "files": [str(spec.path) for spec in specs],
-        "variants": len(variants) + len(load_scores().of(variants)),  # as `flashgen list` counts them
+        # As `flashgen list` counts them.
+        "variants": len(variants) + len(load_scores(keywords=PLAN_KEYWORDS).of(variants)),
     }
 
 

@@ -187,6 +187,7 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
     ``cache`` keeps the checked specs for the calls to come. Raises SpecError for a wrong spec, and for a
     template that is not there.
     """
+    from flashgen.call.fields import PLAN_KEYWORDS
     from flashgen.families.load import load_specs
     from flashgen.families.scores import load_scores
     from flashgen.families.tuned import present_gpu
@@ -196,7 +197,7 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
     check_files(loaded)
     warn_of_unused_overrides(loaded)
     plain = tuple(variant for spec in loaded for variant in spec.variants())
-    return (*plain, *load_scores(specs).of(plain))
+    return (*plain, *load_scores(specs, keywords=PLAN_KEYWORDS).of(plain))
 
 
 def variants_on_offer() -> tuple[Variant, ...]:
@@ -220,11 +221,12 @@ def chosen_variants(
 
 def with_score(variants: Sequence[Variant], specs: Path | None, score: str | None) -> tuple[Variant, ...]:
     """The variants with a score modification: those that have a seam for it and none yet."""
+    from flashgen.call.fields import PLAN_KEYWORDS
     from flashgen.families.scores import load_scores
 
     if score is None:
         return tuple(variants)
-    by_name = load_scores(specs).by_name
+    by_name = load_scores(specs, keywords=PLAN_KEYWORDS).by_name
     if score not in by_name:
         raise click.BadParameter(
             f"there is no score modification {score!r}; there are {', '.join(by_name)}", param_hint="--score"

@@ -7,7 +7,7 @@ seam takes every modification, when a call asks for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping  # noqa: TC003
+from collections.abc import Collection, Iterable, Mapping  # noqa: TC003
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -51,11 +51,6 @@ _CPP_WORDS = frozenset(
 # What a kernel has beside the modification; without the arrays that lie between its steps a call could be
 # differentiated on the CPU alone.
 _KERNEL_WORDS = ("product", "step", "params", "row", *KEPT)
-# What a call takes beside what its operator has: of a plan of attention, and of one with append=.
-_CALL_WORDS = (
-    *("stream", "workspace", "backend"),
-    *("cache", "append", "rotary", "total_lengths", "q_rotated"),
-)
 # The operators that a modification is for.
 _MODIFIED = ("attention", "attention_backward")
 
@@ -87,64 +82,66 @@ class Scores(NamedTuple):
 
     def of(self, variants: Iterable[Variant]) -> tuple[Variant, ...]:
         """Those committed modifications that are of ``variants``."""
-        known = {variant.name: variant for variant in variants} if self.committed else {}
+        plain = {variant.name: variant for variant in variants} if self.committed else {}
         return tuple(
-            known[name].modified(self.by_name[score], committed=True)
+            plain[name].modified(self.by_name[score], committed=True)
             for name, score in self.committed
-            if name in known
+            if name in plain
         )
 
 
-def load_scores(extra: str | os.PathLike[str] | None = None) -> Scores:
+def load_scores(extra: str | os.PathLike[str] | None = None, *, keywords: Collection[str] = ()) -> Scores:
     """The modifications of the shipped folder, of those in ``FLASHGEN_SPECS``, then of ``extra``; a later one
-    takes the place of an earlier one with its name. Raises SpecError with the line and column of what is
-    wrong.
+    takes the place of an earlier one with its name. ``keywords`` are names that the caller's functions take
+    beside the parameters of a modification, so no parameter may have one. Raises SpecError with the line and
+    column of what is wrong.
     """
     by_name: dict[str, Score] = {}
     committed: list[tuple[str, str]] = []
     for folder in spec_folders(extra):
         for path in yaml_files(folder):
             if path.name == SCORES_FILE:
-                found = read_scores(path)
-                by_name |= found.by_name
-                committed += found.committed
+                scores = read_scores(path, keywords=keywords)
+                by_name |= scores.by_name
+                committed += scores.committed
     return Scores(by_name, tuple(committed))
 
 
-def read_scores(path: Path) -> Scores:
-    """The modifications of one file. Raises SpecError."""
+def read_scores(path: Path, *, keywords: Collection[str] = ()) -> Scores:
+    """The modifications of one file; ``keywords`` as in `load_scores`. Raises SpecError."""
     try:
         text = read_file(path)
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error}") from error
     document = Document(path, text)
     file = document.convert((), document.value, record(_File))
-    by_name = {name: _score(document, name, given) for name, given in file.scores.items()}
+    reserved = reserved_names().union(keywords)
+    by_name = {name: _score(document, name, row, reserved) for name, row in file.scores.items()}
     for i, row in enumerate(file.commit):
         if row.score not in by_name:
-            known = ", ".join(by_name)
-            raise document.error(("commit", i, "score"), f"no modification is called `{row.score}`: {known}")
+            names = ", ".join(by_name)
+            raise document.error(("commit", i, "score"), f"no modification is called `{row.score}`: {names}")
     return Scores(by_name, tuple((row.variant, row.score) for row in file.commit))
 
 
 @cache
 def reserved_names() -> frozenset[str]:
-    """What no parameter may be called, beside what begins with `CONSTANT`: words of formulas and of kernels,
-    and what calls of plans take by name.
+    """What no parameter may be called, beside what begins with `CONSTANT`: words of formulas, of kernels and
+    of operators.
     """
-    names = {*NAMES, *FUNCTIONS, "inf", *_CPP_WORDS, *_KERNEL_WORDS, *_CALL_WORDS}
-    for operator in _MODIFIED:
-        each = OPERATORS[operator]
-        names |= {*each.positions, *each.options, *each.scalars}
+    names = {*NAMES, *FUNCTIONS, "inf", *_CPP_WORDS, *_KERNEL_WORDS}
+    for name in _MODIFIED:
+        operator = OPERATORS[name]
+        names |= {*operator.positions, *operator.options, *operator.scalars}
     return frozenset(names)
 
 
-def _score(document: Document, name: str, given: Any) -> Score:
+def _score(document: Document, name: str, declaration: Any, reserved: frozenset[str]) -> Score:
     keys = ("scores", name)
     if any(name in (axis.choices or ()) for axis in OPERATORS["attention"].axes.values()):
         raise document.error(keys, f"`{name}` is a value of an axis; kernels would share names")
-    row = document.convert(keys, given, record(_Row))
-    params = tuple(_param(document, (*keys, "params", each), each, of) for each, of in row.params.items())
+    row = document.convert(keys, declaration, record(_Row))
+    params = tuple(_param(document, keys, name, type, reserved) for name, type in row.params.items())
     names = dict(NAMES) | {p.name: TYPES[p.type][0] for p in params if not p.dimensions}
     arrays = {p.name: (p.dimensions, TYPES[p.type][0]) for p in params if p.dimensions}
     try:
@@ -152,16 +149,16 @@ def _score(document: Document, name: str, given: Any) -> Score:
     except FormulaError as error:
         raise document.error((*keys, "score"), str(error), error.column) from None
     read = tree.reads()
-    for each in ("score", *(param.name for param in params)):
-        if each not in read:
-            raise document.error((*keys, "score"), f"{row.score!r} does not read `{each}`")
+    for operand in ("score", *(param.name for param in params)):
+        if operand not in read:
+            raise document.error((*keys, "score"), f"{row.score!r} does not read `{operand}`")
     score = Score(name, row.score, params, tree)
     for dtype in DTYPES:
         members = [param.name for param in score_params(score, dtype, differentiated=True)]
-        for each in params:
-            twice = [member for member in _members(each) if members.count(member) > 1]
+        for param in params:
+            twice = [member for member in _members(param) if members.count(member) > 1]
             if twice:
-                raise document.error((*keys, "params", each.name), f"two members would be called {twice[0]}")
+                raise document.error((*keys, "params", param.name), f"two members would be called {twice[0]}")
     return score
 
 
@@ -171,14 +168,21 @@ def _members(param: ScoreParam) -> tuple[str, ...]:
     return (param.name, *strides, *param.symbols)
 
 
-def _param(document: Document, keys: tuple[str, ...], name: str, given: str | tuple[str, ...]) -> ScoreParam:
+def _param(
+    document: Document,
+    of_score: tuple[str, ...],
+    name: str,
+    declaration: str | tuple[str, ...],
+    reserved: frozenset[str],
+) -> ScoreParam:
+    keys = (*of_score, "params", name)
     operator = OPERATORS["attention"]
-    if name in reserved_names() or name.startswith(CONSTANT):
+    if name in reserved or name.startswith(CONSTANT):
         raise document.error(keys, f"`{name}` has a meaning of its own; choose another name")
-    if isinstance(given, tuple) and len(given) < 2:
+    if isinstance(declaration, tuple) and len(declaration) < 2:
         allowed = f"[dimensions, type], with dimensions {', '.join(DIMENSIONS)} or names of your own"
         raise document.error(keys, f"an array has dimensions: {allowed}")
-    *dimensions, type = given if isinstance(given, tuple) else [given]
+    *dimensions, type = declaration if isinstance(declaration, tuple) else [declaration]
     document.convert(keys, type, Choice(TYPES))
     param = ScoreParam(name, type, tuple(dimensions))
     for dimension, symbol in zip(dimensions, param.symbols, strict=True):
@@ -186,7 +190,7 @@ def _param(document: Document, keys: tuple[str, ...], name: str, given: str | tu
         if dimension == "score":
             raise document.error(keys, "no dimension is called `score`")
         if dimensions.count(dimension) > 1:
-            raise document.error(keys, f"the dimension {dimension} occurs twice in {[*given]}")
+            raise document.error(keys, f"the dimension {dimension} occurs twice in {[*declaration]}")
         if dimension not in DIMENSIONS and symbol in operator.symbols:
             raise document.error(keys, f"its dimension would be called {symbol}, as one of attention's")
     if len(set(_members(param))) < len(_members(param)):

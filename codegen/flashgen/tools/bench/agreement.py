@@ -115,7 +115,8 @@ def _modification(case: Case, slopes: Any) -> ScoreOfCall | None:
     """
     if case.score == "none":
         return None
+    from flashgen.call.fields import PLAN_KEYWORDS
     from flashgen.families.scores import load_scores
 
-    score = load_scores().by_name[_SCORES[case.score]]
+    score = load_scores(keywords=PLAN_KEYWORDS).by_name[_SCORES[case.score]]
     return ScoreOfCall(score, {"cap": SOFTCAP}, {"slope": slopes}, case.seqlen_kv - case.seqlen_q)
