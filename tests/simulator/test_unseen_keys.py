@@ -332,8 +332,8 @@ FAULTS = (
         WINDOW_BACKWARD,
         SEQUENCES,
         ("proxy",),
-        "    fence_proxy_async();\n}\n\nconstexpr int kClearBarrier",
-        "}\n\nconstexpr int kClearBarrier",
+        "0.0f, 0.0f, 0.0f, 0.0f);\n        }\n    }\n    fence_proxy_async();",
+        "0.0f, 0.0f, 0.0f, 0.0f);\n        }\n    }",
     ),
 )
 
