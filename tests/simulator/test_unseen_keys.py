@@ -340,20 +340,27 @@ FAULTS = (
 
 @pytest.mark.parametrize("planted", FAULTS, ids=[each.name for each in FAULTS])
 def test_a_planted_fault_is_found(planted: Fault, compiler, fresh_seed):
+    """By one of a few examples: the lengths of one may leave no unseen key in a block that is read."""
+    verdicts = []
+    for seed in range(fresh_seed, fresh_seed + 4):
+        verdicts.append(verdict_of(planted, seed))
+        if verdicts[-1] in planted.caught:
+            return
+    raise AssertionError(f"found {verdicts}")
+
+
+def verdict_of(planted: Fault, seed: int) -> str | None:
+    """What finds the fault with this example, None where nothing does."""
     variant = MAIN[planted.variant]
-    example = make(variant, planted.shape, fresh_seed)
+    example = make(variant, planted.shape, seed)
 
     def source_of(step):
         return planted.plant(render(step)) if step.name == planted.variant else render(step)
 
     try:
-        found = (
-            WRONG
-            if differing(example, lambda each: simulated(variant, each, fresh_seed, source_of))
-            else None
-        )
+        is_different = differing(example, lambda each: simulated(variant, each, seed, source_of))
     except SimulationError as error:
-        found = error.check
+        return error.check
     except AssertionError:  # wrong even where unseen keys are 0
-        found = WRONG
-    assert found in planted.caught
+        return WRONG
+    return WRONG if is_different else None
