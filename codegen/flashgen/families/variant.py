@@ -11,7 +11,7 @@ from flashgen.families.arch import arch_parts, reaches
 from flashgen.families.dispatch import Dispatch
 from flashgen.families.grid import Grid
 from flashgen.families.params import score_params
-from flashgen.operators import OPERATORS, operator_of
+from flashgen.operators import OPERATORS
 
 if TYPE_CHECKING:
     from flashgen.families.grid import Buffer, Visits
@@ -99,14 +99,18 @@ class Variant:
     def __str__(self) -> str:
         return self.name
 
-    def axis(self, name: str) -> str | int:
-        """The value of one axis; of one that the spec does not have, what the operator says it stands for.
-
-        Raises KeyError for an axis that neither has.
+    @property
+    def axis_values(self) -> dict[str, str | int]:
+        """The value of each axis of the spec and of the operator; of one that the spec does not have, what
+        the operator says it stands for.
         """
+        return OPERATORS[self.operator].axis_values(dict(self.axes))
+
+    def axis(self, name: str) -> str | int:
+        """The value of one axis, as in `axis_values`. Raises KeyError for an axis that neither has."""
         values = dict(self.axes)
         if name not in values:
-            values = operator_of(self.operator, self.has_lengths).axis_values(values)
+            values = self.axis_values
         return _lookup(tuple(values.items()), name)
 
     def tile_value(self, name: str) -> int | str:

@@ -2,7 +2,7 @@
 
 Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
 and ``${ x }`` prints a value. Undefined names are errors, and so are the usual delimiters of Jinja. A
-template finds every axis and every tile key by name, and beside them ``header`` (the file's first comment),
+template finds every axis of its operator and every tile key by name, and beside them ``header`` (the file's first comment),
 ``params_struct`` (the C struct), ``name``, ``has_lengths`` (the device has the length of each sequence),
 ``computes_gradients``, ``target``, ``element_bytes``, ``threads``, ``smem_bytes``, ``step`` (the name of the
 kernel in its family), ``features`` (the names of its features) and ``variant``; of a score modification
@@ -218,7 +218,9 @@ def source_digest(variant: Variant) -> str:
     digests mean equal sources; a changed comment changes the digest.
     """
     folders = search_path(variant)
-    digest = hashlib.sha256(repr(variant.rendered_form()).encode())
+    form = variant.rendered_form()
+    # The operator, which is no part of this renderer, gives an axis that the spec does not have its value.
+    digest = hashlib.sha256(repr((form, form.axis_values)).encode())
     # The C++ of a score modification follows from its formula, and how is in `operators`.
     digest.update(code_digest("source") if variant.score is None else code_digest("source", "operators"))
     for name, text in _closure(variant.template, variant.header, _spec_file(variant), folders).items():
@@ -230,7 +232,7 @@ def source_digest(variant: Variant) -> str:
 def _context(form: Variant) -> dict[str, Any]:
     return {
         "score": None,
-        **dict(form.axes),
+        **form.axis_values,
         **dict(form.tile),
         **_of_score(form),
         "variant": form,
