@@ -58,12 +58,14 @@ def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
         if mask is not None:
             mask = np.broadcast_to(mask, MASK.extents(problem.sizes))
         if not problem.batched:
-            named = {name: None if x is None else x[None] for name, x in named.items()}
+            leading = {x.name for x in problem.operator.arguments if x.leads_with_batch}
+            named |= {name: x[None] for name, x in named.items() if x is not None and name in leading}
         gradients(problem, Call(**named, mask=mask, score=score))
         return
     in_order = sequences(problem, {name: named.pop(name) for name in LENGTH_ARRAYS})
-    for name in ("dq", "dk", "dv"):
-        named[name][...] = 0  # also rows outside all sequences
+    for argument in problem.operator.arguments:
+        if argument.is_output and named[argument.name] is not None:
+            named[argument.name][...] = 0  # also rows outside all sequences
     for sequence in in_order:
         part = problem.of_sequence(sequence.q_length, sequence.kv_length)
         call = Call(

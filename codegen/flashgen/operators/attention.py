@@ -52,6 +52,8 @@ ARGUMENTS = (
         optional=True,
     ),
 )
+# The optional inputs but the mask, whose check is of its own.
+_INPUTS = tuple(x.name for x in ARGUMENTS if x.optional and not x.is_output and x.name != "mask")
 # Who splits keys: a kernel, into equal shares of all that there are, or the call; of a family that a call of
 # either kind may take, nobody ("any").
 SPLITS = ("none", "fixed")
@@ -121,10 +123,7 @@ class AttentionProblem(Problem):
         """How many dimensions of an argument the caller leaves out: the batch of packed rows, or of a call
         without a batch.
         """
-        if self.lengths is None:
-            return int(argument.leads_with_batch and not self.batched)
-        packed = {"batch_q": self.lengths.packed_q, "batch_kv": self.lengths.packed_kv}
-        return int(packed.get(argument.symbols[0] if argument.symbols else "", False))
+        return _missing(argument, self.lengths, self.batched)
 
     def shape(self, position: int) -> tuple[int, ...]:
         argument = self.operator.arguments[position]
@@ -132,7 +131,7 @@ class AttentionProblem(Problem):
 
     @property
     def return_lse(self) -> bool:
-        return self.strides[self.operator.position("lse")] is not None
+        return self.has("lse")
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -236,7 +235,6 @@ class AttentionProblem(Problem):
         sizes = {name: getattr(self, name) for name in _SIZES}
         sizes |= {"batch": 1, "seqlen_q": q_length, "seqlen_kv": kv_length}
         symbols = sizes | dict(self.score_sizes)
-        present = {"mask": self.mask_type == "dense", "lse": self.return_lse}
         return AttentionProblem(
             **sizes,
             dtype=self.dtype,
@@ -247,9 +245,7 @@ class AttentionProblem(Problem):
             softmax_scale=self.softmax_scale,
             splits=self.splits,
             strides=tuple(
-                place(argument, None, symbols, self.dtype).strides
-                if present.get(argument.name, True)
-                else None
+                place(argument, None, symbols, self.dtype).strides if self.has(argument.name) else None
                 for argument in operator_for(self.score).arguments
             ),
             score=self.score,
@@ -306,11 +302,6 @@ def normalise(
     k: ArrayView,
     v: ArrayView,
     *,
-    cu_seqlens_q: ArrayView | None = None,
-    cu_seqlens_kv: ArrayView | None = None,
-    kv_lengths: ArrayView | None = None,
-    index: ArrayView | None = None,
-    pages: ArrayView | None = None,
     mask: ArrayView | None = None,
     out: ArrayView | None = None,
     causal: bool = False,
@@ -324,20 +315,25 @@ def normalise(
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
     score_scalars: Sequence[Any] = (),
+    **inputs: ArrayView | None,
 ) -> AttentionProblem:
     """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``; the
     bounds may be `Expected`. ``score_arrays`` and ``score_scalars`` are in the order of the modification's.
+    ``inputs`` has all other optional inputs of ARGUMENTS, by name: those of lengths, and those that need no
+    check but by their row of the table.
 
     Raises BadTensorShape, BadTensorDtype, BadTensorStrides, DeviceTypeNotSupported, NullPointer or BadParam.
     """
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     splits = splits_of(splits)
     views = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
-    arrays = dict(zip(LENGTH_ARRAYS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages), strict=True))
-    arrays = {name: view for name, view in arrays.items() if view is not None}
+    for name in inputs.keys() - set(_INPUTS):
+        raise TypeError(f"attention has no optional input {name}")
+    inputs = {name: inputs[name] for name in _INPUTS if inputs.get(name) is not None}
+    arrays = {name: view for name, view in inputs.items() if name in LENGTH_ARRAYS}
     masks = {} if mask is None else {"mask": mask}
     tables = contract.score_views(score, score_arrays)
-    check_devices(views | arrays | masks | tables)
+    check_devices(views | inputs | masks | tables)
     dtype = contract.check_dtypes(views)
     lengths = None
     if arrays:
@@ -368,7 +364,13 @@ def normalise(
             of_lengths.check_mask(mask, arrays, sizes, bounded=max_seqlen_kv is not None)
         score_sizes = of_lengths.check_score_arrays(score, tables, sizes)
     symbols = sizes | dict(score_sizes) | (lengths.sizes_of(sizes["batch"]) if lengths else {})
-    present = views | arrays | masks | tables
+    batched = len(q.shape) == 4 if lengths is None else not lengths.packed_q
+    operator = operator_for(score, lengths is not None)
+    for name in inputs.keys() - arrays.keys():
+        argument = operator.arguments[operator.position(name)]
+        missing = _missing(argument, lengths, batched)
+        contract.check_beside_q(argument, inputs[name], symbols, dtype, missing)
+    present = views | inputs | masks | tables
     problem = AttentionProblem(
         **sizes,
         lengths=lengths,
@@ -382,9 +384,9 @@ def normalise(
             place(argument, present.get(argument.name), symbols, dtype).strides
             if argument.name in present or not argument.optional or (argument.name == "lse" and return_lse)
             else None
-            for argument in operator_for(score, lengths is not None).arguments
+            for argument in operator.arguments
         ),
-        batched=len(q.shape) == 4 if lengths is None else not lengths.packed_q,
+        batched=batched,
         device=q.device,
         splits=splits,
         score=score,
@@ -394,6 +396,14 @@ def normalise(
     if any(value is not None for value in score_scalars):
         return problem.with_scalars((None, *score_scalars))
     return problem
+
+
+def _missing(argument: Argument, lengths: Lengths | None, batched: bool) -> int:
+    """As `AttentionProblem.missing`."""
+    if lengths is None:
+        return int(argument.leads_with_batch and not batched)
+    packed = {"batch_q": lengths.packed_q, "batch_kv": lengths.packed_kv}
+    return int(packed.get(argument.symbols[0] if argument.symbols else "", False))
 
 
 def _serves_grouping(problem: AttentionProblem, gqa: Value) -> bool:

@@ -18,19 +18,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadTensorDtype, BadTensorShape, arg
 from flashgen.operators import attention, contract, lengths
-from flashgen.operators.arguments import (
-    DTYPE_BYTES,
-    Argument,
-    Expected,
-    check_devices,
-    check_strides,
-    flag,
-    place,
-    shown_shape,
-    view_of_shape,
-)
+from flashgen.operators.arguments import Argument, check_devices, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.lengths import BOUNDS, CACHE_ARRAYS, refuse_mask
 from flashgen.operators.operator import Axis, Operator, Value, by_name, modified
@@ -43,27 +32,42 @@ if TYPE_CHECKING:
 
 
 def gradient_arguments(forward: Sequence[Argument], without: Sequence[str]) -> tuple[Argument, ...]:
-    """The arguments of the gradients of an operator: the gradient of its first output, its inputs but those
-    ``without`` gradients, its outputs, the gradients of its other outputs, and a gradient of each input that
-    is differentiable.
+    """The arguments of the gradients of an operator: the gradient of its first output, its arguments but
+    those ``without`` gradients, in their order and all of them inputs, the gradients of its other outputs,
+    and a gradient of each input that is differentiable. An output that the forward call may lack is needed
+    here. The gradient of an optional input is optional, and there where the input is.
     """
-    inputs = [argument for argument in forward if not argument.is_output and argument.name not in without]
-    outputs = [argument for argument in forward if argument.is_output]
+    kept = [argument for argument in forward if argument.name not in without]
+    outputs = [argument for argument in kept if argument.is_output]
     dout, *others = [argument._replace(name=f"d{argument.name}", role="input") for argument in outputs]
     return (
         dout,
-        *(argument._replace(differentiable=False) for argument in inputs),
-        *(argument._replace(role="input", optional=False) for argument in outputs),
+        *(
+            argument._replace(
+                role="input",
+                optional=argument.optional and not argument.is_output,
+                differentiable=False,
+            )
+            for argument in kept
+        ),
         *others,
         *(
             argument._replace(name=f"d{argument.name}", role="output", differentiable=False)
-            for argument in inputs
+            for argument in kept
             if argument.differentiable
         ),
     )
 
 
 ARGUMENTS = gradient_arguments(attention.ARGUMENTS, without=CACHE_ARRAYS)
+# The input that a gradient among the outputs is of, by the name of the gradient.
+INPUT_OF = {f"d{argument.name}": argument.name for argument in attention.ARGUMENTS if argument.differentiable}
+# What the forward call does not take: its outputs, and all gradients.
+_OF_GRADIENTS = tuple(
+    argument.name
+    for argument in ARGUMENTS
+    if argument.name not in {x.name for x in attention.ARGUMENTS if not x.is_output}
+)
 LENGTH_ARRAYS = tuple(name for name in lengths.LENGTH_ARRAYS if name not in CACHE_ARRAYS)
 OPTIONS = ("causal", "mask_type", "window_size", *BOUNDS, "score", "deterministic")
 # In what order thread blocks add to dq: in none, or always in the same; or the one that has its rows does
@@ -119,12 +123,9 @@ class BackwardProblem(AttentionProblem):
     def of_sequence(self, q_length: int, kv_length: int) -> BackwardProblem:
         """The problem of one sequence of these lengths, with contiguous arrays that have no other."""
         forward = AttentionProblem.of_sequence(self, q_length, kv_length)
-        arguments = operator_for(self.score).arguments
-        views: dict[str, ArrayView | None] = {}
-        if self.strides[self.operator.position("dlse")] is not None:
-            dlse = next(argument for argument in arguments if argument.name == "dlse")
-            views["dlse"] = view_of_shape(dlse.extents(forward.sizes), "fp32", self.device)
-        return BackwardProblem(**kept_of(forward, arguments, views), deterministic=self.deterministic)
+        present = dict.fromkeys(name for name in self.operator.positions if self.has(name))
+        fields = kept_of(forward, operator_for(self.score).arguments, present)
+        return BackwardProblem(**fields, deterministic=self.deterministic)
 
 
 def normalise(
@@ -135,94 +136,48 @@ def normalise(
     out: ArrayView,
     lse: ArrayView,
     *,
-    cu_seqlens_q: ArrayView | None = None,
-    cu_seqlens_kv: ArrayView | None = None,
-    kv_lengths: ArrayView | None = None,
-    mask: ArrayView | None = None,
-    dlse: ArrayView | None = None,
-    dq: ArrayView | None = None,
-    dk: ArrayView | None = None,
-    dv: ArrayView | None = None,
-    causal: bool = False,
-    mask_type: int | str | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    max_seqlen_q: int | Expected | None = None,
-    max_seqlen_kv: int | Expected | None = None,
     deterministic: bool = False,
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
-    score_scalars: Sequence[Any] = (),
+    **others: Any,
 ) -> BackwardProblem:
     """The Problem of a call, or the error of the contract that it breaks. Arguments as in
-    ``attention_backward``.
+    ``attention_backward``: ``others`` has arrays of ARGUMENTS, and what `attention.normalise` takes.
 
     Raises as `attention.normalise`.
     """
     deterministic = flag("deterministic", deterministic)
-    arrays = dict(zip(LENGTH_ARRAYS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths), strict=True))
-    if any(view is not None for view in arrays.values()):
-        refuse_mask(mask)
-    forward = attention.normalise(
-        q,
-        k,
-        v,
-        **arrays,
-        mask=mask,
-        causal=causal,
-        mask_type=mask_type,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        return_lse=True,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-        score=score,
-        score_arrays=score_arrays,
-        score_scalars=score_scalars,
-    )
-    operator = operator_for(score, forward.lengths_on_device)
-    views = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+    views = {name: others.pop(name) for name in _OF_GRADIENTS if name in others}
+    views |= {"dout": dout, "out": out, "lse": lse}
     views = {name: view for name, view in views.items() if view is not None}
+    inputs = {name: others[name] for name in ATTENTION.positions if others.get(name) is not None}
+    if not inputs.keys().isdisjoint(LENGTH_ARRAYS):
+        refuse_mask(inputs.get("mask"))
+    forward = attention.normalise(q, k, v, **others, return_lse=True, score=score, score_arrays=score_arrays)
+    operator = operator_for(score, forward.lengths_on_device)
     check_devices({"q": q} | views)
     for name, view in views.items():
-        check_array(operator.arguments[operator.position(name)], view, forward)
-    views |= {"q": q, "k": k, "v": v, "mask": mask} | arrays | contract.score_views(score, score_arrays)
+        argument = operator.arguments[operator.position(name)]
+        contract.check_beside_q(argument, view, forward.sizes, forward.dtype, forward.missing(argument))
+    views |= {"q": q, "k": k, "v": v} | inputs | contract.score_views(score, score_arrays)
     return BackwardProblem(**kept_of(forward, operator.arguments, views), deterministic=deterministic)
 
 
 def kept_of(
     forward: AttentionProblem, arguments: Sequence[Argument], views: Mapping[str, ArrayView | None]
 ) -> dict[str, Any]:
-    """The fields of a forward call's problem, with the strides of these arguments of its gradients. Without a
-    view an optional one is absent, and any other contiguous.
+    """The fields of a forward call's problem, with the strides of these arguments of its gradients. ``views``
+    has those that the call has, None for an array that is contiguous. The gradient of an optional input is
+    there where the input is; any other optional argument without an entry is absent.
     """
     kept = {field.name: getattr(forward, field.name) for field in dataclasses.fields(forward)}
     kept["strides"] = tuple(
         None
-        if argument.optional and views.get(argument.name) is None
+        if argument.optional and INPUT_OF.get(argument.name, argument.name) not in views
         else place(argument, views.get(argument.name), forward.sizes, forward.dtype).strides
         for argument in arguments
     )
     return kept
-
-
-def check_array(argument: Argument, view: ArrayView, forward: AttentionProblem) -> None:
-    """That an array belongs to the forward call, and its layout fits. Raises BadTensorDtype, BadTensorShape
-    or BadTensorStrides.
-    """
-    missing = forward.missing(argument)
-    name, dtype = argument.name, argument.dtype(forward.dtype)
-    if view.dtype != dtype:
-        why = "" if argument.dtypes else ", that of q"
-        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; expected {dtype}{why}")
-    expected = argument.extents(forward.sizes)[missing:]
-    if view.shape != expected:
-        symbols = shown_shape(argument.symbols[missing:])
-        raise BadTensorShape(
-            f"{arg(name)} has shape {view.shape}; these {arg('q')}, {arg('k')} and {arg('v')} need {symbols} "
-            f"= {expected}"
-        )
-    check_strides(argument, view, DTYPE_BYTES[dtype])
 
 
 def _serves_order(problem: BackwardProblem, order: Value) -> bool:

@@ -14,6 +14,7 @@ from flashgen.operators.arguments import (
     Argument,
     check_array,
     check_broadcast,
+    check_strides,
     shown,
     shown_shape,
 )
@@ -136,6 +137,29 @@ def check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
             f"{arg('out')} has shape {out.shape}; expected that of {arg('q')} with the last dimension of "
             f"{arg('v')}, {expected}"
         )
+
+
+def check_beside_q(
+    argument: Argument, view: ArrayView, sizes: Mapping[str, int], element: str, missing: int
+) -> None:
+    """That an array belongs to q, k and v of these sizes, and its layout fits; ``missing`` is how many
+    dimensions the caller leaves out. Raises BadTensorDtype, BadTensorShape or BadTensorStrides.
+    """
+    name, allowed = argument.name, argument.dtypes or (element,)
+    if view.dtype not in allowed:
+        why = "" if argument.dtypes else ", that of q"
+        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; expected {' or '.join(allowed)}{why}")
+    expected = argument.extents(sizes)[missing:]
+    if argument.layout == "broadcast":
+        check_broadcast(argument, view, expected)
+        return
+    if view.shape != expected:
+        symbols = shown_shape(argument.symbols[missing:])
+        raise BadTensorShape(
+            f"{arg(name)} has shape {view.shape}; these {arg('q')}, {arg('k')} and {arg('v')} need {symbols} "
+            f"= {expected}"
+        )
+    check_strides(argument, view, DTYPE_BYTES[view.dtype])
 
 
 def scale_of(softmax_scale: float | None, head_dim: int) -> float:

@@ -73,6 +73,11 @@ class Problem:
             if argument.is_output and strides is not None
         )
 
+    def has(self, name: str) -> bool:
+        """Whether the call has an array for the argument called ``name``."""
+        position = self.operator.positions.get(name)
+        return position is not None and self.strides[position] is not None
+
     @property
     def invariant(self) -> bool:
         """Whether the bits of a sequence must not depend on its batch nor on the GPU's multiprocessors."""

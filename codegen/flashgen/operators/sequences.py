@@ -145,7 +145,8 @@ def arrays_of(
         elif symbols[0] == "batch_q":
             parts[name] = (x[entry, rows] if symbols[1] == "rows_q" else x[entry, :, rows])[None]
         else:
-            whole = np.broadcast_to(x, argument.extents(problem.sizes))
+            extents = argument.extents(problem.sizes)
+            whole = np.broadcast_to(x, extents) if argument.layout == "broadcast" else x
             parts[name] = whole[tuple(cut.get(symbol, slice(None)) for symbol in symbols)]
     return parts
 
