@@ -264,7 +264,7 @@ def attention_backward(
     workspace: Any = None,
     stream: Any = None,
     backend: str | None = None,
-) -> tuple[Any, Any, Any]: ...
+) -> tuple[Any, ...]: ...
 def plan_backward(
     dout: Any,
     q: Any,

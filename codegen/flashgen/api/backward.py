@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flashgen.call.compute import compute, make_plan, planning
-from flashgen.call.fields import BY_NAME
+from flashgen.call.fields import BY_NAME, DIFFERENTIABLE, GRADIENTS, listed
 from flashgen.call.keywords import unexpected
 from flashgen.call.record import GradientCall, call_of
 from flashgen.call.request import Request, gradients_of, names_of
@@ -24,33 +24,7 @@ if TYPE_CHECKING:
 NOT_BACKWARD = ("append", "rotary", "splits", "algorithm")
 
 
-def _attention_backward(call: Call) -> tuple[Any, Any, Any]:
-    """The gradients of ``attention`` in q, k and v, for that of its result. PyTorch tensors that require a
-    gradient get it from ``attention`` itself.
-
-    dout: the gradient of out: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch as q, of the dtype
-        and device of q; any strides, but the last dimension is contiguous and rows are 16-byte aligned.
-    q, k, v, and all options up to max_seqlen_kv: those of the call of ``attention``. With packed queries dout
-        is (tokens, num_heads_q, head_dim_v), and lse (num_heads_q, tokens).
-    out, lse: what ``attention(..., return_lse=True)`` returned for them. lse is contiguous.
-    dlse: the gradient of lse, where it has one: fp32, of the shape of lse, contiguous.
-    dq, dk, dv: receive the results: of the shape and dtype of q, k and v, in memory that no other argument
-        touches. Not for JAX, whose arrays cannot be written to.
-    deterministic: give the same bits each time. Otherwise thread blocks of a GPU may add to dq in any order,
-        and its last bits differ from call to call; dk and dv are always the same. On the CPU all may have
-        other last bits where BLAS has another number of threads. For PyTorch tensors it is on under
-        ``torch.use_deterministic_algorithms(True)``.
-    workspace: memory for the call, as for a plan, which says how much it needs (`Plan.__call__`); None: it is
-        allocated. On the CPU nothing is needed, and what is given is checked, but not used.
-    stream, backend: as in ``attention``.
-
-    Returns (dq, dk, dv), of the kind of dout: new arrays, or those given. Rows that see no key, keys that no
-    row sees, and rows that are no sequence's, have gradients of 0: those behind the last packed sequence, and
-    padded keys past a length. torch.compile sees an operator; tensors on meta give results there.
-
-    Raises what ``attention`` raises, before anything is queued or written; BadParam for a gradient of what
-    has none: arrays in params, and calls with a KV cache; InsufficientWorkspace.
-    """
+def _attention_backward(call: Call) -> tuple[Any, ...]:
     kind = arrays.kind_of(call.dout)
     try:
         call = _repeatable(call, kind)
@@ -64,6 +38,35 @@ def _attention_backward(call: Call) -> tuple[Any, Any, Any]:
         if isinstance(error, torchkind.RequiresGradient):
             raise error.of("attention_backward()") from None
         raise
+
+
+_attention_backward.__doc__ = f"""The gradients of ``attention`` in {listed(DIFFERENTIABLE)}, for that of its
+    result. PyTorch tensors that require a gradient get it from ``attention`` itself.
+
+    dout: the gradient of out: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch as q, of the dtype
+        and device of q; any strides, but the last dimension is contiguous and rows are 16-byte aligned.
+    {", ".join(DIFFERENTIABLE)}, and all options up to max_seqlen_kv: those of the call of ``attention``.
+        With packed queries dout is (tokens, num_heads_q, head_dim_v), and lse (num_heads_q, tokens).
+    out, lse: what ``attention(..., return_lse=True)`` returned for them. lse is contiguous.
+    dlse: the gradient of lse, where it has one: fp32, of the shape of lse, contiguous.
+    {", ".join(GRADIENTS)}: receive the results: of the shape and dtype of {listed(DIFFERENTIABLE)}, in memory
+        that no other argument touches. Not for JAX, whose arrays cannot be written to.
+    deterministic: give the same bits each time. Otherwise thread blocks of a GPU may add to dq in any order,
+        and its last bits differ from call to call; dk and dv are always the same. On the CPU all may have
+        other last bits where BLAS has another number of threads. For PyTorch tensors it is on under
+        ``torch.use_deterministic_algorithms(True)``.
+    workspace: memory for the call, as for a plan, which says how much it needs (`Plan.__call__`); None: it is
+        allocated. On the CPU nothing is needed, and what is given is checked, but not used.
+    stream, backend: as in ``attention``.
+
+    Returns ({", ".join(GRADIENTS)}), of the kind of dout: new arrays, or those given. The gradient of an
+    array that the call lacks is left out. Rows that see no key, keys that no row sees, and rows outside all
+    sequences have gradients of 0: rows after the last packed sequence, and padded keys past a length.
+    torch.compile sees an operator; tensors on meta give results there.
+
+    Raises what ``attention`` raises, before anything is queued or written; BadParam for a gradient of what
+    has none: arrays in params, and calls with a KV cache; InsufficientWorkspace.
+    """
 
 
 def _plan_backward(call: Call) -> Plan:

@@ -57,7 +57,7 @@ def text() -> str:
     functions = (
         _function("attention", "Any"),
         *("@overload\n" + _function("plan", result, changes) for result, changes in plans),
-        _function("attention_backward", "tuple[Any, Any, Any]"),
+        _function("attention_backward", "tuple[Any, ...]"),
         _function("plan_backward", backward),
         *map(_written, (append, cascade, merge, explain)),
         _written(warmup, {"calls": "Iterable[_WarmupCall]"}),

@@ -13,11 +13,12 @@ from torch.autograd import forward_ad
 
 from flashgen.call.codec import INPUTS, INPUTS_SCHEMA, SCHEMA, decode, encode, encode_score
 from flashgen.call.compute import compute
-from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, SHORTHANDS
+from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, SHORTHANDS, listed
 from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.call.request import gradients_of, names_of, request_of
 from flashgen.errors import BadParam, DeviceTypeNotSupported, FlashgenError, NullPointer, arg
 from flashgen.operators.arguments import ROW_ALIGNMENT
+from flashgen.operators.backward import BACKWARD
 from flashgen.operators.contract import check_rank
 from flashgen.operators.lengths import refuse_mask
 from flashgen.runtime.arrays import kind_of
@@ -30,7 +31,17 @@ if TYPE_CHECKING:
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _COUNT, _GRADIENTS = len(INPUTS), len(DIFFERENTIABLE)
 # What the backward pass takes beside the inputs: the first before them, the others after them.
-_OF_BACKWARD = ("dout", *INPUTS, "out", "lse", "dlse")
+OF_BACKWARD = ("dout", *INPUTS, "out", "lse", "dlse")
+# Of these the arrays whose rows are aligned, and the ones that are contiguous; lengths are as the caller has
+# them.
+_IN_ROWS, _CONTIGUOUS = (
+    tuple(
+        x.name
+        for x in BACKWARD.arguments
+        if x.layout == layout and x.name in OF_BACKWARD and x.name not in LENGTHS
+    )
+    for layout in ("rows", "contiguous")
+)
 # The options of both passes.
 _SHARED = [
     x.name
@@ -132,8 +143,8 @@ def refuse_derivatives(call: Call) -> None:
             continue
         if x.requires_grad and torch.is_grad_enabled():
             raise BadParam(
-                f"{arg(name)} requires a gradient; flashgen has gradients of q, k and v alone: pass "
-                f"{arg(name)}.detach()"
+                f"{arg(name)} requires a gradient; flashgen has gradients of {listed(DIFFERENTIABLE)} alone: "
+                f"pass {arg(name)}.detach()"
             )
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             raise BadParam(f"{arg(name)}: {WITH_TANGENT}")
@@ -159,7 +170,9 @@ def _attend(*args: Any) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     # Inductor drops a copy that a caller has made: to it a tensor that starts elsewhere is as good.
-    return _attend(*map(with_rows, args[:3]), *args[3:])
+    pairs = zip(INPUTS, args, strict=False)
+    inputs = (with_rows(x) if name in _IN_ROWS and x is not None else x for name, x in pairs)
+    return _attend(*inputs, *args[_COUNT:])
 
 
 @_forward.register_fake
@@ -170,20 +183,33 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
 
 
 def _differentiate(*args: Any) -> tuple[Tensor, ...]:
-    """The gradients, where nothing is recorded."""
-    score_arrays, *entries = args[len(_OF_BACKWARD) :]
-    return differentiate(_readable(args), score_arrays, tuple(entries))
+    """The gradients, where nothing is recorded; an empty tensor for an array that the call lacks, since a
+    result of an operator is a tensor.
+    """
+    score_arrays, *entries = args[len(OF_BACKWARD) :]
+    gradients = differentiate(_readable(args), score_arrays, tuple(entries))
+    inputs = args[1 : 1 + _GRADIENTS]
+    return tuple(args[0].new_empty(0) if x is None else x for x in _by_input(gradients, inputs))
+
+
+def _by_input(gradients: tuple[Tensor, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A gradient for each of the differentiable inputs, None for one that the call lacks."""
+    if len(gradients) == len(inputs):
+        return gradients
+    remaining = iter(gradients)
+    return tuple(None if x is None else next(remaining) for x in inputs)
 
 
 def _readable(arrays: tuple[Any, ...]) -> dict[str, Any]:
     """What the backward pass takes, by name, in layouts that kernels read."""
-    values = dict(zip(_OF_BACKWARD, arrays, strict=False))
-    if values["dlse"] is not None:
-        values["dlse"] = _one(values["dlse"]).contiguous()
+    values = dict(zip(OF_BACKWARD, arrays, strict=False))
     # Hooks of saved tensors keep values, and not where these are in memory.
-    for name in ("dout", "q", "k", "v", "out"):
-        values[name] = with_rows(values[name])
-    values["lse"] = values["lse"].contiguous()
+    for name in _IN_ROWS:
+        if values[name] is not None:
+            values[name] = with_rows(values[name])
+    for name in _CONTIGUOUS:
+        if values[name] is not None:
+            values[name] = _one(values[name]).contiguous()
     return values
 
 
@@ -217,7 +243,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 @_backward.register_fake
 def _(dout: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in rest[:_GRADIENTS])
+    return tuple(dout.new_empty(0) if x is None else x.new_empty(x.shape) for x in rest[:_GRADIENTS])
 
 
 def _one(gradient: Tensor) -> Tensor:
@@ -277,6 +303,12 @@ def _with_score(call: Call, arrays: Mapping[str, Tensor | None]) -> Call:
     return call.replace(params={**call.params, **arrays})
 
 
+def _recorded(*args: Any) -> tuple[Tensor | None, ...]:
+    """The gradients by the operator, None for an array that the call lacks."""
+    pairs = zip(args[1:], _backward(*args), strict=False)
+    return tuple(None if x is None else gradient for x, gradient in pairs)
+
+
 class _Attention(torch.autograd.Function):
     """The same in eager mode, where recording an operator takes ten times as long as queueing kernels. Takes
     the differentiable arrays, and the record of the call.
@@ -310,10 +342,11 @@ class _Attention(torch.autograd.Function):
         # Where gradients are recorded themselves, the operator refuses to have its own.
         if not torch.is_grad_enabled() and _is_eager(arrays):
             gradients = call_of(GradientCall, **{name: getattr(call, name) for name in _SHARED})
-            return *_gradients(gradients.replace(**_readable(arrays))), None
+            results = _gradients(gradients.replace(**_readable(arrays)))
+            return *_by_input(results, saved[:_GRADIENTS]), None
         call = call.replace(**dict(zip(INPUTS, saved, strict=False)))
         score_arrays, entries = encode(call)
-        return *_backward(*arrays, score_arrays, *entries), None
+        return *_recorded(*arrays, score_arrays, *entries), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> None:
@@ -322,9 +355,9 @@ class _Attention(torch.autograd.Function):
 
 def _of_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     args = _kept(ctx, dout, dlse)
-    score_arrays, *entries = args[len(_OF_BACKWARD) :]
+    score_arrays, *entries = args[len(OF_BACKWARD) :]
     nothing = [None] * (_COUNT - _GRADIENTS)
-    return (*_backward(*args), *nothing, [None] * len(score_arrays), *[None] * len(entries))
+    return (*_recorded(*args), *nothing, [None] * len(score_arrays), *[None] * len(entries))
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

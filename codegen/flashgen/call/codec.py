@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashgen.call.fields import BACKWARD, DIFFERENTIABLE, FORWARD, POSITIONAL, SHORTHANDS
+from flashgen.call.fields import BACKWARD, DIFFERENTIABLE, FORWARD, GRADIENTS, POSITIONAL, SHORTHANDS
 from flashgen.call.generate import function
 from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.call.request import named_score
@@ -65,6 +65,12 @@ INPUTS = (
     ),
 )
 INPUTS_SCHEMA = ", ".join(f"Tensor{'' if name in POSITIONAL['attention'] else '?'} {name}" for name in INPUTS)
+
+# What gradients are written to, for arrays that a call may lack as well.
+GRADIENTS_SCHEMA = ", ".join(
+    f"Tensor({chr(ord('a') + place)}!){'' if name in POSITIONAL['attention'] else '?'} {gradient}"
+    for place, (name, gradient) in enumerate(zip(DIFFERENTIABLE, GRADIENTS, strict=True))
+)
 
 
 def arguments_schema(operator: Operator, absent: tuple[str, ...] = ()) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flashgen.call.autograd import (
+    OF_BACKWARD,
     check_meta,
     check_tensors,
     differentiate,
@@ -22,9 +23,17 @@ from flashgen.call.autograd import (
     refuse_transforms,
     with_rows,
 )
-from flashgen.call.codec import INPUTS, INPUTS_SCHEMA, SCHEMA, arguments_schema, decode, encode
+from flashgen.call.codec import (
+    GRADIENTS_SCHEMA,
+    INPUTS,
+    INPUTS_SCHEMA,
+    SCHEMA,
+    arguments_schema,
+    decode,
+    encode,
+)
 from flashgen.call.compute import compute
-from flashgen.call.fields import DIFFERENTIABLE
+from flashgen.call.fields import DIFFERENTIABLE, GRADIENTS
 from flashgen.call.kvcache import FIELDS, KVCache
 from flashgen.call.record import AttentionCall
 from flashgen.call.request import Request, gradients_of, load_operators, names_of, request_of
@@ -40,8 +49,6 @@ if TYPE_CHECKING:
     from flashgen.call.record import Call
 
 load_operators()
-_GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
-_OF_BACKWARD = ("dout", *INPUTS, "out", "lse", "dlse")
 
 
 def attention(call: Call, append_request: Request | None, what: str) -> tuple[Tensor, Tensor | None]:
@@ -68,7 +75,7 @@ def attention(call: Call, append_request: Request | None, what: str) -> tuple[Te
 
 
 def attention_backward(call: Call) -> tuple[Tensor, ...]:
-    """dq, dk and dv of a call. Raises BadParam or NullPointer."""
+    """The gradients of a call, in order. Raises BadParam or NullPointer."""
     _checked(gradients_of(_without_numbers(call)), call.stream, "attention_backward()")
     if call.workspace is not None:
         raise BadParam(
@@ -78,13 +85,13 @@ def attention_backward(call: Call) -> tuple[Tensor, ...]:
     refuse_derivatives(call)
     score_arrays, entries = encode(call)
     gradients = []
-    for name, gradient in zip(DIFFERENTIABLE, _GRADIENTS, strict=True):
+    for name, gradient in zip(DIFFERENTIABLE, GRADIENTS, strict=True):
         x, into = getattr(call, name), getattr(call, gradient)
         _fix_layout(into)
-        gradients.append(x.new_empty(x.shape) if into is None else into)
-    arrays = (getattr(call, name) for name in _OF_BACKWARD)
+        gradients.append(x.new_empty(x.shape) if into is None and x is not None else into)
+    arrays = (getattr(call, name) for name in OF_BACKWARD)
     _differentiate(*arrays, score_arrays, *entries, *gradients)
-    return tuple(gradients)
+    return tuple([x for x in gradients if x is not None])
 
 
 def _without_numbers(call: Call) -> Call:
@@ -175,17 +182,15 @@ def _attend(*args: Any) -> None:
 
 @torch.library.custom_op(
     "flashgen::attention_backward_into",
-    mutates_args=_GRADIENTS,
+    mutates_args=GRADIENTS,
     schema=f"(Tensor dout, {INPUTS_SCHEMA}, Tensor out, Tensor lse, Tensor? dlse, Tensor[] score_arrays, "
-    f"{SCHEMA}, "
-    + ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcdefgh", _GRADIENTS, strict=False))
-    + ") -> ()",
+    f"{SCHEMA}, {GRADIENTS_SCHEMA}) -> ()",
 )
 def _differentiate(*args: Any) -> None:
-    count = len(_GRADIENTS)
-    values = dict(zip(_OF_BACKWARD, args, strict=False))
-    score_arrays, *entries = args[len(_OF_BACKWARD) : -count]
-    values |= dict(zip(_GRADIENTS, args[-count:], strict=True))
+    count = len(GRADIENTS)
+    values = dict(zip(OF_BACKWARD, args, strict=False))
+    score_arrays, *entries = args[len(OF_BACKWARD) : -count]
+    values |= dict(zip(GRADIENTS, args[-count:], strict=True))
     differentiate(values, score_arrays, tuple(entries))
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.operators.maskoptions import NO_WINDOW
 from flashgen.operators.splits import AUTO
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FORWARD = ("attention", "plan")
 BACKWARD = ("attention_backward", "plan_backward")
@@ -51,7 +54,7 @@ class Field:
 
     functions: which functions take it; none takes what a KVCache holds.
     type: for type checkers.
-    gradient: whether the backward pass gives a gradient of the array.
+    gradient: whether the backward pass gives a gradient of the array, which has the field ``dNAME``.
     elsewhere: what other libraries call it.
     hint: what to add where one of these names was used.
     """
@@ -253,9 +256,6 @@ FIELDS = (
     ),
     Field("lse", "array", BACKWARD),
     Field("dlse", "array", BACKWARD, elsewhere=("grad_lse",)),
-    Field("dq", "array", BACKWARD),
-    Field("dk", "array", BACKWARD),
-    Field("dv", "array", BACKWARD),
     Field(
         "return_lse",
         "flag",
@@ -304,6 +304,11 @@ FIELDS = (
         fastest. Results differ only in rounding. The CPU path checks the name and ignores it.""",
     ),
 )
+# The arrays that have gradients, in the order of the backward pass, and what receives these gradients.
+DIFFERENTIABLE = tuple(field.name for field in FIELDS if field.gradient)
+GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
+_AFTER = next(place for place, field in enumerate(FIELDS, 1) if field.name == "dlse")
+FIELDS = (*FIELDS[:_AFTER], *(Field(name, "array", BACKWARD) for name in GRADIENTS), *FIELDS[_AFTER:])
 BY_NAME = {field.name: field for field in FIELDS}
 # The arguments that come by position; the first ones there must be.
 POSITIONAL = {
@@ -314,8 +319,6 @@ POSITIONAL = {
 }
 REQUIRED = {"attention": 2, "plan": 2, "attention_backward": 6, "plan_backward": 6}
 SHORTHANDS = tuple((field.name, field.shorthand) for field in FIELDS if field.shorthand)
-# The arrays that have gradients, in the order of the backward pass.
-DIFFERENTIABLE = tuple(field.name for field in FIELDS if field.gradient)
 # The arrays that say which rows each sequence has.
 LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv")
 # What calls and plans, also with append=, take by name beside the arguments of the operators of attention: a
@@ -326,6 +329,12 @@ PLAN_KEYWORDS = frozenset(
         *("backend", "cache", "total_lengths", "q_rotated"),
     )
 )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence: "q, k and v"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 @cache

@@ -18,6 +18,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flashgen.errors import BadParam, arg
 from flashgen.operators import attention, contract, lengths
 from flashgen.operators.arguments import Argument, check_devices, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
@@ -151,6 +152,11 @@ def normalise(
     views |= {"dout": dout, "out": out, "lse": lse}
     views = {name: view for name, view in views.items() if view is not None}
     inputs = {name: others[name] for name in ATTENTION.positions if others.get(name) is not None}
+    for name in views:
+        if (of := INPUT_OF.get(name)) and of not in ("q", "k", "v", *inputs):
+            raise BadParam(
+                f"{arg(name)} was given without {arg(of)}; pass {arg(of)}, or leave {arg(name)} out"
+            )
     if not inputs.keys().isdisjoint(LENGTH_ARRAYS):
         refuse_mask(inputs.get("mask"))
     forward = attention.normalise(q, k, v, **others, return_lse=True, score=score, score_arrays=score_arrays)
