@@ -67,9 +67,9 @@ def test_another_version_is_refused():
             codec.decode(AttentionCall, {}, [], (*entries, json.dumps(values)))
 
 
-@pytest.mark.parametrize("name", ['a"b', "a,b", "a b", ""])
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\x00b"])
 def test_a_name_that_would_end_a_string_is_refused(name):
-    with pytest.raises(BadParam, match="no score modification has such a name"):
+    with pytest.raises(BadParam, match="neither a name nor a formula has such characters"):
         codec.encode(call_of(AttentionCall, q=Q, score=name))
     with pytest.raises(BadParam, match="has no parameter"):
         codec.encode(call_of(AttentionCall, q=Q, score="mine", params={name: 3.0}))

@@ -179,10 +179,10 @@ def encode_score(call: Call) -> tuple[list[Tensor], str]:
     BadParam.
     """
     names, values = named_score(call)
-    # Names are in a string, which they must not end.
+    # Names and formulas are in a string of JSON, which they must not end.
     for name in names:
-        if not name.isidentifier():
-            raise BadParam(f"{arg('score')} is {name!r}; no score modification has such a name")
+        if not name.isprintable() or '"' in name or "\\" in name:
+            raise BadParam(f"{arg('score')} is {name!r}; neither a name nor a formula has such characters")
     for name in values:
         if not (isinstance(name, str) and name.isidentifier()):
             raise BadParam(f"{arg('score')} {', '.join(names)} has no parameter {name}")

@@ -162,7 +162,8 @@ FIELDS = (
         type="str | Sequence[str] | None",
         elsewhere=("score_mod", "attn_bias", "bias"),
         doc="""the name of a score modification of ``scores.yaml`` in a spec folder, such as those of
-        FLASHGEN_SPECS, or several names, of which each takes the scores that the one before it made.""",
+        FLASHGEN_SPECS; or a formula, ``"score + bias[b, h, q, kv]"``; or several names and formulas, of which
+        each takes the scores that the one before it made.""",
     ),
     Field(
         "params",

@@ -202,15 +202,17 @@ def score_of(call: Call) -> tuple[Score | None, tuple[Any, ...], tuple[Any, ...]
     names, values = named_score(call)
     if not names:
         return None, (), ()
-    score = _chain(os.environ.get("FLASHGEN_SPECS", ""), names)
+    formulas = not all(map(str.isidentifier, names))
+    types = tuple((name, _type(values[name])) for name in sorted(values, key=str)) if formulas else ()
+    score = _chain(os.environ.get("FLASHGEN_SPECS", ""), names, types)
     params = {param.name for param in score.params}
     # A name that is wrong comes first: because of it another is missing.
     for name in sorted(values.keys() - params, key=str):
         has = f"it has {', '.join(sorted(params)) or 'none'}{advice(str(name), params)}"
-        raise BadParam(f"{arg('score')} {score.name} has no parameter {name}; {has}")
+        raise BadParam(f"{arg('score')} {score.title} has no parameter {name}; {has}")
     for name in sorted(params - values.keys()):
         example = ", ".join(f"{param!r}: ..." for param in sorted(params))
-        raise BadParam(f"{arg('score')} {score.name} needs the parameter {name}; pass params={{{example}}}")
+        raise BadParam(f"{arg('score')} {score.title} needs the parameter {name}; pass params={{{example}}}")
     return (
         score,
         tuple([values[param.name] for param in score.arrays]),
@@ -231,7 +233,10 @@ def named_score(call: Call) -> tuple[tuple[str, ...], dict[str, Any]]:
         raise BadParam(
             f"{arg('params')} is {params!r}; it must map the names of parameters to numbers and arrays"
         )
-    names, values = list(names or ()), dict(params or {})
+    names, values = (
+        [name if name.isidentifier() else " ".join(name.split()) for name in names or ()],
+        dict(params or {}),
+    )
     if not names and values:
         raise BadParam(f"{arg('params')} has {', '.join(map(str, values))}, but no score was given")
     for name, shorthand in SHORTHANDS:
@@ -255,20 +260,35 @@ def named_score(call: Call) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def _no_score(x: Any) -> str:
-    return f"{arg('score')} is {x!r}; it must be the name of a score modification, or several"
+    return (
+        f"{arg('score')} is {x!r}; it must be the name of a score modification, a formula, or a list of these"
+    )
 
 
-@lru_cache(maxsize=64)
-def _chain(folders: str, names: tuple[str, ...]) -> Score:
+def _type(value: Any) -> str:
+    """The type in a formula of a parameter that has this value."""
+    if isinstance(value, numbers.Number):
+        return "i32" if isinstance(value, numbers.Integral) else "f32"
+    return "i32" if str(getattr(value, "dtype", "")).endswith("int32") else "f32"
+
+
+@lru_cache(maxsize=256)
+def _chain(folders: str, names: tuple[str, ...], types: tuple[tuple[str, str], ...]) -> Score:
     """The modifications of these names, one after another, as the value ``folders`` of FLASHGEN_SPECS has
-    them.
+    them. What is no identifier is a formula; ``types`` are those of the parameters of formulas.
     """
+    from flashgen.families.formulas import score_of_formula
     from flashgen.families.scores import load_scores
     from flashgen.operators.scores import chained
 
     scores = load_scores(keywords=PLAN_KEYWORDS).by_name
+    chain = []
     for name in names:
-        if name not in scores:
+        if not name.isidentifier():
+            chain.append(score_of_formula(name, dict(types), keywords=PLAN_KEYWORDS))
+        elif name in scores:
+            chain.append(scores[name])
+        else:
             there = ", ".join(map(repr, sorted(scores)))
-            raise BadParam(f"{arg('score')} is {name!r}; there are {there}")
-    return chained([scores[name] for name in names])
+            raise BadParam(f"{arg('score')} is {name!r}; there are {there}, and formulas that read `score`")
+    return chained(chain)

@@ -36,7 +36,8 @@ specs_option = click.option(
 score_option = click.option(
     "--score",
     metavar="NAME",
-    help="The kernels with this score modification, such as softcap, instead of the plain ones.",
+    help="The kernels with this score modification, such as softcap, instead of the plain ones. "
+    "Or a formula, whose parameters are f32.",
 )
 
 jobs_option = click.option(
@@ -222,18 +223,25 @@ def chosen_variants(
 def with_score(variants: Sequence[Variant], specs: Path | None, score: str | None) -> tuple[Variant, ...]:
     """The variants with a score modification: those that have a seam for it and none yet."""
     from flashgen.call.fields import PLAN_KEYWORDS
+    from flashgen.families.formulas import score_of_formula
     from flashgen.families.scores import load_scores
 
     if score is None:
         return tuple(variants)
-    by_name = load_scores(specs, keywords=PLAN_KEYWORDS).by_name
-    if score not in by_name:
-        raise click.BadParameter(
-            f"there is no score modification {score!r}; there are {', '.join(by_name)}", param_hint="--score"
-        )
+    if score.isidentifier():
+        by_name = load_scores(specs, keywords=PLAN_KEYWORDS).by_name
+        if score not in by_name:
+            raise click.BadParameter(
+                f"there is no score modification {score!r}; there are {', '.join(by_name)}, and formulas "
+                "that read `score`",
+                param_hint="--score",
+            )
+        modification = by_name[score]
+    else:
+        modification = score_of_formula(score, {}, keywords=PLAN_KEYWORDS)
     suited = [variant for variant in variants if variant.score_seam and variant.score is None]
     if not suited:
         raise click.BadParameter(
             "none of the chosen kernels takes a score modification", param_hint="--score"
         )
-    return tuple(variant.modified(by_name[score]) for variant in suited)
+    return tuple(variant.modified(modification) for variant in suited)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping  # noqa: TC003
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
 from flashgen.errors import SpecError
 from flashgen.families.bases import SCORES_FILE
@@ -24,13 +24,16 @@ from flashgen.operators import OPERATORS
 from flashgen.operators.contract import DTYPES
 from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
 from flashgen.operators.lowering import CONSTANT
-from flashgen.operators.scores import DIMENSIONS, NAMES, TYPES, Score, ScoreParam
+from flashgen.operators.scores import DIMENSIONS, FORMULA, NAMES, TYPES, Score, ScoreParam
 
 if TYPE_CHECKING:
     import os
     from pathlib import Path
 
+    from flashgen.errors import FlashgenError
+    from flashgen.families.kinds import Keys, Kind
     from flashgen.families.variant import Variant
+    from flashgen.operators.formula import Node
 
 # Words that no member of a struct in a kernel can have for its name.
 _CPP_WORDS = frozenset(
@@ -116,7 +119,7 @@ def read_scores(path: Path, *, keywords: Collection[str] = ()) -> Scores:
     document = Document(path, text)
     file = document.convert((), document.value, record(_File))
     reserved = reserved_names().union(keywords)
-    by_name = {name: _score(document, name, row, reserved) for name, row in file.scores.items()}
+    by_name = {name: _declared(document, name, row, reserved) for name, row in file.scores.items()}
     for i, row in enumerate(file.commit):
         if row.score not in by_name:
             names = ", ".join(by_name)
@@ -136,30 +139,47 @@ def reserved_names() -> frozenset[str]:
     return frozenset(names)
 
 
-def _score(document: Document, name: str, declaration: Any, reserved: frozenset[str]) -> Score:
+class Source(Protocol):
+    """Where a modification is written: a file, or the formula that a call passes. It makes the errors."""
+
+    def error(self, keys: Keys, message: str, column: int | None = None) -> FlashgenError: ...
+
+    def convert(self, keys: Keys, value: Any, kind: Kind) -> Any: ...
+
+
+def _declared(document: Document, name: str, declaration: Any, reserved: frozenset[str]) -> Score:
     keys = ("scores", name)
     if any(name in (axis.choices or ()) for axis in OPERATORS["attention"].axes.values()):
         raise document.error(keys, f"`{name}` is a value of an axis; kernels would share names")
+    if name.startswith(FORMULA):
+        raise document.error(keys, f"names with {FORMULA} belong to formulas without a file; choose another")
     row = document.convert(keys, declaration, record(_Row))
-    params = tuple(_param(document, keys, name, type, reserved) for name, type in row.params.items())
+    params = tuple(checked_param(document, keys, name, type, reserved) for name, type in row.params.items())
+    return Score(name, row.score, params, checked_tree(document, keys, row.score, params))
+
+
+def checked_tree(source: Source, keys: Keys, formula: str, params: tuple[ScoreParam, ...]) -> Node:
+    """The tree of a formula that reads the score and these parameters, all of which it must read. Raises the
+    error of ``source``.
+    """
     names = dict(NAMES) | {p.name: TYPES[p.type][0] for p in params if not p.dimensions}
     arrays = {p.name: (p.dimensions, TYPES[p.type][0]) for p in params if p.dimensions}
     try:
-        tree = parse(row.score, names, arrays)
+        tree = parse(formula, names, arrays)
     except FormulaError as error:
-        raise document.error((*keys, "score"), str(error), error.column) from None
+        raise source.error((*keys, "score"), str(error), error.column) from None
     read = tree.reads()
     for operand in ("score", *(param.name for param in params)):
         if operand not in read:
-            raise document.error((*keys, "score"), f"{row.score!r} does not read `{operand}`")
-    score = Score(name, row.score, params, tree)
+            raise source.error((*keys, "score"), f"{formula!r} does not read `{operand}`")
+    score = Score("", formula, params, tree)
     for dtype in DTYPES:
         members = [param.name for param in score_params(score, dtype, differentiated=True)]
         for param in params:
             twice = [member for member in _members(param) if members.count(member) > 1]
             if twice:
-                raise document.error((*keys, "params", param.name), f"two members would be called {twice[0]}")
-    return score
+                raise source.error((*keys, "params", param.name), f"two members would be called {twice[0]}")
+    return tree
 
 
 def _members(param: ScoreParam) -> tuple[str, ...]:
@@ -168,33 +188,36 @@ def _members(param: ScoreParam) -> tuple[str, ...]:
     return (param.name, *strides, *param.symbols)
 
 
-def _param(
-    document: Document,
-    of_score: tuple[str, ...],
+def checked_param(
+    source: Source,
+    of_score: Keys,
     name: str,
     declaration: str | tuple[str, ...],
     reserved: frozenset[str],
 ) -> ScoreParam:
+    """A parameter as ``declaration`` has it: its type, before it the dimensions of an array. Raises the error
+    of ``source``.
+    """
     keys = (*of_score, "params", name)
     operator = OPERATORS["attention"]
     if name in reserved or name.startswith(CONSTANT):
-        raise document.error(keys, f"`{name}` has a meaning of its own; choose another name")
+        raise source.error(keys, f"`{name}` has a meaning of its own; choose another name")
     if isinstance(declaration, tuple) and len(declaration) < 2:
         allowed = f"[dimensions, type], with dimensions {', '.join(DIMENSIONS)} or names of your own"
-        raise document.error(keys, f"an array has dimensions: {allowed}")
+        raise source.error(keys, f"an array has dimensions: {allowed}")
     *dimensions, type = declaration if isinstance(declaration, tuple) else [declaration]
-    document.convert(keys, type, Choice(TYPES))
+    source.convert(keys, type, Choice(TYPES))
     param = ScoreParam(name, type, tuple(dimensions))
     for dimension, symbol in zip(dimensions, param.symbols, strict=True):
-        document.convert(keys, dimension, NAME)
+        source.convert(keys, dimension, NAME)
         if dimension == "score":
-            raise document.error(keys, "no dimension is called `score`")
+            raise source.error(keys, "no dimension is called `score`")
         if dimensions.count(dimension) > 1:
-            raise document.error(keys, f"the dimension {dimension} occurs twice in {[*declaration]}")
+            raise source.error(keys, f"the dimension {dimension} occurs twice in {[*declaration]}")
         if dimension not in DIMENSIONS and symbol in operator.symbols:
-            raise document.error(keys, f"its dimension would be called {symbol}, as one of attention's")
+            raise source.error(keys, f"its dimension would be called {symbol}, as one of attention's")
     if len(set(_members(param))) < len(_members(param)):
-        raise document.error(
+        raise source.error(
             keys,
             "two of its strides would have one name; q and kv are both rows, of which one is the last "
             "dimension, or rename a dimension of your own",

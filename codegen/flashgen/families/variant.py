@@ -174,7 +174,7 @@ class Variant:
         taken = names & {param.name for param in added}
         if taken:
             raise SpecError(
-                f"the score {score.name}: {self.name} has parameters of its own called {', '.join(taken)}"
+                f"the score {score.title}: {self.name} has parameters of its own called {', '.join(taken)}"
             )
         return dataclasses.replace(
             self,

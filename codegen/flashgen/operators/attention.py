@@ -160,7 +160,7 @@ class AttentionProblem(Problem):
         return (
             f"head_dim {self.head_dim}, head_dim_v {self.head_dim_v}, dtype {self.dtype}, "
             f"mask_type {self.mask_type}, gqa {grouping}"
-            + ("" if self.score is None else f", score {self.score.name}")
+            + ("" if self.score is None else f", score {self.score.title}")
             + ("" if self.splits == AUTO else f", splits {self.splits}")
             + (f", pages {_pages(self)}" if "pages" in self.operator.axes else "")
         )
@@ -285,7 +285,7 @@ class AttentionProblem(Problem):
             self.score.scalars if self.score else (), values, self.score_scalars, strict=True
         ):
             if value is None and math.isnan(current):
-                raise BadParam(f"{arg(param.name)} is None; the score {self.score.name} needs a number")
+                raise BadParam(f"{arg(param.name)} is None; the score {self.score.title} needs a number")
             numbers.append(current if value is None else self.score.number(param, value))
         return tuple(numbers)
 

@@ -211,7 +211,7 @@ def score_views(score: Score | None, arrays: Sequence[ArrayView | None]) -> dict
     for param, view in zip(score.arrays, arrays, strict=True):
         if view is None:
             raise NullPointer(
-                f"{arg(param.name)} is None; the score {score.name} needs an array "
+                f"{arg(param.name)} is None; the score {score.title} needs an array "
                 f"{shown_shape(param.symbols)}"
             )
         views[param.name] = view

@@ -29,6 +29,8 @@ NAMES = {"score": "float", "q": "int", "kv": "int", "h": "int", "b": "int"}
 DIMENSIONS = {"b": "batch", "h": "num_heads_q", "q": "seqlen_q", "kv": "seqlen_kv"}
 # How a spec names the type of a parameter: that of a formula, of an array, and of C.
 TYPES = {"f32": ("float", "fp32", "float"), "i32": ("int", "int32", "int32_t")}
+# How the names of modifications begin that are formulas without a file; a digest of the formula follows.
+FORMULA = "formula_"
 _LARGEST = {"f32": 3.0e38, "i32": 2**30}
 
 
@@ -62,6 +64,11 @@ class Score:
     params: tuple[ScoreParam, ...]
     tree: Node = field(compare=False, repr=False)
 
+    @property
+    def title(self) -> str:
+        """What a message calls it: its name, or the formula of one without a file."""
+        return f"`{self.text}`" if FORMULA in self.name else self.name
+
     @cached_property
     def arrays(self) -> tuple[ScoreParam, ...]:
         return tuple(param for param in self.params if param.dimensions)
@@ -91,7 +98,9 @@ class Score:
         number_type = numbers.Integral if param.type == "i32" else numbers.Real
         if not isinstance(value, number_type) or isinstance(value, bool):
             kind = "an integer" if param.type == "i32" else "a number"
-            raise BadParam(f"{arg(param.name)} is {value!r}; the score {self.name} needs {kind}")
+            is_array = hasattr(value, "shape")
+            what = f"has type {type(value).__name__}" if is_array else f"is {value!r}"
+            raise BadParam(f"{arg(param.name)} {what}; the score {self.title} needs {kind}")
         try:
             number = int(value) if param.type == "i32" else float(value)
         except OverflowError:  # an integer beyond fp64
@@ -131,7 +140,7 @@ class Score:
                 for name in ("softmax_scale", *(p.name for p in self.scalars))
             )
             raise BadParam(
-                f"the score {self.name}, {self._shown(self.tree)}, cannot be computed with {settings}: "
+                f"the score {self.title}, {self._shown(self.tree)}, cannot be computed with {settings}: "
                 f"{formula}, a constant of its kernels, may be at most {_LARGEST['f32']:g}"
             )
 
@@ -157,14 +166,14 @@ def chained(scores: Sequence[Score]) -> Score:
     names = [param.name for param in params]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        chain = ", ".join(score.name for score in scores)
+        chain = ", ".join(score.title for score in scores)
         raise BadParam(f"the scores {chain} have each a parameter {twice[0]}; chain others")
     tree = scores[0].tree
     for score in scores[1:]:
         before = tree
         tree = score.tree.replaced(lambda node, before=before: before if node.value == "score" else None)
         if tree.size > MAX_SIZE or tree.depth > MAX_DEPTH:
-            chain = ", ".join(score.name for score in scores)
+            chain = ", ".join(score.title for score in scores)
             raise BadParam(
                 f"the scores {chain} make one formula of {tree.size:,} operations, {tree.depth} deep; "
                 f"at most {MAX_SIZE:,} and {MAX_DEPTH} are allowed; chain fewer"

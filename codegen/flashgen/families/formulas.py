@@ -1,0 +1,83 @@
+"""Score modifications without a file: a formula that a call passes for a name.
+
+Its parameters are what it reads beside the positions and the score. Their dimensions follow from the indices
+in the formula, their types from the values of the call.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from flashgen.errors import BadParam, arg
+from flashgen.families.scores import checked_param, checked_tree, reserved_names
+from flashgen.operators.arguments import shown
+from flashgen.operators.formula import FUNCTIONS, MAX_TEXT
+from flashgen.operators.scores import DIMENSIONS, FORMULA, NAMES, Score
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from flashgen.families.kinds import Keys, Kind
+
+
+class _Passed:
+    """A formula that a call passes, as the source of its errors."""
+
+    def __init__(self, formula: str) -> None:
+        self._formula = formula
+
+    def error(self, keys: Keys, message: str, column: int | None = None) -> BadParam:
+        where = "" if column is None else f"column {column + 1}: "
+        param = f"the parameter {keys[1]}: " if keys[0] == "params" else ""
+        message = message.replace(f"{self._formula!r} ", "it ")
+        return BadParam(f"{arg('score')} is {shown(self._formula)}; {where}{param}{message}")
+
+    def convert(self, keys: Keys, value: Any, kind: Kind) -> Any:
+        return kind.read(self.error, keys, value)  # type: ignore[arg-type]
+
+
+def score_of_formula(formula: str, types: Mapping[str, str], *, keywords: Collection[str]) -> Score:
+    """The modification that ``formula`` is. ``types`` has "f32" or "i32" for parameters, which are "f32"
+    otherwise; ``keywords`` as in `scores.load_scores`. Raises BadParam, with the column of what is wrong.
+    """
+    source = _Passed(formula)
+    reserved = reserved_names().union(keywords)
+    params = tuple(
+        checked_param(source, (), name, (*dimensions, type) if dimensions else type, reserved)
+        for name, dimensions in _operands(formula).items()
+        for type in (types.get(name, "f32"),)
+    )
+    tree = checked_tree(source, (), formula, params)
+    text = ast.unparse(ast.parse(formula, mode="eval"))  # formulas that differ in spaces share a kernel
+    digest = hashlib.sha256(repr((text, params)).encode()).hexdigest()[:10]
+    return Score(FORMULA + digest, text, params, tree)
+
+
+def _operands(formula: str) -> dict[str, tuple[str, ...]]:
+    """The parameters of a formula in the order in which it names them, and the dimensions of each, none of a
+    number. Empty where it cannot be parsed, which `checked_tree` reports.
+    """
+    try:
+        tree = ast.parse(formula if len(formula) <= MAX_TEXT else "", mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}
+    dimensions: dict[str, tuple[str, ...]] = {}
+    names = []
+    functions = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            dimensions.setdefault(node.value.id, tuple(map(_dimension, range(len(indices)), indices)))
+        elif isinstance(node, ast.Name) and node not in functions:
+            names.append((node.lineno, node.col_offset, node.id))
+    words = {*NAMES, *FUNCTIONS, "inf"}
+    return {name: dimensions.get(name, ()) for *_, name in sorted(names) if name not in words}
+
+
+def _dimension(axis: int, index: ast.expr) -> str:
+    """The dimension of an array that this index is for: one of the call's, or one of the array."""
+    if isinstance(index, ast.Name) and index.id in DIMENSIONS:
+        return index.id
+    return f"axis{axis}"
