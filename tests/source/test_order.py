@@ -102,6 +102,70 @@ def test_the_algorithm_comes_before_the_functions_that_it_calls():
     assert text == ORDERED
 
 
+def test_a_section_keeps_its_prototypes_and_its_functions_under_its_heading():
+    template = """\
+__device__ int before() { return 0; }
+
+// ==== visible: which keys a row attends to
+
+struct Range {
+    int end;
+};
+
+// The keys of a row.
+__device__ Range keys_of(int row) { return {row}; }
+
+// ====
+
+__device__ int after() { return 1; }
+
+extern "C" __global__ void kernel() {}
+"""
+    text = re.sub(r"\n{3,}", "\n\n", from_the_top(template))
+    assert (
+        text
+        == """\
+__device__ int before();
+
+// ==== visible: which keys a row attends to
+
+struct Range {
+    int end;
+};
+
+__device__ Range keys_of(int row);  // The keys of a row
+
+// ====
+
+__device__ int after();
+
+extern "C" __global__ void kernel() {}
+
+__device__ int before() { return 0; }
+
+// ==== visible: which keys a row attends to
+
+// The keys of a row.
+__device__ Range keys_of(int row) { return {row}; }
+
+// ====
+
+__device__ int after() { return 1; }
+
+"""
+    )
+
+
+def test_a_section_of_types_alone_has_one_heading():
+    text = from_the_top("// ==== score: nothing\n\nstruct Row {};\n\n// ====\n\n__device__ void f() {}\n")
+    assert text.count("// ====") == 2
+
+
+def test_a_section_without_an_end_is_an_error():
+    with pytest.raises(ValueError, match=r"the section '// ==== score: s' has no end, a line '// ===='"):
+        from_the_top("// ==== score: s\n\n__device__ void f() {}\n")
+
+
 def test_a_long_prototype_breaks_between_parameters():
     parameters = ", ".join(f"const float (&parameter_{i})[kHeadDim / 2]" for i in range(8))
     text = from_the_top(f"// Many.\n__device__ __forceinline__ void f({parameters}) {{\n}}\n")

@@ -159,6 +159,26 @@ def test_a_computed_template_name_is_refused_where_it_would_escape_the_digest(va
         source_digest(variant)
 
 
+@pytest.mark.parametrize("quote", ['"', "'"])
+def test_an_included_name_may_print_a_value(quote, variant, edit):
+    include = f"//% include {quote}lib/of_${{ gqa }}.j2{quote}"
+    path = edit(TEMPLATE, "${ params_struct }", "${ params_struct }\n" + include)
+    folder = path.parent / "lib"
+    folder.mkdir(exist_ok=True)
+    (folder / "of_mha.j2").write_text("// its part\n")
+    assert "// its part\n" in render(variant)
+    before = source_digest(variant)
+    (folder / "of_mha.j2").write_text("// its other part\n")
+    assert source_digest(variant) != before
+
+
+def test_an_included_name_of_which_there_is_none_is_an_error(variant, edit):
+    path = edit(TEMPLATE, "${ params_struct }", '${ params_struct }\n//% include "lib/of_${ gqa }.j2"')
+    for call in (render, source_digest):
+        with pytest.raises(SpecError, match=rf"{re.escape(str(path))}:\d+: template lib/of_"):
+            call(variant)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "said"),
     [

@@ -4,6 +4,9 @@ A template writes each device function once, before its first use. The filter `f
 into the order in which a kernel is read: constants and types, a prototype of each function, the roles and the
 kernel, then the functions and the assertions. A prototype has the first sentence of the function's comment.
 The order does not change the machine code.
+
+A section begins with a line ``// ==== name: what it is`` and ends with a line ``// ====``. Its prototypes
+stay together, and so do its functions, both under its heading.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ _MARK = re.compile("\x04[^\x05]*\x05")  # where a line is from, at its end (`sou
 _LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|//.*')
 _NAME = re.compile(r"(\w+)\(")
 _SENTENCE = re.compile(r"(.*?\S)[.:](?= |$)")
+_SECTION = "// ===="
 _DEFAULT = re.compile(r" = (?:[^,()]|\([^()]*\))+(?=[,)])")
 # Text that neither the simulator nor another compiler than CUDA's compiles: wgmma, in PTX.
 _PTX_BEGIN, _PTX_END = "#ifndef FLASHGEN_SIMULATOR", "#endif"
@@ -36,25 +40,38 @@ def from_the_top(text: str, *roles: str) -> str:
     algorithm: list[str] = []
     functions: list[str] = []
     assertions: list[str] = []
+    part = functions  # or those of a section
+    heading = ""
     last_prototype = None  # its end in `first`
     for unit in _units(_marked(text)):
         whole = [*unit.comment, *unit.lines]
         begin = _bare(unit.lines[0]) if unit.lines else ""
         signature = _signature(unit)
-        if signature is not None and ("__global__" in signature or _name(signature) in roles):
+        mark = unit.comment[0] if unit.comment and not begin else ""
+        if _bare(mark) == _SECTION:
+            if part:
+                functions += ["", heading, *part, "", mark]
+            part = functions
+            first += whole
+        elif mark.startswith(_SECTION):
+            heading, part = mark, []
+            first += whole
+        elif signature is not None and ("__global__" in signature or _name(signature) in roles):
             algorithm += ["", *whole]
         elif signature is not None:
             if last_prototype is not None and not any(first[last_prototype:]):
                 del first[last_prototype:]  # the blank lines between two prototypes
             first += _prototype(signature, unit)
             last_prototype = len(first)
-            functions += ["", *unit.comment, *_without_defaults(unit)]
+            part += ["", *unit.comment, *_without_defaults(unit)]
         elif begin.startswith(_PTX_BEGIN):
-            functions += ["", *whole]
+            part += ["", *whole]
         elif begin.startswith("static_assert("):
             assertions += whole
         else:
             first += whole
+    if part is not functions:
+        raise ValueError(f"the section {_bare(heading)!r} has no end, a line {_SECTION!r}")
     return "\n".join([*first, *algorithm, *functions, "", *assertions]) + "\n"
 
 

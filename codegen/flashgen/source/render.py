@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 # The line of the header comment by which a rendered file is known.
 RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this file."
 
-# Lines that bring in another template, such as //% include "x" and //% from "x" import y.
+# Lines that bring in another template, for example //% include "x" and //% from "x" import y. The name of an
+# included one may print a value: //% include "mask_${ mask_type }.cuh.j2".
 _REFERENCE = re.compile(r"^[ \t]*//%[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
 _INSIDE = re.compile(INSIDE)
@@ -47,6 +48,7 @@ _OTHER_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"((?!flashgen/|\$\{)[^"
 # Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
 _SPACES = " \t"
 _VALUE = r"\$\{[^}]*\}"
+_PRINTED = re.compile(r"\$\{\s*(\w+)\s*\}")
 # Delimiters of statements and comments within this module, which neither C++ nor PTX has.
 _BEGIN, _END, _BEGIN_COMMENT, _END_COMMENT = "\x02%", "%\x03", "\x02#", "#\x03"
 # Jinja with its usual delimiters: a statement, a comment, a value. C++ has {{0, 1}, {2, 3}}, {{x}} and, in
@@ -267,6 +269,10 @@ def _of_score(form: Variant) -> dict[str, Any]:
 
 def _statement(match: re.Match[str]) -> str:
     sign, words = match.groups()
+    include = _REFERENCE.match(match[0])
+    if include and include[1]:  # the name of an included template may print values
+        quote = include[1][0]
+        words = _PRINTED.sub(rf"{quote} ~ \1 ~ {quote}", words)
     return f"{_BEGIN}{sign}{words.rstrip(_SPACES)} {_END}"
 
 
@@ -417,10 +423,19 @@ def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) ->
                 here = f"{path}:{number}"
                 if match[1] is None:
                     raise _wrong(here, "the name of an included template must be a plain string")
-                waiting.append((match[1][1:-1], here))
+                waiting += [(included_name, here) for included_name in _names(match[1][1:-1], folders)]
         included += _included(text, str(path))
     included.append((header, spec))
     return texts | _headers(included, _including(folders))
+
+
+def _names(name: str, folders: tuple[str, ...]) -> list[str]:
+    """The templates that an included name may be: one, or all that match where it prints values."""
+    pattern = _PRINTED.sub("*", name)
+    if pattern == name or _INSIDE.match(pattern) is None:
+        return [name]
+    names = {path.relative_to(folder).as_posix() for folder in folders for path in Path(folder).glob(pattern)}
+    return sorted(names) or [name]
 
 
 def _headers(included: list[tuple[str, str]], folders: Sequence[str]) -> dict[str, str]:
