@@ -116,6 +116,73 @@ constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
 __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row);
+// Visits the scores that a lane holds of a step
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
+
+// LSE or delta of the queries of a lane's scores, two by two. Loaded where they are used, as there are no registers for them before.
+struct QueryValues {
+    shared_address smem;
+    int lane;
+
+    __device__ __forceinline__ float2 two(int j) const { return load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float)); }
+};
+
+// ==== score: what is made of q . k before the mask, and its derivative in dS
+
+// The score modification `softcap`: cap * tanh(score / cap)
+
+// What all rows of a query head share: nothing.
+struct ScoreHead {};
+
+__device__ ScoreHead score_head(const Params&, int, int);
+
+// What all keys of a row share.
+struct ScoreRow {
+    ScoreHead head;
+};
+
+__device__ ScoreRow score_row(const Params&, const ScoreHead& head, int);
+
+struct ModifiedScore {
+    float score;
+    float derivative;  // of the score, all its factors included, by softmax_scale q . k
+};
+
+// The modified score and the derivative of the key `step` past `first_key`, from its q . k, not scaled yet
+__device__ ModifiedScore differentiated_score(const Params& params, const ScoreRow&, int, int, float product);
+// Replaces q . k by the modified scores of a query head, and dP by (dP - delta) times the derivative of each
+__device__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2], float (&dp)[kBlockM / 2],
+    const QueryValues& delta, int lane_key, int lane_query);
+// Turns what modify_scores() made of dP^T into dS^T, without the factor softmax_scale
+__device__ void weigh(float (&ds)[kBlockM / 2], const float (&p)[kBlockM / 2]);
+
+// ====
+
+// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+
+// Queries [begin, end), none where begin is not less.
+struct QueryRange {
+    int begin;
+    int end;
+};
+
+__device__ QueryRange queries_of_key(const Params& params, int key);  // The queries that attend to a key
+
+// Blocks of kBlockM queries.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
+__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
+// Masks the scores of queries that do not attend to their key
+__device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
+
+// ====
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
+__device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2);
 
 // What a thread block computes: dK and dV of kBlockN keys of a kv head, summed over its query heads or over a part of them, and their share
 // of dQ.
@@ -127,15 +194,6 @@ struct KeyBlock {
 
 __device__ KeyBlock find_key_block(const Params& params, int index);  // The block of keys of a thread block
 
-// Blocks of kBlockM queries.
-struct QueryBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
-
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
-__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
-
 // A step of the main loop: a block of queries of a head.
 struct Step {
     int block;
@@ -145,15 +203,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-
-// Queries [begin, end), none where begin is not less.
-struct QueryRange {
-    int begin;
-    int end;
-};
-
-// The queries in whose range a key is; no queries for a key past the last
-__device__ QueryRange queries_of_key(const Params& params, int key);
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K and V arrive with the first Q and dO. A stage, of Q and
@@ -223,47 +272,6 @@ __device__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, s
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
 // Starts dQ = dS K over the keys of the thread block
 template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem);
-// Visits the scores that a lane holds of a step
-template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
-
-// LSE or delta of the queries of a lane's scores, two by two. Loaded where they are used, as there are no registers for them before.
-struct QueryValues {
-    shared_address smem;
-    int lane;
-
-    __device__ __forceinline__ float2 two(int j) const { return load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float)); }
-};
-
-// The score modification `softcap`: cap * tanh(score / cap)
-
-// What all rows of a query head share: nothing.
-struct ScoreHead {};
-
-__device__ ScoreHead score_head(const Params&, int, int);
-
-// What all keys of a row share.
-struct ScoreRow {
-    ScoreHead head;
-};
-
-__device__ ScoreRow score_row(const Params&, const ScoreHead& head, int);
-
-struct ModifiedScore {
-    float score;
-    float derivative;  // of the score, all its factors included, by softmax_scale q . k
-};
-
-// The modified score and the derivative of the key `step` past `first_key`, from its q . k, not scaled yet
-__device__ ModifiedScore differentiated_score(const Params& params, const ScoreRow&, int, int, float product);
-// Replaces q . k by the modified scores of a query head, and dP by (dP - delta) times the derivative of each
-__device__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2], float (&dp)[kBlockM / 2],
-    const QueryValues& delta, int lane_key, int lane_query);
-// Turns what modify_scores() made of dP^T into dS^T, without the factor softmax_scale
-__device__ void weigh(float (&ds)[kBlockM / 2], const float (&p)[kBlockM / 2]);
-// Masks the scores of queries that do not attend to their key
-__device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
-__device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2);
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
 __device__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane);
 // Where a lane's elements of dQ of a step go, of the columns from `first_column` on
@@ -510,6 +518,112 @@ __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& par
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
+// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
+// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
+// keys and columns are queries, of S rows are queries and columns are keys.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// ==== score: what is made of q . k before the mask, and its derivative in dS
+
+__device__ __forceinline__ ScoreHead score_head(const Params&, int, int) {
+    return {};
+}
+
+__device__ __forceinline__ ScoreRow score_row(const Params&, const ScoreHead& head, int) {
+    ScoreRow row;
+    row.head = head;
+    return row;
+}
+
+// The modified score and the derivative of the key `step` past `first_key`, from its q . k, not scaled yet.
+// What makes P of it multiplies it further, by scale_log2.
+__device__ __forceinline__ ModifiedScore differentiated_score(const Params& params, const ScoreRow&, int, int, float product) {
+    const float tanh_0 = tanh_approx(product * params.score_constant_0);
+    ModifiedScore modified;
+    modified.score = tanh_0;
+    modified.derivative = 1.0f - (tanh_0 * tanh_0);
+    return modified;
+}
+
+// Replaces q . k by the modified scores of a query head, and dP by (dP - delta) times the derivative of each. `lane_key`
+// and `lane_query` are the lane's first ones.
+__device__ __forceinline__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2],
+                                              float (&dp)[kBlockM / 2], const QueryValues& delta, int lane_key, int lane_query) {
+    const ScoreHead of_head = score_head(params, batch, head);
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = delta.two(j);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const ScoreRow of_query = score_row(params, of_head, min(lane_query + 8 * j + e, params.seqlen_q - 1));
+#pragma unroll
+            for (int key8 = 0; key8 < 2; ++key8) {
+                float& score = scores[4 * j + 2 * key8 + e];
+                float& ds = dp[4 * j + 2 * key8 + e];
+                const ModifiedScore modified = differentiated_score(params, of_query, lane_key, 8 * key8, score);
+                score = modified.score;
+                ds = (ds - (e == 0 ? values.x : values.y)) * modified.derivative;
+            }
+        }
+    }
+}
+
+// Turns what modify_scores() made of dP^T into dS^T, without the factor softmax_scale. Where a key is hidden it may be infinite or NaN.
+__device__ __forceinline__ void weigh(float (&ds)[kBlockM / 2], const float (&p)[kBlockM / 2]) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; ++i) ds[i] = p[i] == 0.0f ? 0.0f : p[i] * ds[i];
+}
+
+// ====
+
+// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+
+// The queries that attend to a key: from its diagonal on; no queries for a key past the last.
+__device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return {max(diagonal, 0), params.seqlen_q};
+}
+
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    const QueryRange ranges[2] = {queries_of_key(params, lane_key), queries_of_key(params, lane_key + 8)};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        const QueryRange& range = ranges[key / 8];
+        if (query < range.begin - lane_query || query >= range.end - lane_query) score = -INFINITY;
+    });
+}
+
+// ====
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = lse.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
+    }
+}
+
 // The block of keys of a thread block.
 // Heads are launched in sections, and in a section the first block of each head comes first, then the second one. A section has few
 // heads, so that several blocks of a head run at a time and share its queries in L2.
@@ -528,14 +642,6 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
-    const int begin = max(0, first_key - params.diagonal_offset);
-    const int end = params.seqlen_q;
-    if (begin >= end) return {0, -1};
-    return {begin / kBlockM, (end - 1) / kBlockM};
-}
-
 // The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
@@ -549,12 +655,6 @@ __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const
 
 // The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
-// The queries in whose range a key is; no queries for a key past the last. A dense mask may hide the key from some of them.
-__device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
-    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return {max(diagonal, 0), params.seqlen_q};
-}
 
 // Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
 // all others, whatever these hold: 0 * NaN would be NaN.
@@ -697,90 +797,6 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_sm
     wgmma_fence();
     issue_dq(dq, ds, k, false);
     wgmma_commit();
-}
-
-// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
-// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
-// keys and columns are queries, of S rows are queries and columns are keys.
-template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
-#pragma unroll
-    for (int query = 0; query < kBlockM; query += 8) {
-#pragma unroll
-        for (int key = 0; key <= 8; key += 8) {
-            visit(key, query, scores[query / 2 + key / 4]);
-            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
-        }
-    }
-}
-
-__device__ __forceinline__ ScoreHead score_head(const Params&, int, int) {
-    return {};
-}
-
-__device__ __forceinline__ ScoreRow score_row(const Params&, const ScoreHead& head, int) {
-    ScoreRow row;
-    row.head = head;
-    return row;
-}
-
-// The modified score and the derivative of the key `step` past `first_key`, from its q . k, not scaled yet.
-// What makes P of it multiplies it further, by scale_log2.
-__device__ __forceinline__ ModifiedScore differentiated_score(const Params& params, const ScoreRow&, int, int, float product) {
-    const float tanh_0 = tanh_approx(product * params.score_constant_0);
-    ModifiedScore modified;
-    modified.score = tanh_0;
-    modified.derivative = 1.0f - (tanh_0 * tanh_0);
-    return modified;
-}
-
-// Replaces q . k by the modified scores of a query head, and dP by (dP - delta) times the derivative of each. `lane_key`
-// and `lane_query` are the lane's first ones.
-__device__ __forceinline__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2],
-                                              float (&dp)[kBlockM / 2], const QueryValues& delta, int lane_key, int lane_query) {
-    const ScoreHead of_head = score_head(params, batch, head);
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = delta.two(j);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const ScoreRow of_query = score_row(params, of_head, min(lane_query + 8 * j + e, params.seqlen_q - 1));
-#pragma unroll
-            for (int key8 = 0; key8 < 2; ++key8) {
-                float& score = scores[4 * j + 2 * key8 + e];
-                float& ds = dp[4 * j + 2 * key8 + e];
-                const ModifiedScore modified = differentiated_score(params, of_query, lane_key, 8 * key8, score);
-                score = modified.score;
-                ds = (ds - (e == 0 ? values.x : values.y)) * modified.derivative;
-            }
-        }
-    }
-}
-
-// Turns what modify_scores() made of dP^T into dS^T, without the factor softmax_scale. Where a key is hidden it may be infinite or NaN.
-__device__ __forceinline__ void weigh(float (&ds)[kBlockM / 2], const float (&p)[kBlockM / 2]) {
-#pragma unroll
-    for (int i = 0; i < kBlockM / 2; ++i) ds[i] = p[i] == 0.0f ? 0.0f : p[i] * ds[i];
-}
-
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    const QueryRange ranges[2] = {queries_of_key(params, lane_key), queries_of_key(params, lane_key + 8)};
-    for_each_score(scores, [&](int key, int query, float& score) {
-        const QueryRange& range = ranges[key / 8];
-        if (query < range.begin - lane_query || query >= range.end - lane_query) score = -INFINITY;
-    });
-}
-
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
-// if S is finite.
-__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = lse.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
-    }
 }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.

@@ -151,6 +151,41 @@ constexpr int kTileElements = 128;
 // The tiles of the 16 rows that begin at `row`
 __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row);
 
+// Of a warp's keys and queries. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is key 16 i + 8 (e / 2) + g, query
+// 8 j + 2 t + e % 2.
+using Scores = float[kKeyTiles][kQueryTiles][4];
+
+// Visits the scores of S^T with their queries and keys
+template <typename AtQuery> __device__ void for_each_score(Scores& scores, int first_query, int first_key, int lane, AtQuery at_query);
+
+// ==== visible: which keys a query attends to; of a block of queries none, all, or some, which are masked then
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys in the range of a query
+
+// Blocks of kBlockM queries.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
+__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
+// Masks the keys that the mask hides from their query, and those outside the range of their query
+__device__ void apply_mask(const Params& params, Scores& scores, shared_address tile, int warp_key, int warp_query, int first_key,
+    int first_query, int lane);
+
+// ====
+
+// P^T = 2^(scale_log2 * S^T - lse_log2), in place
+__device__ void exponentiate(Scores& scores, float scale_log2, shared_address lse, int lane);
+__device__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane);  // Turns dP^T into dS^T = P^T * (dP^T - delta)
+
 // What a thread block computes: dK and dV of kBlockN keys of a kv head, summed over its query heads or over a part of them, and their share
 // of dQ.
 struct KeyBlock {
@@ -162,15 +197,6 @@ struct KeyBlock {
 
 __device__ int heads_of_grid(const Params& params);  // Heads of a batch entry in the grid
 __device__ KeyBlock find_key_block(const Params& params, int index);  // The block of keys of a thread block
-
-// Blocks of kBlockM queries.
-struct QueryBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
-
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
-__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
@@ -184,14 +210,6 @@ __device__ int first_head_of(const Params& params, const KeyBlock& block);  // T
 __device__ int head_of(const Params& params, const KeyBlock& block, const Step& step);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks& queries);  // The step after this one
-
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
-__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys in the range of a query
 
 // Which rows of a block of keys some query of the sequence sees: [begin, end).
 struct SeenRows {
@@ -263,10 +281,6 @@ __device__ void copy_keys(const Params& params, const KeyBlock& block, shared_ad
 // Starts the copy of a step's Q, dO, lse_log2 and delta into a stage
 __device__ void copy_queries(const Params& params, const KeyBlock& block, const Step& step, shared_address stage);
 
-// Of a warp's keys and queries. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is key 16 i + 8 (e / 2) + g, query
-// 8 j + 2 t + e % 2.
-using Scores = float[kKeyTiles][kQueryTiles][4];
-
 // Of a warp's keys and columns, in fp32.
 struct Gradients {
     float dk[kKeyTiles][kDkTiles][4];
@@ -327,14 +341,6 @@ template <typename Rows, int kTiles> __device__ void mma_gradients(float (&sums)
     const Rows& rows);
 // dQ = dS . K of the warp's queries and columns; `ds` has dS^T, a row for each key
 __device__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][4], shared_address ds, int first_query, const RowsOfK& keys, int lane);
-// Visits the scores of S^T with their queries and keys
-template <typename AtQuery> __device__ void for_each_score(Scores& scores, int first_query, int first_key, int lane, AtQuery at_query);
-// Masks the keys that the mask hides from their query, and those outside the range of their query
-__device__ void apply_mask(const Params& params, Scores& scores, shared_address tile, int warp_key, int warp_query, int first_key,
-    int first_query, int lane);
-// P^T = 2^(scale_log2 * S^T - lse_log2), in place
-__device__ void exponentiate(Scores& scores, float scale_log2, shared_address lse, int lane);
-__device__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane);  // Turns dP^T into dS^T = P^T * (dP^T - delta)
 
 // Thread blocks, or clusters, add to a block of queries one after another, later keys first, so that the sums repeat to the bit. Each counts
 // itself there when it has added. In a cluster the two halves of the columns of dQ have a counter each, so the turns of one half do not wait for
@@ -478,6 +484,89 @@ __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& par
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
+// Visits the scores of S^T with their queries and keys. The scores are those of a warp's MMA tiles from key `first_key`
+// and query `first_query` on. For each query of this lane `at_query(query, lane_key)` returns a function, which is then called with
+// (step, score) for each score that this lane has of the query: that of key lane_key + step. The steps are constants, so that comparing
+// one takes one instruction.
+template <typename AtQuery>
+__device__ __forceinline__ void for_each_score(Scores& scores, int first_query, int first_key, int lane, AtQuery at_query) {
+#pragma unroll
+    for (int j = 0; j < kQueryTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            auto at_score = at_query(first_query + 8 * j + lane % 4 * 2 + e, first_key + lane / 4);
+#pragma unroll
+            for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+                for (int key8 = 0; key8 < 2; ++key8) at_score(16 * i + 8 * key8, scores[i][j][2 * key8 + e]);
+            }
+        }
+    }
+}
+
+// ==== visible: which keys a query attends to; of a block of queries none, all, or some, which are masked then
+
+// The keys in the range of a query: a window around its diagonal. A side without a bound is past every key.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    const int diagonal = query + params.diagonal_offset;
+    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
+}
+
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int last_key = min(first_key + kBlockN, params.seqlen_kv) - 1;
+    const int begin = max(0, first_key - params.diagonal_offset - params.window_right);
+    // A side without a bound is 2^30 keys away.
+    const int64_t last_query = int64_t(last_key) - params.diagonal_offset + params.window_left;
+    const int end = last_query < params.seqlen_q ? int(last_query) + 1 : params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// Masks the keys that the mask hides from their query, and those outside the range of their query.
+__device__ __forceinline__ void apply_mask(const Params& params, Scores& scores, shared_address tile, int warp_key, int warp_query,
+                                           int first_key, int first_query, int lane) {
+    for_each_score(scores, first_query, first_key, lane, [&](int query, int lane_key) {
+        const KeyRange keys = keys_of_query(params, query);
+        const int begin = keys.begin - lane_key;
+        const int end = keys.end - lane_key;
+        const shared_address row = tile + (warp_query + query - first_query) * kMaskRowBytes + warp_key + lane_key - first_key;
+        return [=](int step, float& score) {
+            if (load_shared_8(row + step) != 0 || step < begin || step >= end) score = -INFINITY;
+        };
+    });
+}
+
+// ====
+
+// P^T = 2^(scale_log2 * S^T - lse_log2), in place.
+__device__ __forceinline__ void exponentiate(Scores& scores, float scale_log2, shared_address lse, int lane) {
+#pragma unroll
+    for (int j = 0; j < kQueryTiles; ++j) {
+        const float2 of_queries = load_shared_64(lse + 4 * (8 * j + lane % 4 * 2));
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                scores[i][j][e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, e % 2 == 0 ? -of_queries.x : -of_queries.y));
+            }
+        }
+    }
+}
+
+// Turns dP^T into dS^T = P^T * (dP^T - delta).
+__device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane) {
+#pragma unroll
+    for (int j = 0; j < kQueryTiles; ++j) {
+        const float2 of_queries = load_shared_64(delta + 4 * (8 * j + lane % 4 * 2));
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) dp[i][j][e] = p[i][j][e] * (dp[i][j][e] - (e % 2 == 0 ? of_queries.x : of_queries.y));
+        }
+    }
+}
+
 // Heads of a batch entry in the grid: each kv head, or each part of its query heads.
 __device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
 
@@ -497,17 +586,6 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     block.batch = head_of_batch / heads_of_grid(params);
     block.group_part = head_of_batch - block.batch * heads_of_grid(params);
     return block;
-}
-
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
-    const int last_key = min(first_key + kBlockN, params.seqlen_kv) - 1;
-    const int begin = max(0, first_key - params.diagonal_offset - params.window_right);
-    // A side without a bound lies 2^30 keys away.
-    const int64_t last_query = int64_t(last_key) - params.diagonal_offset + params.window_left;
-    const int end = last_query < params.seqlen_q ? int(last_query) + 1 : params.seqlen_q;
-    if (begin >= end) return {0, -1};
-    return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
 // The kv head of a block of keys.
@@ -535,12 +613,6 @@ __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const
 // The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
     return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
-}
-
-// The keys in the range of a query: a window around its diagonal. A side without a bound is past every key.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    const int diagonal = query + params.diagonal_offset;
-    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
 }
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
@@ -762,68 +834,6 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][
                 mma_m16n8k16<element>(dq[i][n], a[i], b[0], b[1]);
                 mma_m16n8k16<element>(dq[i][n + 1], a[i], b[2], b[3]);
             }
-        }
-    }
-}
-
-// Visits the scores of S^T with their queries and keys. The scores are those of a warp's MMA tiles from key `first_key`
-// and query `first_query` on. For each query of this lane `at_query(query, lane_key)` returns a function, which is then called with
-// (step, score) for each score that this lane has of the query: that of key lane_key + step. The steps are constants, so that comparing
-// one takes one instruction.
-template <typename AtQuery>
-__device__ __forceinline__ void for_each_score(Scores& scores, int first_query, int first_key, int lane, AtQuery at_query) {
-#pragma unroll
-    for (int j = 0; j < kQueryTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            auto at_score = at_query(first_query + 8 * j + lane % 4 * 2 + e, first_key + lane / 4);
-#pragma unroll
-            for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-                for (int key8 = 0; key8 < 2; ++key8) at_score(16 * i + 8 * key8, scores[i][j][2 * key8 + e]);
-            }
-        }
-    }
-}
-
-// Masks the keys that the mask hides from their query, and those outside the range of their query.
-__device__ __forceinline__ void apply_mask(const Params& params, Scores& scores, shared_address tile, int warp_key, int warp_query,
-                                           int first_key, int first_query, int lane) {
-    for_each_score(scores, first_query, first_key, lane, [&](int query, int lane_key) {
-        const KeyRange keys = keys_of_query(params, query);
-        const int begin = keys.begin - lane_key;
-        const int end = keys.end - lane_key;
-        const shared_address row = tile + (warp_query + query - first_query) * kMaskRowBytes + warp_key + lane_key - first_key;
-        return [=](int step, float& score) {
-            if (load_shared_8(row + step) != 0 || step < begin || step >= end) score = -INFINITY;
-        };
-    });
-}
-
-// P^T = 2^(scale_log2 * S^T - lse_log2), in place.
-__device__ __forceinline__ void exponentiate(Scores& scores, float scale_log2, shared_address lse, int lane) {
-#pragma unroll
-    for (int j = 0; j < kQueryTiles; ++j) {
-        const float2 of_queries = load_shared_64(lse + 4 * (8 * j + lane % 4 * 2));
-#pragma unroll
-        for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                scores[i][j][e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, e % 2 == 0 ? -of_queries.x : -of_queries.y));
-            }
-        }
-    }
-}
-
-// Turns dP^T into dS^T = P^T * (dP^T - delta).
-__device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane) {
-#pragma unroll
-    for (int j = 0; j < kQueryTiles; ++j) {
-        const float2 of_queries = load_shared_64(delta + 4 * (8 * j + lane % 4 * 2));
-#pragma unroll
-        for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) dp[i][j][e] = p[i][j][e] * (dp[i][j][e] - (e % 2 == 0 ? of_queries.x : of_queries.y));
         }
     }
 }

@@ -127,6 +127,43 @@ constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
 __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row);
+// Visits the scores that a lane holds of a step
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
+
+// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
+// latency is hidden.
+struct QueryValues {
+    float2 values[kBlockM / 8];
+
+    __device__ __forceinline__ void load(shared_address smem, int lane) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+    }
+
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
+};
+
+// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+
+__device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
+
+// Blocks of kBlockM queries.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
+__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
+// Masks the scores of queries that do not attend to their key
+__device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
+
+// ====
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
+__device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2);
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
+__device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
 
 // What a thread block computes: dK and dV of kBlockN keys of a kv head, summed over its query heads or over a part of them, and their share
 // of dQ.
@@ -139,15 +176,6 @@ struct KeyBlock {
 
 __device__ KeyBlock find_key_block(const Params& params, int index);  // The block of keys of a thread block
 
-// Blocks of kBlockM queries.
-struct QueryBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
-
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
-__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
-
 // A step of the main loop: a block of queries of a head.
 struct Step {
     int block;
@@ -157,7 +185,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-__device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes, and empty when every consumer warp has released it. K
@@ -267,28 +294,6 @@ struct PackedScores {
 __device__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
-// Visits the scores that a lane holds of a step
-template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
-
-// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
-// latency is hidden.
-struct QueryValues {
-    float2 values[kBlockM / 8];
-
-    __device__ __forceinline__ void load(shared_address smem, int lane) {
-#pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
-    }
-
-    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
-};
-
-// Masks the scores of queries that do not attend to their key
-__device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
-__device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2);
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
-__device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
 
 // P, times the derivative of its score if it has one, goes through shared memory in fp32, as dS takes P unrounded. The accumulators of both
 // consumers have the same layout, so a thread reads what its counterpart has written; 16 bytes at a time, without bank conflicts.
@@ -674,6 +679,69 @@ __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& par
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
+// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
+// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
+// keys and columns are queries, of S rows are queries and columns are keys.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+
+// The first query that attends to a key: the query of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return max(diagonal, 0);
+}
+
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones. Queries past the last are
+// not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        if (query < begin[key / 8]) score = -INFINITY;
+    });
+}
+
+// ====
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = lse.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
+    }
+}
+
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = delta.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
+    }
+}
+
 // The block of keys of a thread block.
 // Heads are launched in sections, and in a section the first cluster of each head comes first, then the second one. A section has few
 // heads, so that several blocks of a head run at a time and share its queries in L2.
@@ -694,14 +762,6 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
-    const int begin = max(0, first_key - params.diagonal_offset);
-    const int end = params.seqlen_q;
-    if (begin >= end) return {0, -1};
-    return {begin / kBlockM, (end - 1) / kBlockM};
-}
-
 // The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
@@ -715,12 +775,6 @@ __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const
 
 // The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
-// The first query that attends to a key: that of its diagonal; to a key past the last none does.
-__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
-    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return max(diagonal, 0);
-}
 
 // Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
 // all others, whatever these hold: 0 * NaN would be NaN.
@@ -924,51 +978,6 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint6
         const uint64_t ds_step = ds + (key * kPanelRowBytes >> 4), k_step = k + (key * kPanelRowBytes >> 4);
         if constexpr (2 * kCount == 64) wgmma_m64n64k16_bf16_ss_mn(dq, ds_step, k_step, accumulate || key > 0);
         if constexpr (2 * kCount == 32) wgmma_m64n32k16_bf16_ss_mn(dq, ds_step, k_step, accumulate || key > 0);
-    }
-}
-
-// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
-// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
-// keys and columns are queries, of S rows are queries and columns are keys.
-template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
-#pragma unroll
-    for (int query = 0; query < kBlockM; query += 8) {
-#pragma unroll
-        for (int key = 0; key <= 8; key += 8) {
-            visit(key, query, scores[query / 2 + key / 4]);
-            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
-        }
-    }
-}
-
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
-    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
-    for_each_score(scores, [&](int key, int query, float& score) {
-        if (query < begin[key / 8]) score = -INFINITY;
-    });
-}
-
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
-// if S is finite.
-__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = lse.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
-    }
-}
-
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
-__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = delta.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
     }
 }
 

@@ -115,6 +115,43 @@ struct Params {
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+// Visits the scores that a lane holds of a step
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
+
+// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
+// latency is hidden.
+struct QueryValues {
+    float2 values[kBlockM / 8];
+
+    __device__ __forceinline__ void load(shared_address smem, int lane) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+    }
+
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
+};
+
+// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+
+__device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
+
+// Blocks of kBlockM queries.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
+__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
+// Masks the scores of queries that do not attend to their key
+__device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
+
+// ====
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
+__device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2);
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
+__device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
 
 // A tile: dK and dV of kBlockN keys of a kv head, summed over the query heads of its group, or dQ of kBlockN queries of a query head.
 struct Tile {
@@ -127,9 +164,10 @@ struct Tile {
 __device__ int tiles_of_kind(const Params& params, bool of_keys);  // The tiles of one kind in the grid
 // The tile of one kind that thread block `index` has, if it has one
 __device__ Tile find_tile(const Params& params, int index, bool of_keys);
-__device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
+
+// ==== visible, in a tile of queries: which keys a query attends to; of a block of keys none, all, or some, which are masked then
 
 // Keys [begin, end).
 struct KeyRange {
@@ -142,15 +180,12 @@ __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
 // The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Whether the block of keys at `first_key` is within `every`, the keys of every query
+__device__ bool sees_whole_block(const KeyRange& every, int first_key);
+// Masks the scores of keys that their query does not attend to
+__device__ void apply_mask_of_rows(const Params& params, float (&scores)[kBlockM / 2], int lane_query, int lane_key);
 
-// Blocks of kBlockM queries.
-struct QueryBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
-
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
-__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
+// ====
 
 // The steps of a tile of keys: of each query head of the group the blocks of kBlockM queries, from the last to the first.
 struct QuerySteps {
@@ -284,39 +319,21 @@ struct RowValues {
 
 __device__ float dot(uint4 a, uint4 b);  // The sum of the products of elements, as they lie in memory
 
+// ==== row_end, in the backward pass: what P and dS take from the end of a row
+
 constexpr float kLog2e = 1.4426950408889634f;
 
 // The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1
 __device__ float rounded_lse_log2(float lse);
+__device__ float row_delta(float lse, float sum, float dlse);  // delta of a row
+
+// ====
+
 // Writes lse_log2 of a thread's rows
 template <int kRows> __device__ void put_lse(const RowValues<kRows>& values, int value_thread, shared_address lse_smem);
 // Writes delta of a thread's rows of dO and O, which lie in panels of kRows rows
 template <int kRows> __device__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem,
     int value_thread, shared_address delta_smem);
-// Visits the scores that a lane holds of a step
-template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
-
-// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
-// latency is hidden.
-struct QueryValues {
-    float2 values[kBlockM / 8];
-
-    __device__ __forceinline__ void load(shared_address smem, int lane) {
-#pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
-    }
-
-    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
-};
-
-// Masks the scores of queries that do not attend to their key
-__device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
-__device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2);
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
-__device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
-// Masks the scores of keys that their query does not attend to
-__device__ void apply_mask_of_rows(const Params& params, float (&scores)[kBlockM / 2], int lane_query, int lane_key);
 
 // The producer thread of a tile of keys: K and V of the tile, and Q, dO and O of each step as fast as buffers become empty. What the first
 // MMAs need comes first.
@@ -526,7 +543,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
         float ds[kBlockM / 2];  // dP, then dS
         mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, dout_own, shared + kStepOffsetV + ring.stage * kStepBytesV);
-        if (first_key + kBlockM > every.end) {
+        if (!sees_whole_block(every, first_key)) {
             apply_mask_of_rows(params, p, tile.first_row + warp_row + lane / 4, first_key + lane % 4 * 2);
         }
         for_each_score(p, [&](int query, int, float& score) { score = exp2_approx(fmaf(score, params.scale_log2, -lse[query / 8])); });
@@ -628,6 +645,69 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
+// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
+// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
+// keys and columns are queries, of S rows are queries and columns are keys.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+
+// The first query that attends to a key: the query of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return max(diagonal, 0);
+}
+
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones. Queries past the last are
+// not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        if (query < begin[key / 8]) score = -INFINITY;
+    });
+}
+
+// ====
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = lse.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
+    }
+}
+
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = delta.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
+    }
+}
+
 // The tiles of one kind in the grid: fewer than 2^31.
 __device__ __forceinline__ int tiles_of_kind(const Params& params, bool of_keys) {
     const int tiles_of_batch = of_keys ? params.num_heads_kv * params.num_row_blocks : params.num_heads_q * params.num_row_blocks_beside;
@@ -650,44 +730,49 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index, bool 
     return tile;
 }
 
-// The first query that attends to a key: that of its diagonal; to a key past the last none does.
-__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
-    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return max(diagonal, 0);
-}
-
 // Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
 // The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
+// ==== visible, in a tile of queries: which keys a query attends to; of a block of keys none, all, or some, which are masked then
+
 // The keys that a query attends to: those up to its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left.
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. No row sees a key of a
+// block outside of it.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count).
+// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
-    const int begin = max(0, first_key - params.diagonal_offset);
-    const int end = params.seqlen_q;
-    if (begin >= end) return {0, -1};
-    return {begin / kBlockM, (end - 1) / kBlockM};
+// Whether the block of keys at `first_key` is within `every`, the keys of every query: nothing of it is hidden.
+__device__ __forceinline__ bool sees_whole_block(const KeyRange& every, int first_key) {
+    return first_key + kBlockM <= every.end;
 }
+
+// Masks the scores of keys that their query does not attend to. `lane_query` and `lane_key` are the lane's first ones.
+__device__ __forceinline__ void apply_mask_of_rows(const Params& params, float (&scores)[kBlockM / 2], int lane_query, int lane_key) {
+    const KeyRange ranges[2] = {keys_of_query(params, lane_query), keys_of_query(params, lane_query + 8)};
+    for_each_score(scores, [&](int query, int key, float& score) {
+        const KeyRange& range = ranges[query / 8];
+        if (key >= range.end - lane_key) score = -INFINITY;
+    });
+}
+
+// ====
 
 // Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time; what lies outside of the array becomes zeros.
 template <int kPanelCount, int kRows>
@@ -839,6 +924,8 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     return sum;
 }
 
+// ==== row_end, in the backward pass: what P and dS take from the end of a row
+
 // The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. Between S and here the LSE is rounded
 // a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
 // LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
@@ -847,6 +934,11 @@ __device__ __forceinline__ float rounded_lse_log2(float lse) {
     if (lse_log2 == -INFINITY) return INFINITY;
     return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
 }
+
+// delta of a row: the sum of dO times O, less dlse. A row that sees nothing has no gradients, whatever dO and O of it are: its delta is 0.
+__device__ __forceinline__ float row_delta(float lse, float sum, float dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
+
+// ====
 
 // Writes lse_log2 of a thread's rows.
 template <int kRows>
@@ -873,63 +965,9 @@ __device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared
             const int offset = (column / kPanelColumns * kRows + row) * kPanelRowBytes + 16 * chunk;
             sum += dot(load_shared_128(dout_smem + offset), load_shared_128(out_smem + offset));
         }
-        const float delta = values.lse[i] == -INFINITY ? 0.0f : sum - values.dlse[i];
+        const float delta = row_delta(values.lse[i], sum, values.dlse[i]);
         store_shared_32(delta_smem + row * sizeof(float), __float_as_uint(delta));
     }
-}
-
-// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
-// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
-// keys and columns are queries, of S rows are queries and columns are keys.
-template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
-#pragma unroll
-    for (int query = 0; query < kBlockM; query += 8) {
-#pragma unroll
-        for (int key = 0; key <= 8; key += 8) {
-            visit(key, query, scores[query / 2 + key / 4]);
-            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
-        }
-    }
-}
-
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
-    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
-    for_each_score(scores, [&](int key, int query, float& score) {
-        if (query < begin[key / 8]) score = -INFINITY;
-    });
-}
-
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
-// if S is finite.
-__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = lse.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
-    }
-}
-
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
-__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = delta.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
-    }
-}
-
-// Masks the scores of keys that their query does not attend to. `lane_query` and `lane_key` are the lane's first ones.
-__device__ __forceinline__ void apply_mask_of_rows(const Params& params, float (&scores)[kBlockM / 2], int lane_query, int lane_key) {
-    const KeyRange ranges[2] = {keys_of_query(params, lane_query), keys_of_query(params, lane_query + 8)};
-    for_each_score(scores, [&](int query, int key, float& score) {
-        const KeyRange& range = ranges[query / 8];
-        if (key >= range.end - lane_key) score = -INFINITY;
-    });
 }
 
 static_assert(kBlockM % (32 * kValueWarps) == 0 && kBlockN % kBlockM == 0, "threads have equally many rows to compute delta of");

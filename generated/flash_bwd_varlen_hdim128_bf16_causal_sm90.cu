@@ -123,6 +123,43 @@ constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
 __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int, int head, int row);
+// Visits the scores that a lane holds of a step
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
+
+// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
+// latency is hidden.
+struct QueryValues {
+    float2 values[kBlockM / 8];
+
+    __device__ __forceinline__ void load(shared_address smem, int lane) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+    }
+
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
+};
+
+// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+
+__device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
+
+// Blocks of kBlockM queries.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
+__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
+// Masks the scores of queries that do not attend to their key
+__device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
+
+// ====
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
+__device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2);
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
+__device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
 
 // What a thread block of the main kernel computes: dK and dV of kBlockN keys of a kv head of a sequence, summed over its query heads, and
@@ -143,15 +180,6 @@ constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: ba
 __device__ KeyBlock load_key_block(const Params& params, int index);  // The block of a thread block, as the preprocess kernel has found it
 __device__ Params of_sequence(const Params& params, const KeyBlock& block);  // The parameters of a call of the block's sequence alone
 
-// Blocks of kBlockM queries.
-struct QueryBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
-
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
-__device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
-
 // A step of the main loop: a block of queries of a head.
 struct Step {
     int block;
@@ -161,7 +189,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-__device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K and V arrive with the first Q and dO. A stage, of Q and
 // dO, is empty when every consumer warp has released it.
@@ -230,28 +257,6 @@ __device__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, s
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
 // Starts dQ = dS K over the keys of the thread block
 template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem);
-// Visits the scores that a lane holds of a step
-template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
-
-// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
-// latency is hidden.
-struct QueryValues {
-    float2 values[kBlockM / 8];
-
-    __device__ __forceinline__ void load(shared_address smem, int lane) {
-#pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
-    }
-
-    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
-};
-
-// Masks the scores of queries that do not attend to their key
-__device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
-__device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2);
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
-__device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
 // Writes zeros over the rows [begin, end) of a block of kRows
 template <int kPanelCount, int kRows> __device__ void clear_rows(shared_address block, int begin, int end = kRows);
 __device__ bool has_unseen_keys(const Params& params, const KeyBlock& block);  // Whether no query of the sequence sees some rows of K and V
@@ -509,6 +514,70 @@ __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& par
     return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
 }
 
+// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
+// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
+// keys and columns are queries, of S rows are queries and columns are keys.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+
+// The first query that attends to a key: the query of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return max(diagonal, 0);
+}
+
+// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    if (first_key >= params.seqlen_kv) return {0, -1};  // rows past the sequence's keys
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones. Queries past the last are
+// not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        if (query < begin[key / 8]) score = -INFINITY;
+    });
+}
+
+// ====
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = lse.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
+    }
+}
+
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = delta.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
+    }
+}
+
 // The parameters for a sequence of these lengths: under a diagonal its last query is aligned with its last key, shifted by the diagonal_offset of
 // the call. `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
@@ -535,15 +604,6 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlo
     return own;
 }
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
-    if (first_key >= params.seqlen_kv) return {0, -1};  // rows past the sequence's keys
-    const int begin = max(0, first_key - params.diagonal_offset);
-    const int end = params.seqlen_q;
-    if (begin >= end) return {0, -1};
-    return {begin / kBlockM, (end - 1) / kBlockM};
-}
-
 // The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
@@ -557,12 +617,6 @@ __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const
 
 // The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
-// The first query that attends to a key: that of its diagonal; to a key past the last none does.
-__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
-    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return max(diagonal, 0);
-}
 
 // Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros.
 template <int kPanelCount, int kRows>
@@ -701,51 +755,6 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_sm
     wgmma_fence();
     issue_dq(dq, ds, k, false);
     wgmma_commit();
-}
-
-// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
-// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
-// keys and columns are queries, of S rows are queries and columns are keys.
-template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
-#pragma unroll
-    for (int query = 0; query < kBlockM; query += 8) {
-#pragma unroll
-        for (int key = 0; key <= 8; key += 8) {
-            visit(key, query, scores[query / 2 + key / 4]);
-            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
-        }
-    }
-}
-
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
-    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
-    for_each_score(scores, [&](int key, int query, float& score) {
-        if (query < begin[key / 8]) score = -INFINITY;
-    });
-}
-
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
-// if S is finite.
-__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = lse.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
-    }
-}
-
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
-__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = delta.two(j);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
-    }
 }
 
 // Writes zeros over the rows [begin, end) of a block of kRows: what lies there may be NaN, and 0 * NaN is NaN. All consumers share the work.

@@ -152,10 +152,15 @@ constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
 
 __device__ float dot(uint4 a, uint4 b);  // The sum of the products of elements, as they lie in memory
 
+// ==== row_end, in the backward pass: what P and dS take from the end of a row
+
 constexpr float kLog2e = 1.4426950408889634f;
 
 // The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1
 __device__ float rounded_lse_log2(float lse);
+__device__ float row_delta(float lse, float sum, float dlse);  // delta of a row
+
+// ====
 
 // The same at all head dims: left to choose, ptxas makes room for more thread blocks at 32, and at 64 with turns, and spills there.
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
@@ -219,7 +224,7 @@ flash_bwd_varlen_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Par
 #pragma unroll
             for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
             if (lane != 0) continue;
-            store_global_32(params.delta + unit_row + row_of_unit, lse[pass] == -INFINITY ? 0.0f : sum - dlse[pass]);
+            store_global_32(params.delta + unit_row + row_of_unit, row_delta(lse[pass], sum, dlse[pass]));
             store_global_32(params.lse_log2 + unit_row + row_of_unit, rounded_lse_log2(lse[pass]));
         }
     }
@@ -452,6 +457,8 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     return sum;
 }
 
+// ==== row_end, in the backward pass: what P and dS take from the end of a row
+
 // The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. Between S and here the LSE is rounded
 // a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
 // LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
@@ -460,6 +467,11 @@ __device__ __forceinline__ float rounded_lse_log2(float lse) {
     if (lse_log2 == -INFINITY) return INFINITY;
     return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
 }
+
+// delta of a row: the sum of dO times O, less dlse. A row that sees nothing has no gradients, whatever dO and O of it are: its delta is 0.
+__device__ __forceinline__ float row_delta(float lse, float sum, float dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
+
+// ====
 
 static_assert(sizeof(Params) == 192 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
 static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, cu_seqlens_q) == 32 && offsetof(Params, cu_seqlens_kv) == 40);

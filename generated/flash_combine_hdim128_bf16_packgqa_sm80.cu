@@ -51,11 +51,29 @@ struct Params {
     uint64_t kv_blocks_per_share_divisor; // of kv_blocks_per_share; see divide()
 };
 
-constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
-__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+
+// ==== row_end: what the sums of a row become after its last key
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+struct RowEnd {
+    float row_max;  // log2 domain
+    float row_sum;  // of all keys
+
+    // The factor of O.
+    __device__ __forceinline__ float factor() const { return row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum); }
+
+    // ln(sum of exp(score)).
+    __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
+};
+
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
+
+// ====
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
 // A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
@@ -127,10 +145,12 @@ flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
+// ==== row_end: what the sums of a row become after its last key
+
+// The end of a row.
+__device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
+
+// ====
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -265,8 +285,8 @@ __device__ __forceinline__ void store_row(const Params& params, const Tile& tile
 #pragma unroll
         for (int j = 0; j < 8; ++j) output[j] += __uint_as_float(values[j]) * factor;
     }
-    // A row that attends to nothing has the sum 0 and becomes 0.
-    const float factor = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
+    const RowEnd end = row_end(row_max, row_sum);
+    const float factor = end.factor();
     element* out = params.out + tile.batch * params.out_batch_stride +
                    row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
     store_global_128(out + first_element, {pack<element>(output[0] * factor, output[1] * factor),
@@ -276,7 +296,7 @@ __device__ __forceinline__ void store_row(const Params& params, const Tile& tile
     if (params.lse != nullptr && thread == 0) {
         float* lse = params.lse + int64_t(tile.batch) * params.num_heads_q * params.seqlen_q +
                      row_offset(params, tile, row, 1, params.seqlen_q);
-        store_global_32(lse, natural_lse(row_max, row_sum));
+        store_global_32(lse, end.lse());
     }
 }
 

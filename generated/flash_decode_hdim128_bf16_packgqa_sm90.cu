@@ -109,6 +109,11 @@ __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+
+// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
 
 // Keys [begin, end).
 struct KeyRange {
@@ -117,6 +122,17 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
+// The keys in the range of every row of [first_row, first_row + count)
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Masks the keys outside the range of their row
+template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
+    int first_key, int lane);
+
+// ====
+
+// Finishes the scores of a KV block between Q K^T and softmax
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
 
 // Which rows of a block of keys some query of the sequence sees: those before `end`.
 struct SeenRows {
@@ -191,11 +207,30 @@ __device__ Start find_start(const Params& params, int group);
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
 
-constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
-__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+
+// ==== row_end: what the sums of a row become after its last key
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+struct RowEnd {
+    float row_max;  // log2 domain
+    float row_sum;  // of all keys
+
+    // The factor of O.
+    __device__ __forceinline__ float factor() const { return row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum); }
+
+    // ln(sum of exp(score)).
+    __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
+};
+
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
+
+// ====
+
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
 __device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
@@ -227,17 +262,6 @@ using VAddress = LaneAddress;
 
 __device__ VAddress v_address(shared_address block, int lane);
 template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
-// The keys in the range of every row of [first_row, first_row + count)
-__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
-// Visits the scores of S with their rows and keys
-template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
-    int lane, AtRow at_row);
-// Masks the keys outside the range of their row
-template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
-    int lane);
-// Finishes the scores of a KV block between Q K^T and softmax
-template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
-    int row_in_tile, int first_key, int lane);
 // Computes this lane's maximum of each row, in row_max's units
 template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
     float (&block_max)[kTiles][2]);
@@ -350,8 +374,62 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
+// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
+// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+template <int kTiles, typename AtRow>
+__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
+                                               AtRow at_row) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            auto at_score = at_row(first_row + kRowTileStep * i + 8 * row8 + lane / 4, first_key + lane % 4 * 2);
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * row8 + e]);
+            }
+        }
+    }
+}
+
+// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
+
+// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+// Masks the keys outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
+template <int kTiles>
+__device__ __forceinline__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
+                                           int first_key, int lane) {
+    const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), kRowTileStep * (kTiles - 1) + 16);
+    if (first_key + 8 * kKeyTiles > every.end) {
+        for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
+            const int end = keys_of_query(params, query_of_row(params, row)).end - lane_key;
+            return [=](int step, float& score) {
+                if (step >= end) score = -INFINITY;
+            };
+        });
+    }
+}
+
+// ====
+
+// Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
+// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+template <int kTiles>
+__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+                                              int row_in_tile, int first_key, int lane) {
+    apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
+}
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
@@ -528,10 +606,12 @@ __device__ __forceinline__ Start find_start(const Params& params, int group) {
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
+// ==== row_end: what the sums of a row become after its last key
+
+// The end of a row.
+__device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
+
+// ====
 
 // The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
@@ -620,56 +700,6 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
             }
         }
     }
-}
-
-// The keys in the range of every row of [first_row, first_row + count).
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
-}
-
-// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
-// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
-template <int kTiles, typename AtRow>
-__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
-                                               AtRow at_row) {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int row8 = 0; row8 < 2; ++row8) {
-            auto at_score = at_row(first_row + kRowTileStep * i + 8 * row8 + lane / 4, first_key + lane % 4 * 2);
-#pragma unroll
-            for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * row8 + e]);
-            }
-        }
-    }
-}
-
-// Masks the keys outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
-template <int kTiles>
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
-                                           int lane) {
-    const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), kRowTileStep * (kTiles - 1) + 16);
-    if (first_key + 8 * kKeyTiles > every.end) {
-        for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
-            const int end = keys_of_query(params, query_of_row(params, row)).end - lane_key;
-            return [=](int step, float& score) {
-                if (step >= end) score = -INFINITY;
-            };
-        });
-    }
-}
-
-// Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
-// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
-template <int kTiles>
-__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
-                                              int row_in_tile, int first_key, int lane) {
-    apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
 // Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
@@ -834,16 +864,16 @@ __device__ __forceinline__ void combine_rows(const Params& params, const Tile& t
             output[1] += values.y * factor;
         }
         const int row = tile.first_row + received * kCluster + rank;
-        const float factor = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
+        const RowEnd end = row_end(row_max, row_sum);
+        const float factor = end.factor();
         if (column < params.head_dim_v) {
             element* out = params.out + tile.batch * params.out_batch_stride +
                            row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
             store_global_32(out + column, pack<element>(output[0] * factor, output[1] * factor));
         }
         if (column == 0 && params.lse != nullptr) {
-            const float lse = natural_lse(row_max, row_sum);
             const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
-            store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q), lse);
+            store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q), end.lse());
         }
     }
 }

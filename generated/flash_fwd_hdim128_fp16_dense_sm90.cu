@@ -116,6 +116,10 @@ __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+// Visits the scores that a lane holds of a KV block
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
+
+// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
 
 // Keys [begin, end).
 struct KeyRange {
@@ -128,58 +132,6 @@ __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
 // The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
-
-// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers have
-// released it: K and V every warp; Q every warp, or one thread of each warpgroup after TMA has read the O staged there.
-struct Barriers {
-    shared_address first;
-
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(stage); }
-    __device__ __forceinline__ shared_address q_empty(int stage) const { return at(kQStages + stage); }
-    __device__ __forceinline__ shared_address k_full(int stage) const { return at(2 * kQStages + stage); }
-    __device__ __forceinline__ shared_address k_empty(int stage) const { return at(2 * kQStages + kStages + stage); }
-    __device__ __forceinline__ shared_address v_full(int stage) const { return at(2 * kQStages + 2 * kStages + stage); }
-    __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
-    // The producer thread reads an entry of the mask's ring too, and every lane arrives for itself.
-    __device__ __forceinline__ shared_address mask_full(int stage) const { return at(2 * kQStages + 4 * kStages + stage); }
-    __device__ __forceinline__ shared_address mask_empty(int stage) const { return at(2 * kQStages + 4 * kStages + kMaskStages + stage); }
-
-    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
-
-    // One thread's work, before any other uses them.
-    __device__ __forceinline__ void init() const {
-        for (int stage = 0; stage < kQStages; ++stage) {
-            mbarrier_init(q_full(stage), 1);
-            mbarrier_init(q_empty(stage), 4 * kConsumers);
-        }
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(k_full(stage), 1);
-            mbarrier_init(v_full(stage), 1);
-            mbarrier_init(k_empty(stage), 4 * kConsumers);
-            mbarrier_init(v_empty(stage), 4 * kConsumers);
-        }
-        for (int stage = 0; stage < kMaskStages; ++stage) {
-            mbarrier_init(mask_full(stage), 32 * kMaskWarps);
-            mbarrier_init(mask_empty(stage), 128 * kConsumers + 1);
-        }
-    }
-};
-
-// A place in a ring of stages. The parity of a stage's barriers changes each time round.
-template <int kLength>
-struct RingPosition {
-    int stage = 0;
-    int parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        stage = stage == kLength - 1 ? 0 : stage + 1;
-        parity ^= stage == 0;
-    }
-};
-
-__device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
-// Visits the scores that a lane holds of a KV block
-template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
 __device__ uint32_t nonzero_bytes(uint32_t word);  // The top bit of each byte that is not 0
 
 // A dense mask comes as bytes: not 0 hides the key. Other warps of the producer warpgroup pack each block of the mask into bits and
@@ -192,7 +144,7 @@ __device__ uint32_t nonzero_bytes(uint32_t word);  // The top bit of each byte t
 // ends the tile.
 constexpr int kMaskIndexOffset = 4 * 4 * kBlockM;
 
-// The bit, in the word of its row and t, of the key that lies `key` (8 j or 8 j + 1) past the lane's first
+// The bit, in the word of its row and t, of the key `key` (8 j or 8 j + 1) keys past the lane's first
 __device__ constexpr int mask_bit(int key);
 __device__ constexpr uint32_t mask_bits();  // The bits of a word that stand for a key
 
@@ -300,6 +252,58 @@ struct MaskRow {
 // Fills a warp's part of an entry, the groups of eight rows `warp`, `warp` + kMaskWarps and so on of the block at `first_key`
 template <bool kWhole> __device__ bool pack_mask(const Params& params, const Tile& tile, shared_address entry, int first_key, bool inside,
     int warp, int lane);
+
+// ====
+
+// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers have
+// released it: K and V every warp; Q every warp, or one thread of each warpgroup after TMA has read the O staged there.
+struct Barriers {
+    shared_address first;
+
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(stage); }
+    __device__ __forceinline__ shared_address q_empty(int stage) const { return at(kQStages + stage); }
+    __device__ __forceinline__ shared_address k_full(int stage) const { return at(2 * kQStages + stage); }
+    __device__ __forceinline__ shared_address k_empty(int stage) const { return at(2 * kQStages + kStages + stage); }
+    __device__ __forceinline__ shared_address v_full(int stage) const { return at(2 * kQStages + 2 * kStages + stage); }
+    __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
+    // The producer thread reads an entry of the mask's ring too, and every lane arrives for itself.
+    __device__ __forceinline__ shared_address mask_full(int stage) const { return at(2 * kQStages + 4 * kStages + stage); }
+    __device__ __forceinline__ shared_address mask_empty(int stage) const { return at(2 * kQStages + 4 * kStages + kMaskStages + stage); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread's work, before any other uses them.
+    __device__ __forceinline__ void init() const {
+        for (int stage = 0; stage < kQStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(q_empty(stage), 4 * kConsumers);
+        }
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(k_full(stage), 1);
+            mbarrier_init(v_full(stage), 1);
+            mbarrier_init(k_empty(stage), 4 * kConsumers);
+            mbarrier_init(v_empty(stage), 4 * kConsumers);
+        }
+        for (int stage = 0; stage < kMaskStages; ++stage) {
+            mbarrier_init(mask_full(stage), 32 * kMaskWarps);
+            mbarrier_init(mask_empty(stage), 128 * kConsumers + 1);
+        }
+    }
+};
+
+// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+__device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
@@ -333,11 +337,30 @@ constexpr float kSlack = 8.0f;
 // factor cancels in O / row_sum and in the LSE.
 constexpr float kPBias = 7.0f;
 
-constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
-__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+
+// ==== row_end: what the sums of a row become after its last key
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+struct RowEnd {
+    float row_max;  // log2 domain
+    float row_sum;  // of all keys
+
+    // The factor of O.
+    __device__ __forceinline__ float factor() const { return row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum); }
+
+    // ln(sum of exp(score)).
+    __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
+};
+
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
+
+// ====
+
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
 __device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
@@ -617,36 +640,6 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// The keys in the range of a query: a window around its diagonal. A side without a bound is past every key.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    const int diagonal = query + params.diagonal_offset;
-    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
-}
-
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left.
-__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, first_row)).begin,
-            keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// The keys in the range of every row of [first_row, first_row + count).
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
-}
-
-// Loads Q of a tile.
-__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
-    mbarrier_arrive_expect_tx(full, kQBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-        tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
-                    tile.head, tile.batch);
-    }
-}
-
 // Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
 // first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
 // once unrolled.
@@ -662,13 +655,36 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
     }
 }
 
+// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+
+// The keys in the range of a query: a window around its diagonal. A side without a bound is past every key.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    const int diagonal = query + params.diagonal_offset;
+    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
+}
+
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. No row sees a key of a
+// block outside of it.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
 // The top bit of each byte that is not 0.
 __device__ __forceinline__ uint32_t nonzero_bytes(uint32_t word) {
     // The sum carries into a byte's top bit exactly when one of its lower seven bits is set, and never out of it.
     return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080;
 }
 
-// The bit, in the word of its row and t, of the key that lies `key` (8 j or 8 j + 1) past the lane's first.
+// The bit, in the word of its row and t, of the key `key` (8 j or 8 j + 1) keys past the lane's first.
 __device__ constexpr int mask_bit(int key) { return key % 64 / 16 * 8 + 7 - 4 * (key % 8) - key / 64 * 2 - key / 8 % 2; }
 
 // The bits of a word that stand for a key.
@@ -716,6 +732,18 @@ __device__ __forceinline__ bool pack_mask(const Params& params, const Tile& tile
         }
     }
     return visible;
+}
+
+// ====
+
+// Loads Q of a tile.
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
+    mbarrier_arrive_expect_tx(full, kQBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
+                    tile.head, tile.batch);
+    }
 }
 
 // The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
@@ -813,10 +841,12 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedSco
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
+// ==== row_end: what the sums of a row become after its last key
+
+// The end of a row.
+__device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
+
+// ====
 
 // The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
@@ -889,11 +919,12 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
     for (int half = 0; half < 2; ++half) {
         const int row = first_row + 8 * half + lane / 4;
         const float row_sum = quad_sum(rows.row_sum[half]);
-        factor[half] = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
+        const RowEnd end = row_end(rows.row_max[half], row_sum);
+        factor[half] = end.factor();
         if (params.lse != nullptr && lane % 4 == 0 && is_row(params, row)) {
             const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
             store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
-                            natural_lse(rows.row_max[half], row_sum));
+                            end.lse());
         }
     }
 }

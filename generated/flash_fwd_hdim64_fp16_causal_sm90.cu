@@ -97,6 +97,10 @@ __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+// Visits the scores that a lane holds of a KV block
+template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
+
+// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
 
 // Keys [begin, end).
 struct KeyRange {
@@ -109,6 +113,18 @@ __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
 // The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+
+// A lane holds two of every eight keys of a row. A word has a bit for each of them, the first key's on top: R2P makes predicates of
+// seven bits of a byte, where a comparison makes one.
+using key_word = uint32_t;  // a bit for each key of a lane
+
+__device__ constexpr key_word key_bit(int key);  // The bit of a key
+// The bits of the lane's keys from `key` on, in the KV block at `first_key`
+__device__ key_word bits_from(int key, int first_key, int lane);
+// Hides the keys of the KV block at `first_key` that are outside the range of their row; the warp's rows begin at `first_row`
+__device__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key, int lane);
+
+// ====
 
 // The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers have
 // released it: K and V every warp; Q every warp, or one thread of each warpgroup after TMA has read the O staged there.
@@ -152,18 +168,6 @@ struct RingPosition {
 };
 
 __device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
-// Visits the scores that a lane holds of a KV block
-template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
-
-// A lane holds two of every eight keys of a row. A word has a bit for each of them, the first key's on top: R2P makes predicates of
-// seven bits of a byte, where a comparison makes one.
-using key_word = uint32_t;  // a bit for each key of a lane
-
-__device__ constexpr key_word key_bit(int key);  // The bit of a key
-// The bits of the lane's keys from `key` on, in the KV block at `first_key`
-__device__ key_word bits_from(int key, int first_key, int lane);
-// Hides the keys of the KV block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`
-__device__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key, int lane);
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
@@ -197,11 +201,30 @@ constexpr float kSlack = 8.0f;
 // factor cancels in O / row_sum and in the LSE.
 constexpr float kPBias = 7.0f;
 
-constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
-__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+
+// ==== row_end: what the sums of a row become after its last key
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+struct RowEnd {
+    float row_max;  // log2 domain
+    float row_sum;  // of all keys
+
+    // The factor of O.
+    __device__ __forceinline__ float factor() const { return row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum); }
+
+    // ln(sum of exp(score)).
+    __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
+};
+
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
+
+// ====
+
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
 __device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
@@ -476,35 +499,6 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// The keys that a query attends to: those up to its diagonal.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
-}
-
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left.
-__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, first_row)).begin,
-            keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// The keys in the range of every row of [first_row, first_row + count).
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
-}
-
-// Loads Q of a tile.
-__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
-    mbarrier_arrive_expect_tx(full, kQBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-        tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
-                    tile.head, tile.batch);
-    }
-}
-
 // Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
 // first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
 // once unrolled.
@@ -520,6 +514,28 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
     }
 }
 
+// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. No row sees a key of a
+// block outside of it.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
 // The bit of a key.
 __device__ constexpr key_word key_bit(int key) {
     constexpr int kTopBit = 8 * sizeof(key_word) - 1;
@@ -528,13 +544,13 @@ __device__ constexpr key_word key_bit(int key) {
 
 // The bits of the lane's keys from `key` on, in the KV block at `first_key`.
 __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
-    // How many of the lane's keys lie before `key`: of the first ones of each eight, and of the second ones. With 6 added both round up.
+    // How many of the lane's keys are before `key`: of the first ones of each eight, and of the second ones. With 6 added both round up.
     const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
     const int before = (distance + 1) / 8 + distance / 8;
     return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
 }
 
-// Hides the keys of the KV block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`.
+// Hides the keys of the KV block at `first_key` that are outside the range of their row; the warp's rows begin at `first_row`.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key,
                                            int lane) {
     key_word hidden[2];  // of the lane's two rows
@@ -546,6 +562,18 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     for_each_score(scores, [&](int row, int key, float& score) {
         if (hidden[row / 8] & key_bit(key)) score = -INFINITY;
     });
+}
+
+// ====
+
+// Loads Q of a tile.
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
+    mbarrier_arrive_expect_tx(full, kQBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
+                    tile.head, tile.batch);
+    }
 }
 
 // The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
@@ -637,10 +665,12 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedSco
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
+// ==== row_end: what the sums of a row become after its last key
+
+// The end of a row.
+__device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
+
+// ====
 
 // The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
@@ -713,11 +743,12 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
     for (int half = 0; half < 2; ++half) {
         const int row = first_row + 8 * half + lane / 4;
         const float row_sum = quad_sum(rows.row_sum[half]);
-        factor[half] = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
+        const RowEnd end = row_end(rows.row_max[half], row_sum);
+        factor[half] = end.factor();
         if (params.lse != nullptr && lane % 4 == 0 && is_row(params, row)) {
             const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
             store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
-                            natural_lse(rows.row_max[half], row_sum));
+                            end.lse());
         }
     }
 }

@@ -109,6 +109,11 @@ __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+
+// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
 
 // Keys [begin, end).
 struct KeyRange {
@@ -117,115 +122,8 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys in the range of a query
-
-// Which rows of a block of keys some query of the sequence sees: [begin, end).
-struct SeenRows {
-    int begin;
-    int end;
-
-    __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
-
-    // The same counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {begin - row, end - row}; }
-
-    // Those among the first `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {begin, min(end, count)}; }
-};
-
-__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
-
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
-constexpr int kChunkElements = 16 / sizeof(element);
-constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
-constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
-
-__device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
-
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
-// step's XOR flips.
-using LaneAddress = shared_address;
-
-__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
-// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
-__device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
-__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
-__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
-__device__ int first_row_of(int warp);  // A warp's first row in the tile
-__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
-__device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
-// Starts the copy of a KV block of K or V, kColumns wide, into shared memory
-template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
-    int head_dim);
-// Starts the copy of KV block `block` of a head of K, and of V
-__device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
-__device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
-__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
-// The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask
-__device__ void stash_tile(const Tile& tile, shared_address smem);
-__device__ Tile stashed_tile(shared_address smem);  // The tile that was stashed
-
-// Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
-// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
-// reduction.
-constexpr float kSlack = 8.0f;
-// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
-// factor cancels in O / row_sum and in the LSE.
-constexpr float kPBias = 7.0f;
-
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
-
-__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
-__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
-__device__ float quad_max(float value);  // The maximum over the four lanes of a quad
-__device__ float quad_sum(float value);  // The sum over the four lanes of a quad
-
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
-struct RowTile {
-    float row_max[2];  // log2 domain
-    float row_sum[2];  // this lane's share
-    float output[kDimTiles][4];
-};
-
-__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
-__device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
-// S = Q . K^T of kTiles MMA tiles of rows, in fp32
-template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
-
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
-// neighbouring key tiles is the A layout of one 16x16 tile.
-template <int kTiles>
-struct P {
-    uint32_t fragment[kTiles][kKeyTiles / 2][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
-};
-
-using VAddress = LaneAddress;
-
-__device__ VAddress v_address(shared_address block, int lane);
-template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
 // The keys in the range of some row of [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// Visits the scores of S with their rows and keys
-template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
-    int lane, AtRow at_row);
-
-// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
-struct KvBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
-
-// The blocks with a key in the range of some row of [first_row, first_row + count)
-__device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
 __device__ uint32_t nonzero_bytes(uint32_t word);  // The top bit of each byte that is not 0
 // Starts the copy of kBytes of a row of the mask, of which the array has `left`
 template <int kBytes> __device__ void copy_mask_bytes(shared_address destination, const uint8_t* source, int left, bool valid);
@@ -310,9 +208,135 @@ struct RowMask {
 // Masks the keys that the mask hides from their row
 template <int kTiles> __device__ void apply_mask(const WarpMask& mask, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane);
+
+// ====
+
 // Finishes the scores of a KV block between Q K^T and softmax
 template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     const WarpMask& mask, int row_in_tile, int first_key, int lane);
+
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a key in the range of some row of [first_row, first_row + count)
+__device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
+
+// Which rows of a block of keys some query of the sequence sees: [begin, end).
+struct SeenRows {
+    int begin;
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
+
+    // The same counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {begin - row, end - row}; }
+
+    // Those among the first `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {begin, min(end, count)}; }
+};
+
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+__device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// step's XOR flips.
+using LaneAddress = shared_address;
+
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
+__device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
+__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
+__device__ int first_row_of(int warp);  // A warp's first row in the tile
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
+__device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory
+template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
+    int head_dim);
+// Starts the copy of KV block `block` of a head of K, and of V
+__device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
+__device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
+// The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask
+__device__ void stash_tile(const Tile& tile, shared_address smem);
+__device__ Tile stashed_tile(shared_address smem);  // The tile that was stashed
+
+// Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
+// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// reduction.
+constexpr float kSlack = 8.0f;
+// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
+// factor cancels in O / row_sum and in the LSE.
+constexpr float kPBias = 7.0f;
+
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+
+// ==== row_end: what the sums of a row become after its last key
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+struct RowEnd {
+    float row_max;  // log2 domain
+    float row_sum;  // of all keys
+
+    // The factor of O.
+    __device__ __forceinline__ float factor() const { return row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum); }
+
+    // ln(sum of exp(score)).
+    __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
+};
+
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
+
+// ====
+
+__device__ float quad_max(float value);  // The maximum over the four lanes of a quad
+__device__ float quad_sum(float value);  // The sum over the four lanes of a quad
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
+__device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32
+template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ VAddress v_address(shared_address block, int lane);
+template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
 // Computes this lane's maximum of each row, in row_max's units
 template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
     float (&block_max)[kTiles][2]);
@@ -458,10 +482,137 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
+// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
+// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+template <int kTiles, typename AtRow>
+__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
+                                               AtRow at_row) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            auto at_score = at_row(first_row + kRowTileStep * i + 8 * row8 + lane / 4, first_key + lane % 4 * 2);
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * row8 + e]);
+            }
+        }
+    }
+}
+
+// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+
 // The keys in the range of a query: a window around its diagonal. A side without a bound is past every key.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     const int diagonal = query + params.diagonal_offset;
     return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
+}
+
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. No row sees a key of a
+// block outside of it.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The top bit of each byte that is not 0.
+__device__ __forceinline__ uint32_t nonzero_bytes(uint32_t word) {
+    // The sum carries into a byte's top bit exactly when one of its lower seven bits is set, and never out of it.
+    return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080;
+}
+
+// Starts the copy of kBytes of a row of the mask, of which the array has `left`: the others become zeros, as all do unless `valid`.
+template <int kBytes>
+__device__ __forceinline__ void copy_mask_bytes(shared_address destination, const uint8_t* source, int left, bool valid) {
+    // A copy that begins before the last key may not read past it.
+    const int bytes = valid ? min(kBytes, left) : 0;
+    if constexpr (kBytes == 16) {
+        cp_async_16(destination, source, bytes);
+    } else if constexpr (kBytes == 4) {
+        cp_async_4(destination, source, bytes);
+    } else {
+        store_shared_8(destination, valid ? load_global_8(source) : 0);
+    }
+}
+
+// Byte offset of a 16-byte chunk of the warp's mask tile; permuted so that lanes which read a chunk each of different
+// rows meet in no bank.
+__device__ __forceinline__ int mask_chunk_offset(int row, int chunk) {
+    constexpr int kChunks = kBlockN / 16;
+    constexpr int kRowsPerLine = kChunks < 8 ? 8 / kChunks : 1;  // rows in the 128 bytes that span all banks
+    return row * kBlockN + 16 * (chunk ^ (row / kRowsPerLine % kChunks));
+}
+
+// Starts the copy of the warp's rows of the mask, kBytes at a time. Bytes past the ends are hidden keys or are rows that
+// nobody reads; they are filled with zeros here and hidden when the tile is packed.
+template <int kBytes>
+__device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask,
+                                          int warp, int lane, int first_key) {
+    constexpr int kUnitsPerRow = kBlockN / kBytes;
+    const uint8_t* mask = params.mask + tile.batch * params.mask_batch_stride;
+#pragma unroll 4
+    for (int unit = lane; unit < kWarpRows * kUnitsPerRow; unit += 32) {
+        const int row = unit / kUnitsPerRow;
+        const int key = unit % kUnitsPerRow * kBytes;
+        const int tile_row = tile.first_row + warp * kWarpRows + row;
+        const bool valid = tile_row < num_rows(params) && first_key + key < params.seqlen_kv;
+        const uint8_t* source =
+            valid ? mask + row_offset(params, tile, tile_row, params.mask_row_stride, params.mask_head_stride) + first_key + key : mask;
+        const shared_address destination = warp_mask + mask_chunk_offset(row, key / 16) + key % 16;
+        copy_mask_bytes<kBytes>(destination, source, params.seqlen_kv - first_key - key, valid);
+    }
+}
+
+// The widest copy that the alignment of the mask's rows allows.
+__device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask,
+                                          int warp, int lane, int first_key) {
+    if (params.mask_vector_width >= 16) {
+        copy_mask<16>(params, tile, warp_mask, warp, lane, first_key);
+    } else if (params.mask_vector_width >= 4) {
+        copy_mask<4>(params, tile, warp_mask, warp, lane, first_key);
+    } else {
+        copy_mask<1>(params, tile, warp_mask, warp, lane, first_key);
+    }
+}
+
+// One bit for each of 16 bytes: set where the byte is not 0.
+__device__ __forceinline__ uint32_t pack_bytes(uint4 bytes) {
+    // A byte of 128 times the value of its bit, summed over eight bytes: their bits, 7 places up.
+    const uint32_t low = __dp4a(nonzero_bytes(bytes.y), 0x80402010u, __dp4a(nonzero_bytes(bytes.x), 0x08040201u, 0u));
+    const uint32_t high = __dp4a(nonzero_bytes(bytes.w), 0x80402010u, __dp4a(nonzero_bytes(bytes.z), 0x08040201u, 0u));
+    return low >> 7 | high << 1;
+}
+
+// Masks the keys that the mask hides from their row.
+template <int kTiles>
+__device__ __forceinline__ void apply_mask(const WarpMask& mask, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+                                           int lane) {
+    if (!mask.some_hidden()) return;
+    for_each_score(scores, first_row, first_key, lane, [&](int row, int) {
+        const RowMask row_mask(mask, row - first_row, lane);
+        return [=](int step, float& score) {
+            if (row_mask.hides(step)) score = -INFINITY;
+        };
+    });
+}
+
+// ====
+
+// Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
+// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+template <int kTiles>
+__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+                                              const WarpMask& mask, int row_in_tile, int first_key, int lane) {
+    apply_mask(mask, scores, tile.first_row + row_in_tile, first_key, lane);
+}
+
+// The blocks with a key in the range of some row of [first_row, first_row + count).
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
@@ -597,10 +748,12 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
+// ==== row_end: what the sums of a row become after its last key
+
+// The end of a row.
+__device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
+
+// ====
 
 // The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
@@ -691,128 +844,6 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
     }
 }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left.
-__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, first_row)).begin,
-            keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
-// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
-template <int kTiles, typename AtRow>
-__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
-                                               AtRow at_row) {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int row8 = 0; row8 < 2; ++row8) {
-            auto at_score = at_row(first_row + kRowTileStep * i + 8 * row8 + lane / 4, first_key + lane % 4 * 2);
-#pragma unroll
-            for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * row8 + e]);
-            }
-        }
-    }
-}
-
-// The blocks with a key in the range of some row of [first_row, first_row + count).
-__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
-    const KeyRange keys = keys_of_some(params, first_row, count);
-    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
-}
-
-// The top bit of each byte that is not 0.
-__device__ __forceinline__ uint32_t nonzero_bytes(uint32_t word) {
-    // The sum carries into a byte's top bit exactly when one of its lower seven bits is set, and never out of it.
-    return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080;
-}
-
-// Starts the copy of kBytes of a row of the mask, of which the array has `left`: the others become zeros, as all do unless `valid`.
-template <int kBytes>
-__device__ __forceinline__ void copy_mask_bytes(shared_address destination, const uint8_t* source, int left, bool valid) {
-    // A copy that begins before the last key may not read past it.
-    const int bytes = valid ? min(kBytes, left) : 0;
-    if constexpr (kBytes == 16) {
-        cp_async_16(destination, source, bytes);
-    } else if constexpr (kBytes == 4) {
-        cp_async_4(destination, source, bytes);
-    } else {
-        store_shared_8(destination, valid ? load_global_8(source) : 0);
-    }
-}
-
-// Byte offset of a 16-byte chunk of the warp's mask tile; permuted so that lanes which read a chunk each of different
-// rows meet in no bank.
-__device__ __forceinline__ int mask_chunk_offset(int row, int chunk) {
-    constexpr int kChunks = kBlockN / 16;
-    constexpr int kRowsPerLine = kChunks < 8 ? 8 / kChunks : 1;  // rows in the 128 bytes that span all banks
-    return row * kBlockN + 16 * (chunk ^ (row / kRowsPerLine % kChunks));
-}
-
-// Starts the copy of the warp's rows of the mask, kBytes at a time. Bytes past the ends are hidden keys or are rows that
-// nobody reads; they are filled with zeros here and hidden when the tile is packed.
-template <int kBytes>
-__device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask,
-                                          int warp, int lane, int first_key) {
-    constexpr int kUnitsPerRow = kBlockN / kBytes;
-    const uint8_t* mask = params.mask + tile.batch * params.mask_batch_stride;
-#pragma unroll 4
-    for (int unit = lane; unit < kWarpRows * kUnitsPerRow; unit += 32) {
-        const int row = unit / kUnitsPerRow;
-        const int key = unit % kUnitsPerRow * kBytes;
-        const int tile_row = tile.first_row + warp * kWarpRows + row;
-        const bool valid = tile_row < num_rows(params) && first_key + key < params.seqlen_kv;
-        const uint8_t* source =
-            valid ? mask + row_offset(params, tile, tile_row, params.mask_row_stride, params.mask_head_stride) + first_key + key : mask;
-        const shared_address destination = warp_mask + mask_chunk_offset(row, key / 16) + key % 16;
-        copy_mask_bytes<kBytes>(destination, source, params.seqlen_kv - first_key - key, valid);
-    }
-}
-
-// The widest copy that the alignment of the mask's rows allows.
-__device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask,
-                                          int warp, int lane, int first_key) {
-    if (params.mask_vector_width >= 16) {
-        copy_mask<16>(params, tile, warp_mask, warp, lane, first_key);
-    } else if (params.mask_vector_width >= 4) {
-        copy_mask<4>(params, tile, warp_mask, warp, lane, first_key);
-    } else {
-        copy_mask<1>(params, tile, warp_mask, warp, lane, first_key);
-    }
-}
-
-// One bit for each of 16 bytes: set where the byte is not 0.
-__device__ __forceinline__ uint32_t pack_bytes(uint4 bytes) {
-    // A byte of 128 times the value of its bit, summed over eight bytes: their bits, 7 places up.
-    const uint32_t low = __dp4a(nonzero_bytes(bytes.y), 0x80402010u, __dp4a(nonzero_bytes(bytes.x), 0x08040201u, 0u));
-    const uint32_t high = __dp4a(nonzero_bytes(bytes.w), 0x80402010u, __dp4a(nonzero_bytes(bytes.z), 0x08040201u, 0u));
-    return low >> 7 | high << 1;
-}
-
-// Masks the keys that the mask hides from their row.
-template <int kTiles>
-__device__ __forceinline__ void apply_mask(const WarpMask& mask, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
-                                           int lane) {
-    if (!mask.some_hidden()) return;
-    for_each_score(scores, first_row, first_key, lane, [&](int row, int) {
-        const RowMask row_mask(mask, row - first_row, lane);
-        return [=](int step, float& score) {
-            if (row_mask.hides(step)) score = -INFINITY;
-        };
-    });
-}
-
-// Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
-// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
-template <int kTiles>
-__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
-                                              const WarpMask& mask, int row_in_tile, int first_key, int lane) {
-    apply_mask(mask, scores, tile.first_row + row_in_tile, first_key, lane);
-}
-
 // Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
 // kSlack. The maximum is rounded up and the limit down, so that P stays within its limit for scores of any size.
 template <int kTiles>
@@ -887,8 +918,7 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
         for (int row8 = 0; row8 < 2; ++row8) {
             rows[i].row_sum[row8] = quad_sum(rows[i].row_sum[row8]);
-            const float sum = rows[i].row_sum[row8];
-            const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+            const float factor = row_end(rows[i].row_max[row8], rows[i].row_sum[row8]).factor();
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
                 rows[i].output[n][2 * row8] *= factor;
@@ -911,7 +941,7 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
                 store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
-                                natural_lse(rows[i].row_max[row8], rows[i].row_sum[row8]));
+                                row_end(rows[i].row_max[row8], rows[i].row_sum[row8]).lse());
             }
         }
     }

@@ -52,11 +52,42 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
 };
 
-constexpr float kLn2 = 0.6931471805599453f;
+// ==== visible: which keys a row attends to
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+
+// ====
+
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
-__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+
+// ==== row_end: what the sums of a row become after its last key
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+struct RowEnd {
+    float row_max;  // log2 domain
+    float row_sum;  // of all keys
+
+    // The factor of O.
+    __device__ __forceinline__ float factor() const { return row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum); }
+
+    // ln(sum of exp(score)).
+    __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
+};
+
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
+
+// ====
+
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 
 // Which thread blocks of the kernel before this one had parts of a tile.
@@ -100,14 +131,6 @@ struct Lengths {
 __device__ Lengths lengths_of(const Params& params, int sequence);  // The lengths of a sequence
 __device__ Params with_lengths(const Params& params, const Lengths& lengths);  // The parameters for a sequence of these lengths
 __device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
-
-// Keys [begin, end).
-struct KeyRange {
-    int begin;
-    int end;
-};
-
-__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
 
 // The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
 // These are the KV blocks that some query of the sequence sees. The rows of one tile may see fewer.
@@ -172,13 +195,24 @@ flash_varlen_split_combine_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_c
     }
 }
 
+// ==== visible: which keys a row attends to
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// ====
+
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
+// ==== row_end: what the sums of a row become after its last key
+
+// The end of a row.
+__device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
+
+// ====
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -249,11 +283,6 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
         if (lane >= distance) value += before;
     }
     return value;
-}
-
-// The keys that a query attends to: those up to its diagonal.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
 // The tiles of a sequence.
@@ -373,8 +402,8 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Parts& par
 
 // Writes O of a row, four elements a lane, and the first lane LSE.
 __device__ __forceinline__ void store_row(const Params& params, const Row& row, const Sums& sums, int lane) {
-    // A row that attends to nothing has the sum 0 and becomes 0.
-    const float factor = sums.row_sum == 0.0f ? 0.0f : __fdividef(1.0f, sums.row_sum);
+    const RowEnd end = row_end(sums.row_max, sums.row_sum);
+    const float factor = end.factor();
     element* out = params.out + row.batch * params.out_batch_stride + row.row_in_entry * params.out_row_stride +
                    row.head * params.out_head_stride;
 #pragma unroll
@@ -386,7 +415,7 @@ __device__ __forceinline__ void store_row(const Params& params, const Row& row, 
     }
     if (params.lse != nullptr && lane == 0) {
         const int64_t lse_row = row.batch * params.lse_batch_stride + row.head * params.lse_head_stride + row.row_in_entry;
-        store_global_32(params.lse + lse_row, natural_lse(sums.row_max, sums.row_sum));
+        store_global_32(params.lse + lse_row, end.lse());
     }
 }
 

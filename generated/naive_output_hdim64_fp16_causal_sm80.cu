@@ -66,6 +66,8 @@ template <int kRows, int kColumns> __device__ void copy_block(shared_address blo
 // The A fragment of 16x16 elements
 template <int kColumns> __device__ void load_a(uint32_t (&fragment)[4], shared_address block, int row, int step, int lane);
 
+// ==== visible: which keys a row attends to
+
 // Keys [begin, end).
 struct KeyRange {
     int begin;
@@ -73,6 +75,8 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+
+// ====
 
 // Which rows of a block of keys some query of the sequence sees: those before `end`.
 struct SeenRows {
@@ -88,6 +92,27 @@ struct SeenRows {
 };
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+
+// ==== row_end: what the sums of a row become after its last key
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+struct RowEnd {
+    float row_max;  // log2 domain
+    float row_sum;  // of all keys
+
+    // The factor of O.
+    __device__ __forceinline__ float factor() const { return row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum); }
+
+    // ln(sum of exp(score)).
+    __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
+};
+
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
+
+// ====
+
 // O += P V for this warp's rows and the keys of a block
 __device__ void mma_pv(float (&output)[kRowTiles][kDimTiles][4], shared_address p_block, shared_address v_block, int warp, int lane);
 // Divides O by the sums of P's rows and writes it
@@ -168,16 +193,27 @@ __device__ __forceinline__ void load_a(uint32_t (&fragment)[4], shared_address b
     ldmatrix_x4(fragment, chunk_address<kColumns>(block, row + lane % 16, 2 * step + lane / 16));
 }
 
+// ==== visible: which keys a row attends to
+
 // The keys that a query attends to: those up to its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
+
+// ====
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
     const int end = keys_of_query(params, params.seqlen_q - 1).end;
     return {end - first_key};
 }
+
+// ==== row_end: what the sums of a row become after its last key
+
+// The end of a row.
+__device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
+
+// ====
 
 // O += P V for this warp's rows and the keys of a block. Element [i][n][e] of thread (g, t) = (lane / 4, lane % 4) is row
 // g + 8 (e / 2) of MMA tile i, column 8 n + 2 t + e % 2.
@@ -213,7 +249,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
             if (row >= params.seqlen_q) continue;
             const int64_t sum_index = int64_t(tile.head_of_batch) * params.seqlen_q + row;
             const float sum = __uint_as_float(load_global_32(params.row_sum + sum_index));
-            const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+            const float factor = row_end(0.0f, sum).factor();  // row_max is in the LSE alone, which has been written
             element* out = params.out + tile.batch * params.out_batch_stride + row * params.out_row_stride +
                            tile.head * params.out_head_stride + lane % 4 * 2;
 #pragma unroll

@@ -68,6 +68,11 @@ template <int kRows, int kColumns> __device__ void copy_block(shared_address blo
     int columns);
 // The A fragment of 16x16 elements
 template <int kColumns> __device__ void load_a(uint32_t (&fragment)[4], shared_address block, int row, int step, int lane);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+
+// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
 
 // Keys [begin, end).
 struct KeyRange {
@@ -80,9 +85,15 @@ __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
 // The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
-// Visits the scores of S with their rows and keys
-template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
-    int lane, AtRow at_row);
+// Masks the keys outside the range of their row
+template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
+    int first_key, int lane);
+
+// ====
+
+// Finishes the scores of a KV block between Q K^T and softmax
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
 
 // KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
 struct KvBlocks {
@@ -92,12 +103,6 @@ struct KvBlocks {
 
 // The blocks with a key in the range of some row of [first_row, first_row + count)
 __device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
-// Masks the keys outside the range of their row
-template <int kTiles> __device__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
-    int lane);
-// Finishes the scores of a KV block between Q K^T and softmax
-template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
-    int row_in_tile, int first_key, int lane);
 // S of this warp's rows and the keys of a block
 __device__ void mma_qk(float (&scores)[kRowTiles][kKeyTiles][4], shared_address q_block, shared_address k_block, int warp, int lane);
 // Writes S of this warp's rows and the keys from `first_key` on
@@ -210,25 +215,6 @@ __device__ __forceinline__ void load_a(uint32_t (&fragment)[4], shared_address b
     ldmatrix_x4(fragment, chunk_address<kColumns>(block, row + lane % 16, 2 * step + lane / 16));
 }
 
-// The keys that a query attends to: those up to its diagonal.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
-}
-
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left.
-__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, first_row)).begin,
-            keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// The keys in the range of every row of [first_row, first_row + count).
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
-}
-
 // Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
 // that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
@@ -249,16 +235,32 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
     }
 }
 
-// The blocks with a key in the range of some row of [first_row, first_row + count).
-__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
-    const KeyRange keys = keys_of_some(params, first_row, count);
-    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. No row sees a key of a
+// block outside of it.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
 // Masks the keys outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
 template <int kTiles>
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
-                                           int lane) {
+__device__ __forceinline__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
+                                           int first_key, int lane) {
     const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), kRowTileStep * (kTiles - 1) + 16);
     if (first_key + 8 * kKeyTiles > every.end) {
         for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
@@ -270,12 +272,20 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     }
 }
 
+// ====
+
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
 // The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
                                               int row_in_tile, int first_key, int lane) {
-    apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
+    apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
+}
+
+// The blocks with a key in the range of some row of [first_row, first_row + count).
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
 // S of this warp's rows and the keys of a block. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2) of MMA

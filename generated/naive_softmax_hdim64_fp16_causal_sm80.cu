@@ -31,11 +31,30 @@ struct Params {
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
-constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
-__device__ float natural_lse(float row_max, float row_sum);  // The LSE of a row
+
+// ==== row_end: what the sums of a row become after its last key
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+struct RowEnd {
+    float row_max;  // log2 domain
+    float row_sum;  // of all keys
+
+    // The factor of O.
+    __device__ __forceinline__ float factor() const { return row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum); }
+
+    // ln(sum of exp(score)).
+    __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
+};
+
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
+
+// ====
+
 __device__ int row_keys(const Params& params);  // Floats of a row of S
 __device__ int64_t row_of_s(const Params& params, int head_of_batch, int row);  // Where a row of S begins, in floats
 __device__ void load_scores(float (&scores)[8], const float* source);  // Eight scores
@@ -88,17 +107,19 @@ naive_softmax_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
         const int64_t index = int64_t(head_of_batch) * params.seqlen_q + row;
         store_global_32(params.row_sum + index, sum);
         // lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing.
-        if (params.lse != nullptr) store_global_32(params.lse + index, natural_lse(row_max, sum));
+        if (params.lse != nullptr) store_global_32(params.lse + index, row_end(row_max, sum).lse());
     }
 }
 
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// The LSE of a row: ln(sum of exp(score)), -inf for a row that sees nothing.
-__device__ __forceinline__ float natural_lse(float row_max, float row_sum) {
-    return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2;
-}
+// ==== row_end: what the sums of a row become after its last key
+
+// The end of a row.
+__device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
+
+// ====
 
 // Floats of a row of S: one for each key, rounded up to whole 16-byte chunks of P.
 __device__ __forceinline__ int row_keys(const Params& params) { return (params.seqlen_kv + 7) / 8 * 8; }

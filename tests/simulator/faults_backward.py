@@ -61,7 +61,7 @@ FAULTS = (
     Fault("rows that see nothing", CAUSAL, "preprocess", BLIND, (WRONG,), "return INFINITY;",
           "return -INFINITY;"),
     Fault("the gradient of LSE of rows that see nothing", CAUSAL, "preprocess", BLIND, (WRONG,),
-          "lse[pass] == -INFINITY ? 0.0f : sum - dlse[pass]", "sum - dlse[pass]"),
+          "lse == -INFINITY ? 0.0f : sum - dlse", "sum - dlse"),
     Fault("half of a row", PLAIN, "preprocess", SHAPE, (WRONG,),
           "distance < kLanes;", "distance < kLanes / 4;"),
     Fault("dQ is not cleared", PLAIN, "preprocess", SHAPE, (WRONG,),

@@ -46,7 +46,7 @@ def fault(name, variant, score, *texts, caught=NUMBERS, shape=None):
 
 
 MODIFY_SM80 = "    modify_scores(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);\n"
-MASK_SM80 = "    apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);\n"
+MASK_SM80 = "    apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);\n"
 MASK_DENSE = "    apply_mask(mask, scores, tile.first_row + row_in_tile, first_key, lane);\n"
 ROWS_SM90 = "rows[1] = score_row_of(params, head, row + 8);"
 POSITION = "row.q = query + params.seqlen_kv - params.seqlen_q;"

@@ -56,9 +56,9 @@ def mask_functions(mask_type, block_n):
     tile = {**dict(variant.tile), "block_n": block_n}
     source = render(dataclasses.replace(variant, tile=tuple(tile.items())))
     types = re.findall(r"^using key_word = .*\n", source, re.MULTILINE)
-    definitions = source[
-        source.rindex("// Visits the scores that") : source.index("// The wgmmas of this kernel")
-    ]
+    visit = source[source.rindex("// Visits the scores that") :]
+    mask = source[source.rindex("// The bit of a key.") :]
+    definitions = visit[: visit.index("// ====")] + mask[: mask.index("// ====")]
     return "".join(types) + definitions.replace("const Params&", "const Ranges&")
 
 
