@@ -158,7 +158,7 @@ class BadTensorStrides(FlashgenError, ValueError):
 
 
 class NullPointer(FlashgenError, ValueError):
-    """A required array is None or has no memory behind it."""
+    """A required array is None or has no memory."""
 
 
 class InsufficientWorkspace(FlashgenError, ValueError):

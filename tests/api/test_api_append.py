@@ -389,7 +389,7 @@ def test_packed_queries_are_as_many_as_new_tokens(tokens, rotates, held):
     cache = flashgen.KVCache(*(np.zeros((2, 8, 2, 32), np.float16) for _ in "kv"), np.zeros(2, np.int32))
     new, cu = (numbers(rng, tokens, 2, 32), numbers(rng, tokens, 2, 32)), np.array([0, 1, 2], np.int32)
     rotary = flashgen.Rotary(*tables(rng)) if rotates else None
-    message = f"^q has 3 tokens but k_new has {tokens}; cu_seqlens_q counts those of both, so they must be as"
+    message = f"^q has 3 tokens but k_new has {tokens}; cu_seqlens_q counts the tokens of both, so their"
     with pytest.raises(errors.BadTensorShape, match=message):
         (flashgen.plan if held else flashgen.attention)(
             numbers(rng, 3, 4, 32), cache, append=new, rotary=rotary, cu_seqlens_q=cu

@@ -413,7 +413,7 @@ def test_parts_of_a_packed_array_are_named_by_it():
     with pytest.raises(errors.BadTensorShape, match=r"^kv has batch 2 but q has 1;"):
         flash_attn_kvpacked_func(Q[:1], KV)
     with pytest.raises(
-        errors.BadTensorShape, match=r"^q has 4 heads, kv has 3; .* a positive multiple of those of kv$"
+        errors.BadTensorShape, match=r"^q has 4 heads, kv has 3; .* a positive multiple of the heads of kv$"
     ):
         flash_attn_kvpacked_func(Q, KV[..., :3, :])
     with pytest.raises(errors.BadTensorDtype, match=r"^qkv has dtype float64; supported"):

@@ -352,17 +352,20 @@ QUERY, KEY, VALUE = qkv()
         (
             {"key": KEY[:, :3], "value": VALUE[:, :3], "enable_gqa": True},
             errors.BadTensorShape,
-            "^query has 4 heads, key has 3; those of query must be a positive multiple of those of key",
+            "^query has 4 heads, key has 3; the heads of query must be a positive multiple "
+            "of the heads of key",
         ),
         (
             {"key": KEY[:, :2], "value": VALUE[:, :3], "enable_gqa": True},
             errors.BadTensorShape,
-            "^query has 4 heads, value has 3; those of query must be a positive multiple of those of value$",
+            "^query has 4 heads, value has 3; the heads of query must be a positive multiple "
+            "of the heads of value$",
         ),
         (
             {"key": KEY[:, :0], "enable_gqa": True},
             errors.BadTensorShape,
-            "^query has 4 heads, key has 0; those of query must be a positive multiple of those of key$",
+            "^query has 4 heads, key has 0; the heads of query must be a positive multiple "
+            "of the heads of key$",
         ),
         (
             {name: torch.zeros(1, 1, 2, 301) for name in ("query", "key", "value")},

@@ -49,7 +49,7 @@ WRONG = {
         "operator: attention",
         "operator: merge\nlengths: device",
         "lengths:",
-        ["lengths: calls of merge have none; only those of attention, attention_backward do"],
+        ["lengths: calls of merge have none; only calls of attention, attention_backward do"],
     ),
     "option that writes a file": (
         "no_spills: true",

@@ -205,7 +205,7 @@ def test_strides_that_are_never_multiplied_are_sound(seqlen, head_dim, dtype):
 
 
 def test_an_array_that_has_no_map_is_an_error_of_the_spec():
-    with pytest.raises(SpecError, match="tensor_map of lse; there are those of q, k, v, out"):
+    with pytest.raises(SpecError, match="tensor_map of lse; only these arrays have one: q, k, v, out"):
         describe(PROBLEM, GQA, replace(Q, name="lse"))
 
 

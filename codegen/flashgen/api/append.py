@@ -1,4 +1,4 @@
-"""``append``: new keys and values go into a KV cache; alone, or ahead of the attention over it."""
+"""``append``: new keys and values go into a KV cache; alone, or before the attention over it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from flashgen.schedule.plan import Step
 
 _TOTAL, _ROTATED = APPEND.position("total_lengths"), APPEND.position("q_rotated")
-# What the attention behind an append takes of its arrays.
+# The arrays of an append that the attention after it takes as well.
 _HANDED_ON = itemgetter(
     *map(APPEND.position, ("k_cache", "v_cache", "cu_seqlens_new", "total_lengths", "index", "pages"))
 )
@@ -292,7 +292,7 @@ def _check_packed(q: Any, k_new: Any) -> None:
     if None not in (queries, tokens) and queries != tokens:
         raise BadTensorShape(
             f"{arg('q')} has {queries} tokens but {arg('k_new')} has {tokens}; {arg('cu_seqlens_q')} counts "
-            "those of both, so they must be as many"
+            "the tokens of both, so their numbers must be equal"
         )
 
 
@@ -503,8 +503,8 @@ def _handed(attention: Plan, second: Ready, q: Any, stream: Any) -> Any:
 
 
 def _queue(append: Plan, first: Ready, attention: Plan, second: Ready, own: tuple[Any, ...]) -> None:
-    """Queue both calls, in order. Where lengths are checked, those of both are ahead of the first. ``own``:
-    what the caller gave the second one, the workspace behind the arrays.
+    """Queue both calls, in order. If lengths are checked, both calls' lengths are checked before the first is
+    queued. ``own``: the arrays that the caller passed for the second call, and after them its workspace.
     """
     work, given, pointers, stream, _ = first
     next_work, next_given, next_pointers, _, _ = second
@@ -520,10 +520,10 @@ def _queue(append: Plan, first: Ready, attention: Plan, second: Ready, own: tupl
 
 
 class _Memory(NamedTuple):
-    """Where two calls could meet, as positions of arguments. ``behind`` are inputs of the attention alone,
-    ``written`` those of its arguments that the append writes to, ``results`` what it writes itself, and
-    ``ahead`` inputs of the append alone. ``spans`` and ``placed`` are those of the attention, its workspace
-    at the end.
+    """Where the memory of two calls could overlap, as positions of arguments. ``behind`` are inputs of the
+    attention alone. ``written`` are its arguments that the append writes to. ``results`` are the arrays that
+    it writes itself. ``ahead`` are inputs of the append alone. ``spans`` and ``placed`` belong to the
+    attention, with its workspace at the end.
     """
 
     behind: tuple[int, ...]
@@ -564,7 +564,7 @@ def _overlap(written: str, read: str) -> BadTensorStrides:
 
 @lru_cache(maxsize=MAX_PLANS)
 def _memory(append: Plan, attention: Plan, rotates: bool) -> _Memory:
-    """That of the calls of two plans. A rotated q of the attention is not the caller's."""
+    """The `_Memory` of the calls of two plans. A rotated q of the attention is not the caller's array."""
     problem, positions = attention.problem, attention.problem.operator.positions
     written = {"k": "k", "v": "v", "kv_lengths": "total_lengths"} | ({"q": "q_rotated"} if rotates else {})
     both = {"cu_seqlens_q", "cu_seqlens_new", "index", "pages"}

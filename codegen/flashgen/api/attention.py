@@ -47,15 +47,15 @@ def _attention(call: Call) -> Any:
 _attention.__doc__ = f"""softmax(q k^T * softmax_scale, masked) v, exactly, without the matrix of scores.
 
     Arrays may be of CuPy, NumPy, PyTorch, JAX, or of any library with DLPack or ``__cuda_array_interface__``;
-    none is copied. All arrays of a call are of one library; beside those of JAX, which cannot be written to,
-    a KVCache may be of another. NumPy arrays, and others in host memory, are computed on the CPU.
+    none is copied. All arrays of a call belong to one library. With JAX arrays, which cannot be written to,
+    a KVCache may belong to another. Arrays in host memory, for example NumPy's, are computed on the CPU.
 
     {described("attention")}
 
     Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
-    Finite scores give finite results, whatever their size. Where all that a row sees has scaled scores beyond
-    1e7 in size in fp16, 1e9 in bf16 and fp32, as a finite mask of -1e10 makes them, fp32 no longer tells them
-    apart: a GPU may give 0 for that row, with an LSE of -inf, in place of a mean of v.
+    Finite scores give finite results, whatever their size. If all scaled scores of a row exceed 1e7 in size
+    in fp16, or 1e9 in bf16 and fp32, as after a finite mask of -1e10, fp32 cannot tell them apart. Then a GPU
+    may give 0 for that row, with an LSE of -inf, instead of a mean of v.
 
     Where a tensor of PyTorch, q, k or v, requires a gradient, autograd records the call. It refuses one with
     out, stream or a KVCache, and a mask or an array of a score that requires a gradient itself. torch.compile
@@ -101,9 +101,9 @@ def _unrecorded(call: Call) -> str:
 def _plan(call: Call) -> Plan | AppendPlan:
     """A ``Plan`` for all calls whose arrays have the layouts of these; with ``append`` an ``AppendPlan``.
 
-    Arguments and errors are those of ``attention``. The kernel is compiled and loaded here, so that calls of
-    the plan only queue it. The elements of the arrays are not read. An ``out`` here fixes the layout of every
-    later ``out``, and one that is not contiguous has to be given to each call; otherwise it is contiguous.
+    Arguments and errors are as in ``attention``. The kernel is compiled and loaded here, so calls of the plan
+    only queue it. The elements of the arrays are not read. An ``out`` here fixes the layout of every later
+    ``out``; if it is not contiguous, each call needs an ``out``. Without one here, ``out`` is contiguous.
     Parameters of a score modification go to calls of the plan by their names in the spec: ``cap`` of softcap,
     ``slope`` of ALiBi. Arrays are needed for each call, numbers are those given here unless a call has
     others.

@@ -72,10 +72,10 @@ _attention_backward.__doc__ = f"""The gradients of ``attention`` in {listed(DIFF
 def _plan_backward(call: Call) -> Plan:
     """A ``Plan`` for all calls of ``attention_backward`` whose arrays have the layouts of these.
 
-    Arguments and errors are those of ``attention_backward``. The plan is called with dout, q, k, v, mask, out
+    Arguments and errors are as in ``attention_backward``. The plan is called with dout, q, k, v, mask, out
     and lse, in this order, or by name; with lengths with dout, q, k, v, cu_seqlens_q, cu_seqlens_kv,
-    kv_lengths, out and lse. None stands for what the call has not. ``workspace_bytes`` of the plan is what a
-    call needs. See ``plan``.
+    kv_lengths, out and lse. None stands for an array that the call lacks. ``workspace_bytes`` of the plan is
+    what a call needs. See ``plan``.
     """
     call = _repeatable(call, arrays.kind_of(call.dout))
     with naming(names_of(call)), planning("plan_backward", call.q):

@@ -74,9 +74,9 @@ def cascade(
     parts: a list of (k, v) or ``KVCache``, from the first keys to the last. k: (batch, seqlen_kv,
         num_heads_kv, head_dim), v: (batch, seqlen_kv, num_heads_kv, head_dim_v), as in ``attention``;
         seqlen_kv and num_heads_kv may differ between parts. A part of batch 1, or beside another part a
-        KVCache with one length, is shared by all batch entries of q: it is read once for all, as the queries
-        of all entries become those of one long sequence. That copies q, once, where its batch and sequence
-        strides are not those of one sequence.
+        KVCache with one length, is shared by all batch entries of q: it is read once, because the queries of
+        all entries form one long sequence. This copies q once, unless its strides already describe one
+        sequence.
     causal: in the last part hide key j from query i unless j <= i + seqlen_kv - seqlen_q, with the seqlen_kv
         of that part, in a KVCache of each sequence; all queries see all keys of the others. This is causal
         attention over all keys where the last part has seqlen_q keys or more. With several queries the last
@@ -175,7 +175,7 @@ def _does_nothing(name: str, value: Any) -> bool:
 
 
 def _parts(parts: Any) -> list[tuple[Any, Any] | KVCache]:
-    """Those of a cascade. Raises BadParam."""
+    """The parts of a cascade. Raises BadParam."""
     what = "(k, v) or a KVCache"
     check_list(parts, f"parts, each {what}")
     for index, part in enumerate(parts):
@@ -187,7 +187,7 @@ def _parts(parts: Any) -> list[tuple[Any, Any] | KVCache]:
 
 
 def _named(part: tuple[Any, Any] | KVCache) -> dict[str, Any]:
-    """The arrays of a part; those that a KVCache may lack only where it has them."""
+    """The arrays of a part, without the optional arrays that a KVCache lacks."""
     if isinstance(part, KVCache):
         given = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
         return {name: x for name, x in given.items() if x is not None or name not in ("pages", "index")}
@@ -207,7 +207,7 @@ def _ready_caches(
     stream: Any,
     backend: str | None,
 ) -> dict[int, tuple[Plan, Ready]]:
-    """The calls over KVCaches, by index: checked ahead of the first call, with memory for their results, not
+    """The calls over KVCaches, by index: checked before the first call, with memory for their results, not
     yet queued. ``calls`` are q, a part, and whether it is causal. Messages name the part.
     """
     found_ready = {}
@@ -257,8 +257,8 @@ def _check_apart(out: Any, operator: Operator, given: Sequence[Any]) -> None:
 
 
 def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, causal: bool) -> None:
-    """That each pair is one that attention takes, ahead of the first call; messages name the part. Of a
-    KVCache k and v alone are looked at, and `_ready_caches` does the rest.
+    """Check, before the first call, that attention takes each pair; messages name the part. Of a KVCache only
+    k and v are checked here; `_ready_caches` checks the rest.
     """
     kind = arrays.kind_of(q)
     is_cache = tuple(isinstance(part, KVCache) for part in parts)
@@ -290,9 +290,7 @@ def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, cau
                 raise BadTensorShape(f"{arg('v')} has no dimensions; its last one is head_dim_v")
             width, first = views[1].shape[-1:], pairs[0][1].shape[-1:]
             if width != first:
-                raise BadTensorShape(
-                    f"{arg('v')} has head_dim_v {width[0]} but that of parts[0] has {first[0]}"
-                )
+                raise BadTensorShape(f"{arg('v')} has head_dim_v {width[0]} but v of parts[0] has {first[0]}")
             if is_cache[index]:
                 element = check_dtypes({"q": view, "k": views[0], "v": views[1]})
                 for name, each in zip(("k", "v"), views, strict=True):

@@ -47,7 +47,7 @@ _EXPLAINED = {"attention": "attention", "attention_backward": "backward", "appen
 _FUNCTIONS = ("attention", "attention_backward")
 # Their parameters that no kernel depends on, or that have arguments of their own.
 _UNEXPLAINED = {"stream", "backend", "algorithm", "workspace"}
-# Those of ``attention`` that make it two calls.
+# The parameters of ``attention`` that make it two calls.
 _APPENDING = {"append", "rotary"}
 
 
@@ -77,17 +77,18 @@ def explain(
     others. Needs no GPU and compiles nothing.
 
     q, k, v: shapes, as in ``attention``, or arrays. k is by default as q, and v as k.
-    dtype: that of q, k and v where these are shapes: "fp16", "bf16" or "fp32", or its usual name ("float16").
-    arch: the architecture to explain for, such as "sm_90"; None: that of this machine's GPU. For another one
-        a well-known GPU is assumed: an H100 for sm_90.
+    dtype: the dtype of q, k and v, if these are shapes: "fp16", "bf16" or "fp32", or its usual name
+    ("float16"). arch: the architecture to explain for, for example "sm_90"; None: this machine's GPU. For any
+    other
+        architecture a well-known GPU is assumed: an H100 for sm_90.
     operator: the function that is called: "attention", "attention_backward" or "append". A call of
         ``attention`` with append= is one of ``append`` and one of ``attention``, each explained by itself.
     options: any other argument of it; arrays, such as mask, may be shapes as well, also in a ``KVCache`` or a
         ``Rotary``, whose cos and sin are then fp32. Inputs that there must be, such as dout, have by default
         the shapes that belong to the others.
 
-    ``explain(...).variant`` is the kernel, ``steps`` and ``workspace_bytes`` are those of a plan; printed,
-    the result says why. Raises BadParam for an unknown option, operator or architecture, SpecError for a spec
+    ``explain(...).variant`` is the kernel, ``steps`` and ``workspace_bytes`` are as in a plan; printed, the
+    result says why. Raises BadParam for an unknown option, operator or architecture, SpecError for a spec
     or template of your own that is wrong or missing, and what the call raises for wrong shapes and options.
     """
     from flashgen.schedule.explain import explain as explained

@@ -113,7 +113,7 @@ def _short(x: Any) -> str:
 
 
 def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: Any) -> None:
-    """All that could be wrong with the arrays of a merge of other than two parts, ahead of its first step."""
+    """Check all arrays of a merge of one part, or of three or more, before its first step."""
     given = [x for pair in pairs for x in pair]
     names = [f"{word}{number}" for number in range(1, len(pairs) + 1) for word in ("o", "lse")]
     results = {"out": out, "lse_out": lse_out}

@@ -260,8 +260,8 @@ def _one(gradient: Tensor) -> Tensor:
 
 
 def with_rows(x: Tensor) -> Tensor:
-    """``x``, or a copy of it where kernels could not read its rows: they are apart, such as those of a sum's
-    gradient, or start elsewhere than at 16 bytes. Raises as `_one`.
+    """``x``, or a copy if kernels cannot read its rows: their elements are not adjacent, as in the gradient
+    of a sum, or they do not start at multiples of 16 bytes. Raises as `_one`.
     """
     x = _one(x)
     *strides, last = x.stride()
@@ -365,9 +365,7 @@ def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _refuse_second_derivatives(ctx: Any, *gradients: Tensor) -> None:
-    raise BadParam(
-        "a gradient of attention's gradients (double backward) was asked for, which flashgen does not compute"
-    )
+    raise BadParam("flashgen does not compute a gradient of attention's gradients (double backward)")
 
 
 _forward.register_autograd(_of_operator, setup_context=_keep)

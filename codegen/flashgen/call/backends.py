@@ -78,9 +78,9 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
 def specs_for(
     device: Device, operator: str | None = None, has_lengths: bool | None = None
 ) -> tuple[Spec, ...]:
-    """The specs that calls on a device choose among, with what is tuned for it: all, or those of an operator,
-    for calls with or without lengths or (None) for either, which the first call of a process need not wait
-    for others to see. Folders of the caller are read whole.
+    """The specs that calls on a device choose among, with its tuned tiles: all specs, or an operator's specs
+    for calls with lengths, without, or (None) for either. So the first call of a process does not wait for
+    other specs to be read. The caller's folders are read whole.
     """
     folders, tuned = os.environ.get("FLASHGEN_SPECS", ""), os.environ.get("FLASHGEN_TUNED", "")
     return _specs(folders, tuned, device.name, None if folders else operator, has_lengths)

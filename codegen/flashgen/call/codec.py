@@ -74,8 +74,8 @@ GRADIENTS_SCHEMA = ", ".join(
 
 
 def arguments_schema(operator: Operator, absent: tuple[str, ...] = ()) -> str:
-    """The entries of all arguments of an operator. What it writes to is passed to it, under an alias of its
-    own. ``absent`` are outputs that a call may lack.
+    """The entries of all arguments of an operator. An array that it writes to is passed to it, under its own
+    alias. ``absent`` are optional outputs.
     """
     entries, results = [], 0
     for argument in operator.arguments:

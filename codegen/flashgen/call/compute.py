@@ -31,7 +31,7 @@ _plans_lock = forks.guard()
 
 
 def compute(request: Request, kind: arrays.Kind | None) -> Any:
-    """The results of a request, by a plan that is kept. ``kind`` is that of its first array."""
+    """The results of a request, by a plan that is kept. ``kind`` is the kind of its first array."""
     values = request.arrays
     # Most arrays are of these types, and then nobody has to look for the kind of every one.
     if kind is None or not (kind.types.issuperset(map(type, values)) or are_all(kind, values)):
@@ -74,7 +74,7 @@ def _refuse_mixed(request: Request) -> NoReturn:
 
 
 def are_all(kind: arrays.Kind | None, values: tuple[Any, ...]) -> bool:
-    """Whether all arrays are of one native library, that of the first."""
+    """Whether all arrays are of one native library: the first array's."""
     # A list, as torch.compile of PyTorch 2.8 does not trace a generator here.
     return kind is not None and all([x is None or arrays.kind_of(x) is kind for x in values])  # noqa: C419
 

@@ -161,9 +161,9 @@ FIELDS = (
         "score",
         type="str | Sequence[str] | None",
         elsewhere=("score_mod", "attn_bias", "bias"),
-        doc="""the name of a score modification of ``scores.yaml`` in a spec folder, such as those of
-        FLASHGEN_SPECS; or a formula, ``"score + bias[b, h, q, kv]"``; or several names and formulas, of which
-        each takes the scores that the one before it made.""",
+        doc="""the name of a score modification of ``scores.yaml`` in a spec folder, for example in a folder
+        of FLASHGEN_SPECS; or a formula, ``"score + bias[b, h, q, kv]"``; or several names and formulas, each
+        applied to the result of the one before it.""",
     ),
     Field(
         "params",

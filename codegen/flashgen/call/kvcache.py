@@ -61,8 +61,8 @@ class Rotary(_ShapesShown):
     """Rotary embedding: by which angles queries and keys are rotated.
 
     cos, sin: (num_positions, rotary_dim / 2), of the dtype of q, or fp32. rotary_dim is a multiple of 16; the
-        elements of a head behind it stay as they are.
-    interleaved: whether elements 2i and 2i + 1 are a pair (as in GPT-J), in place of i and i + rotary_dim / 2
+        elements of a head after it stay as they are.
+    interleaved: whether elements 2i and 2i + 1 are a pair (as in GPT-J), instead of i and i + rotary_dim / 2
         (as in GPT-NeoX and Llama).
     positions: int32 (batch, seqlen_new), or (tokens,) where tokens are packed: the row of cos and sin for
         each new token, and for the query of the same number. By default the token's position in its sequence.

@@ -1,4 +1,4 @@
-"""The command group; a command's module is imported when the command is asked for."""
+"""The command group; a command's module is imported when the command is used."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class CommandGroup(click.Group):
 
 
 def _say_which_copy() -> None:
-    """A remark for whoever stands in a checkout and runs another copy: edits there would change nothing."""
+    """Print a remark if the user is in a checkout but runs another copy: edits there would change nothing."""
     try:
         here = Path.cwd()
     except OSError:  # the folder was removed

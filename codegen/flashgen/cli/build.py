@@ -49,8 +49,8 @@ Examples:
 Variants: those that the specs mark for generated/ (--slice committed), or all (--slice all). With --select,
 all that match.
 
-Architectures: those in the spec of each variant, or those of --arch among them. If no chosen variant lists an
---arch, every variant that runs on it is compiled for it.
+Each variant is compiled for the architectures that its spec lists; with --arch, only for the ones that you
+name. If no chosen variant lists an --arch, every variant that runs on it is compiled for it.
 
 Output: machine code goes into the cache that attention() reads (see `flashgen cache info`), sources into
 --out. In a checkout of the repository `flashgen build` without options also updates generated/. Without
@@ -172,7 +172,7 @@ def command(
 
 
 def _write(variants: Sequence[Variant], complete: bool, out: Path | None, committed: bool) -> Written:
-    """Render all; bring --out up to date or, where the ``committed`` slice was asked for, generated/."""
+    """Render all; bring --out up to date or, for the ``committed`` slice, generated/."""
     from flashgen.host.paths import checkout, generated_dir
     from flashgen.source.generated import Written, generated_files, write_generated
 
@@ -190,7 +190,7 @@ def _changed(written: Written) -> str:
 
 
 def _options(options: Mapping[str, Any]) -> str:
-    """Options as a shell takes them, each behind a space."""
+    """Options as a shell takes them, each after a space."""
     pairs = [(k, v) for k, of in options.items() for v in (of if isinstance(of, tuple) else (of,))]
     return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in pairs if value is not None)
 

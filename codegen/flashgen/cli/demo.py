@@ -28,7 +28,8 @@ _REPEATS = 10
 class Case:
     """One call of attention, and the kernel that a GPU would take for it.
 
-    `tokens` is the sequence length on a GPU; the CPU takes a shorter one. `options` are those of attention().
+    `tokens` is the sequence length on a GPU; the CPU takes a shorter one. `options` are passed to
+    attention().
     """
 
     title: str

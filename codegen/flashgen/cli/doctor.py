@@ -164,7 +164,7 @@ def _compiler(report: Report) -> dict[str, Any]:
         version = compiler_version()
         compile_cubin(probe, "probe", "sm_80")
     except FlashgenError as error:
-        # Without a GPU and without CuPy nobody has asked for kernels yet.
+        # Without a GPU and without CuPy nobody needs kernels yet.
         needed = report.facts["gpus"] or report.facts["versions"]["cupy"]
         if needed and not os.environ.get(BUNDLE_VARIABLE):
             report.problems.append(f"kernels cannot be compiled: {error}")
@@ -380,7 +380,7 @@ def _typical_variant(here: Device) -> Variant:
     from flashgen.runtime.arrays import view
     from flashgen.schedule.dispatch import select
 
-    q = view(np.empty((1, 4096, 16, 128), np.float16), "q")  # never touched, so no memory behind it
+    q = view(np.empty((1, 4096, 16, 128), np.float16), "q")  # never touched, so it takes no memory
     return select(normalise(q, q, q, causal=True), here, variants_on_offer())
 
 

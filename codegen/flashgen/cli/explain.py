@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flashgen.schedule.explain import Explanation
     from flashgen.schedule.plan import Step
 
-# Options of this command in place of arguments, in messages.
+# The option of this command for each argument, in messages.
 _WORDS = {
     "cu_seqlens_q": "--packed",
     "cu_seqlens_kv": "--packed",
@@ -43,7 +43,7 @@ Examples:
   flashgen explain --shape 4x4096x16x128 --operator attention_backward
 
 Shapes are BATCHxSEQLENxHEADSxHEAD_DIM; attention() also takes arrays without batch, which have a batch of 1
-here. Arrays are assumed to be contiguous. Times are those of dispatch's model; compare them within one call
+here. Arrays are assumed to be contiguous. Times come from dispatch's model; compare them within one call
 only.
 
 Without --arch the GPU is this machine's, with the tiles that were tuned on it. With --arch it is a well-known

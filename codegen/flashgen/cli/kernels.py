@@ -41,8 +41,8 @@ def places(variant: Variant) -> Places:
 
 
 def compiled(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None) -> list[Built]:
-    """Each variant compiled for the architectures, or for those of its spec where none is named; in parallel,
-    with a progress bar.
+    """Each variant compiled for the architectures, by default for the ones in its spec; in parallel, with a
+    progress bar.
     """
     from flashgen.cli.progress import progress
     from flashgen.toolchain.build import build, pairs

@@ -39,7 +39,7 @@ def command(selections: tuple[str, ...], specs: Path | None, score: str | None, 
     target, the class of GPUs whose shared memory it fits. Tiles that `flashgen tune` found for this machine's
     GPU are called `tuned`. Nothing is rendered or compiled.
 
-    Kernels of attention() come first, those of families on request last, default tiles before others.
+    Kernels of attention() come first, families on request last, default tiles before others.
     """
     from flashgen.cli.output import counted, note, print_json, print_table
 

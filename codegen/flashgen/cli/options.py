@@ -182,7 +182,7 @@ mask_type_option = click.option(
 
 
 def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[Variant, ...]:
-    """Every variant of the shipped specs, those of FLASHGEN_SPECS, and those of one more folder, with the
+    """Every variant of the shipped specs, of the folders of FLASHGEN_SPECS, and of one more folder, with the
     tiles that were tuned on the first GPU of this machine, and the committed ones with a score modification.
 
     ``cache`` keeps the checked specs for the calls to come. Raises SpecError for a wrong spec, and for a

@@ -130,7 +130,7 @@ def command(
     Needs a C++ compiler and no GPU. Races, reads of uninitialised memory, accesses out of bounds and
     divergent warps are errors that name block, thread and source line.
 
-    If a call takes several kernels, all of them run: the error is that of the call, the rest is about NAME.
+    If a call takes several kernels, all of them run: the error is the call's, the rest is about NAME.
     """
     from flashgen.cli.output import print_json
     from flashgen.families.selection import find_one
@@ -191,7 +191,7 @@ def _run(
     device = pretend_for(variant)
     if multiprocessors is not None:
         device = replace(device, num_sms=multiprocessors)
-    # The same inputs for each seed, ahead of compiling: this raises what is wrong with the shape.
+    # The same inputs for each seed, before compiling: this raises the error of a wrong shape.
     try:
         examples = [make(variant, shape, seeds.start) for _ in seeds]
     except MemoryError as error:

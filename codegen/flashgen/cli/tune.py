@@ -106,7 +106,7 @@ def command(
     if spec_file is not None and specs is not None:
         raise click.UsageError("--spec names the one file to tune; leave --specs out")
     here, chosen = _subjects(selections, specs, spec_file)
-    # Ahead of the work: a shape that is none, and a file that nothing can be added to or written into.
+    # Before the work: raise for a wrong shape, and for a file that cannot be read or written.
     texts = None if shapes is None else shapes.split(",")
     pairs = list(zip(chosen, suited([subject.ordinary for subject in chosen], texts), strict=True))
     for _, reason in pairs:

@@ -2,11 +2,10 @@
 
 >>> from flashgen.compat.flash_attn import flash_attn_func
 
-Arrays are those of ``flashgen.attention``: PyTorch, CuPy, NumPy, JAX and others; fp16, bf16, and fp32, which
-flash-attn itself has not. What flashgen does not compute raises NotImplementedError with the name of the
-argument: gradients of caches and blocks, dropout, and caches that do not begin with their first key.
-Other errors are those of ``flashgen.attention`` and ``flashgen.append``, under the names that arguments have
-here.
+Arrays are as in ``flashgen.attention``: PyTorch, CuPy, NumPy, JAX and others; fp16, bf16, and fp32, which
+flash-attn itself lacks. NotImplementedError names an argument that flashgen does not compute: gradients of
+caches and blocks, dropout, and caches that do not begin with their first key. Other errors are as in
+``flashgen.attention`` and ``flashgen.append``, with this module's names of arguments.
 """
 
 from __future__ import annotations
@@ -195,26 +194,26 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> Any:
-    """Attention of sequences that are packed one behind another: q is (total_q, nheads, headdim), k and v are
+    """Attention of packed sequences, one after another: q is (total_q, nheads, headdim), k and v are
     (total_k, nheads_k, headdim).
 
     cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), on the device of q: sequence b has the queries from
-        cu_seqlens_q[b] to cu_seqlens_q[b + 1], likewise the keys. Nothing on the host reads them; any length
-        may be 0.
+        cu_seqlens_q[b] to cu_seqlens_q[b + 1], and keys in the same way. Nothing on the host reads them; any
+        length may be 0.
     max_seqlen_q, max_seqlen_k: the lengths of the longest sequences, by which kernels are chosen. No key is
         lost where max_seqlen_k is too small. Queries past max_seqlen_q may be left out on a GPU, as in
         flash-attn, and are an error in host memory; where q has more rows than batch max_seqlen_q, all are
         computed.
     block_table: int32, (batch, max_num_blocks_per_seq): k and v are (num_blocks, page_block_size, nheads_k,
-        headdim), and block block_table[b, j] has the keys of sequence b from j page_block_size. Of
-        cu_seqlens_k the differences count, the lengths of keys. A block has any size; entries behind the
-        last key are not read.
+        headdim), and block block_table[b, j] has the keys of sequence b from j page_block_size. Only the
+        differences of cu_seqlens_k count, the lengths of keys. A block has any size; entries after the last
+        key are not read.
     The others are as in ``flash_attn_func``, with the lengths of each sequence for seqlen_q and seqlen_k.
-    alibi_slopes is (nheads,) or (batch, nheads). A head dim is padded as there, but not that of blocks.
+    alibi_slopes is (nheads,) or (batch, nheads). A head dim is padded as there, except in blocks.
 
     Returns out, (total_q, nheads, headdim of v), or with return_attn_probs (out, softmax_lse, None) with the
-    LSE in fp32, (nheads, total_q). PyTorch's autograd gets the gradients of q, k and v. Rows behind
-    cu_seqlens_q[-1] are not written, and may be anything, NaN included: clear them ahead of a layer whose
+    LSE in fp32, (nheads, total_q). PyTorch's autograd gets the gradients of q, k and v. Rows after
+    cu_seqlens_q[-1] are not written, and may be anything, NaN included: clear them before a layer whose
     weights have gradients.
 
     Raises what ``flash_attn_func`` does, NotImplementedError with block_table for q, k or v that require a
@@ -269,7 +268,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_varlen_func`` of q, k and v in one array: qkv is (total, 3, nheads, headdim), read by its
-    strides; cu_seqlens and max_seqlen are those of queries and keys alike. Everything else is as there.
+    strides; cu_seqlens and max_seqlen count both queries and keys. Everything else is as there.
     """
     q, k, v = _unpacked("qkv", qkv, "total, 3, nheads, headdim")
     with naming(_QKV_SEQUENCES):
@@ -364,18 +363,18 @@ def flash_attn_with_kvcache(
         rotate k from position cache_seqlens on; so they do q if causal or with a window, and else all of q to
         position cache_seqlens. rotary_dim is a multiple of 16. q itself is not changed. The tables are not
         copied either: their rows are contiguous and start at multiples of 16 bytes.
-    cache_seqlens: int32, (batch,), on the device of q: the keys in the cache, without those of k, which
-        nothing on the host reads; or an int, for all sequences. None, without k: the whole cache.
+    cache_seqlens: int32, (batch,), on the device of q: the keys in the cache, without the new keys of k; the
+        host does not read it. Or an int, for all sequences. None, without k: the whole cache.
     cache_batch_idx: int32, (batch,): the entry of each sequence in the cache; by default its own number.
         Two sequences must not write to one.
     cache_leftpad: None, or in host memory 0 for each sequence. Nothing reads an array on a GPU to see that,
         nor one that torch.compile traces.
     block_table: int32, (batch, max_num_blocks_per_seq): the caches are (num_blocks, page_block_size,
         nheads_k, headdim), and block block_table[b, j] has the keys of sequence b from j page_block_size. A
-        block has any size; entries behind the last key are not read. Not with cache_batch_idx.
+        block has any size; entries after the last key are not read. Not with cache_batch_idx.
     causal, window_size, softcap, alibi_slopes, softmax_scale: as in ``flash_attn_func``, with the keys of
-        each sequence, those of k included, for seqlen_k.
-    rotary_interleaved: whether elements 2i and 2i + 1 are a pair, in place of i and i + rotary_dim / 2.
+        each sequence, the new keys of k included, for seqlen_k.
+    rotary_interleaved: whether elements 2i and 2i + 1 are a pair, instead of i and i + rotary_dim / 2.
     num_splits: 0: flashgen chooses, by sizes that the host knows. n: into n splits, as by ``splits=n`` of
         ``flashgen.attention``; above 1 for up to 64 rows of a kv head (seqlen_q times its query heads).
 
@@ -465,7 +464,7 @@ def _cache(
     q: Any, k_cache: Any, v_cache: Any, filled: Any, index: Any, pages: Any, seqlen_new: int
 ) -> KVCache:
     """The cache of the sequences of q, with room for ``seqlen_new`` tokens of each where ``filled`` is an
-    int. Without lengths where all of it is read, and its entries are those of q.
+    int. It has no lengths if all of it is read and its entries are the batch entries of q.
     """
     shape = "batch_cache, seqlen_cache" if pages is None else "num_blocks, page_block_size"
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -508,7 +507,7 @@ def _cache(
 
 
 def _contiguous(table: Any) -> Any:
-    """``table``, or where its last dimension is not contiguous a copy. What is no array stays as it is."""
+    """``table``, or a copy if its last dimension is not contiguous. Anything but an array stays as it is."""
     if is_tensor(table):
         return table if not table.ndim or table.shape[-1] < 2 or table.stride(-1) == 1 else table.contiguous()
     strides = getattr(table, "strides", None)
@@ -557,7 +556,7 @@ def _check_cache(name: str, x: Any, expected: str) -> None:
 
 
 def _unpacked(name: str, x: Any, expected: str) -> Sequence[Any]:
-    """The arrays packed in one, where ``expected`` has their number ahead of nheads and headdim."""
+    """The arrays packed in one; ``expected`` has their number before nheads and headdim."""
     _check_rank(name, x, expected)
     parts = int(expected.split(", ")[-3])
     if x.shape[-3] != parts:

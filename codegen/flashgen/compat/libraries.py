@@ -25,8 +25,8 @@ def module_of(x: Any) -> Any:
 
 
 def shape_of(name: str, x: Any) -> tuple[int, ...]:
-    """The shape of the array ``name``. Raises what ``attention`` does for None, for what is no array, and for
-    a nested or a sparse tensor; BadTensorDtype for one of DLPack that has no shape itself.
+    """The shape of the array ``name``. Raises what ``attention`` raises for None, for anything but an array,
+    and for a nested or a sparse tensor; BadTensorDtype for a DLPack array that has no shape itself.
     """
     if not is_tensor(x) and module_of(x) is None:
         view(adopt(x, name), name)

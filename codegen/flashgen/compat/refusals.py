@@ -1,4 +1,4 @@
-"""What drop-ins refuse, so that nothing is lost without a word: some gradients, and dropout."""
+"""What drop-ins refuse, so that nothing is lost silently: some gradients, and dropout."""
 
 from __future__ import annotations
 

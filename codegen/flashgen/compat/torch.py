@@ -51,15 +51,15 @@ def scaled_dot_product_attention(
     not start at multiples of 16 bytes, is copied. A batch or a head of 1 serves all of the other tensors.
     attn_mask: broadcasts to (batch, heads, seqlen_q, seqlen_kv). bool: True where a key takes part; it is
         inverted, which copies it. fp32: added to the scaled scores, read where it lies; -inf hides a key.
-        fp16, bf16: likewise, converted to fp32, which copies it. A query whose every key is hidden by the
-        most negative float instead may get 0, too, where PyTorch gives it the mean of value. A ``CausalBias``
-        of torch.nn.attention.bias is the causal mask of its alignment, and has none of these elements.
+        fp16, bf16: the same, converted to fp32, which copies it. If the most negative float instead of -inf
+        hides every key of a query, the query may get 0, too; PyTorch gives it the mean of value. A
+        ``CausalBias`` of torch.nn.attention.bias is the causal mask of its alignment; no element is read.
     dropout_p: 0 alone.
     is_causal: query i sees the keys j <= i, aligned top left. Not with attn_mask.
     scale: by default 1 / sqrt(E). Not negative.
     enable_gqa: kv_heads may be a divisor of heads: head h reads kv head h // (heads // kv_heads). key and
-        value may have different numbers of heads; those of the one with fewer are repeated, which copies it
-        (both, where neither number divides the other).
+        value may have different numbers of heads. Then the array with fewer heads is copied with its heads
+        repeated; both arrays, if neither number divides the other.
 
     Under autocast query, key and value are cast, as PyTorch's own does, which leaves fp64 as it is. Autograd
     gets their gradients.
@@ -70,8 +70,8 @@ def scaled_dot_product_attention(
     Raises NotImplementedError for a dropout_p above 0, for an attn_mask that requires a gradient or is of
     another dtype, and for any number of dimensions but 3 and 4; BadParam for is_causal with attn_mask, and
     for a nested or a sparse tensor; BadTensorShape for sizes that do not go together, such as a number of
-    heads that enable_gqa would allow; BadTensorDtype for what is no tensor; and what ``flashgen.attention``
-    raises, under the names that arguments have here.
+    heads that enable_gqa would allow; BadTensorDtype for anything but a tensor; and what
+    ``flashgen.attention`` raises, under the names that arguments have here.
     """
     refuse_dropout(dropout_p)
     tensors = {"query": query, "key": key, "value": value}
@@ -151,8 +151,8 @@ def _in_groups_alike(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Te
     for name, count in (("key", key_heads), ("value", value_heads)):
         if not count or heads % count:
             raise BadTensorShape(
-                f"query has {heads} heads, {arg(name)} has {count}; those of query must be a positive "
-                f"multiple of those of {arg(name)}"
+                f"query has {heads} heads, {arg(name)} has {count}; the heads of query must be a positive "
+                f"multiple of the heads of {arg(name)}"
             )
     most = max(key_heads, value_heads)
     kv_heads = heads if most % min(key_heads, value_heads) else most

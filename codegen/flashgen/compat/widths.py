@@ -21,7 +21,7 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
     Such an array is copied with zeros behind each row, which add nothing to a score; the result is a view
     without the columns that the zeros of v made. An array whose rows are not contiguous, or do not start at
     multiples of 16 bytes, is copied, too.
-    softmax_scale is by default that of the head dim without the zeros. Raises what ``attention`` raises.
+    The default softmax_scale follows from the head dim without the zeros. Raises what ``attention`` raises.
     """
     inputs = (q, k, v)
     padded = [_fitted(x) for x in inputs]
@@ -45,8 +45,8 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
 
 
 def readable_rows(x: Any) -> Any:
-    """``x``, or a copy of it where its rows are not contiguous, or do not start at multiples of
-    ROW_ALIGNMENT. What is no array stays as it is, for ``attention`` to say what is wrong.
+    """``x``, or a copy if its rows are not contiguous, or do not start at multiples of ROW_ALIGNMENT.
+    Anything but an array stays as it is: ``attention`` raises for it.
     """
     if is_tensor(x):
         return _readable_tensor(x)
@@ -78,7 +78,7 @@ def _is_aligned(x: Any) -> bool:
 
 
 def _has_rows(x: Any, strides: Sequence[int], contiguous: int, unit: int) -> bool:
-    """Whether kernels could read the rows of an array whose strides are in units of so many bytes."""
+    """Whether kernels can read the rows of an array whose strides are in units of ``unit`` bytes."""
     if not strides or strides[-1] != contiguous:
         return not strides
     for place, stride in enumerate(strides[:-1]):

@@ -60,15 +60,15 @@ class _SharedLimit:
             set_threads(count)
 
     def _leave_parent(self) -> None:
-        """In a forked child, which has none of the threads that were inside."""
+        """In a forked child: reset, because the threads that were inside are not in the child."""
         if self._inside:
             self._inside = 0
             self._restore()
 
 
 def _setter(library: LibController) -> Callable[[int], Any]:
-    """The function that sets the threads of a BLAS. That of threadpoolctl sets a pool which all threads share
-    for the first thread alone that has called it, and for any other does nothing.
+    """The function that sets the threads of a BLAS. If all threads share a pool, threadpoolctl's function
+    sets it only for the first thread that calls it, and does nothing for any other.
     """
     if library.internal_api == "openblas" and library.threading_layer != "openmp":
         for name in _OPENBLAS_SETTERS:

@@ -23,8 +23,8 @@ _LENGTHS = re.compile(rb"^['\"]?lengths['\"]?[ \t]*:[ \t]*['\"]?([\w-]+)", re.MU
 
 
 def whole_text(path: Path, text: bytes) -> bytes:
-    """What decides what the spec ``path`` says: its name, which is the family's where a spec that extends
-    another names none, its text, and those of what it extends.
+    """The bytes that decide the content of the spec ``path``: its name (a spec that extends another and names
+    no family takes it as the family), its text, and the texts that it extends.
     """
     return b"\0".join([os.fsencode(path.stem), text, *(content for _, content in bases(path, text))])
 

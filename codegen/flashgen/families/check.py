@@ -66,7 +66,7 @@ def examine(path: Path, text: bytes) -> Checked:
     file = document.convert((), document.value, FILE)
     if file.has_lengths and not OPERATORS[file.operator].of_lengths:
         taking = ", ".join(name for name, operator in OPERATORS.items() if operator.of_lengths)
-        raise document.error(("lengths",), f"calls of {file.operator} have none; only those of {taking} do")
+        raise document.error(("lengths",), f"calls of {file.operator} have none; only calls of {taking} do")
     axes = read_axes(document, file)
     targets = _targets(document, file)
     check_names(document, file, axes.values)

@@ -174,7 +174,7 @@ def _fitting(params: list[Any], domain: dict[str, list[Any]]) -> tuple[list[Any]
 
 
 def _restricted(row: Any, domain: dict[str, list[Any]]) -> Any:
-    """A row for the values that are left of each axis; None where it has none. What is no row stays."""
+    """A row for the values that are left of each axis; None if none is left. Anything but a row stays."""
     if not isinstance(row, dict):
         return row
     left = dict(row)

@@ -25,7 +25,7 @@ SCHEDULES = (
 
 # In the shape of a workspace array: the parts of tiles that the main step's shares may leave to combine.
 NUM_PARTS = "num_parts"
-# Likewise: the parts of a kv head's query heads, each with thread blocks of its own (`Grid.part_time`).
+# In such a shape: the parts of a kv head's query heads, each with its own thread blocks (`Grid.part_time`).
 GROUP_PARTS = "group_parts"
 
 Extents = tuple[tuple[str, int], ...]
@@ -38,14 +38,14 @@ class Grid(NamedTuple):
     ``covers`` names the dimensions of the operator that are cut into tiles, with a tile's extent in each;
     their product is the number of tiles. ``schedule`` is one of SCHEDULES. ``blocks_per_sm`` is the thread
     blocks that a multiprocessor has room for. ``from_last_row`` is 0 where tiles are counted from the first
-    row of a head; else they are counted from the last one, in multiples of so many rows. ``split_gain`` is
+    row of a head; else they are counted from the last one, in multiples of this many rows. ``split_gain`` is
     the KV blocks that the largest share must lose for shares to begin within tiles. ``part_time`` is the
     time, in query rows, that memory takes for what a tile of keys leaves of a part of its query heads (0:
     groups of query heads are never split). ``cluster`` is the thread blocks of a cluster, which share a
     tile, or have neighbouring ones of the first dimension. ``step_rows`` is the query rows of a step of tiles
     of keys; they add to dq ``in_turns`` unless it is 0. ``beside`` cuts further dimensions into tiles of a
-    second kind. With one of the ``kinds`` to a thread block, those of the second kind come after the others;
-    with two, thread block i has tile i of each kind that has that many.
+    second kind. With one of the ``kinds`` to a thread block, tiles of the second kind come after the others;
+    with two, thread block i has tile i of each kind that has more than i.
     """
 
     covers: Annotated[Extents, MapOf(EXPRESSION, least=1)] = ()

@@ -63,8 +63,9 @@ def load_specs(
     operator: str | None = None,
     has_lengths: bool | None = None,
 ) -> tuple[Spec, ...]:
-    """All specs, or those of an ``operator``, for calls with or without lengths or (None) for either, without
-    checking the others: the shipped folder, then the folders in ``FLASHGEN_SPECS``, then ``extra``.
+    """All specs, or an ``operator``'s specs, for calls with lengths, without, or (None) for either. Other
+    specs are not checked. The shipped folder comes first, then the folders in ``FLASHGEN_SPECS``, then
+    ``extra``.
 
     ``FLASHGEN_SPECS`` separates folders as ``PATH`` does. A file whose stem an earlier folder has as well
     takes its place; any other file adds a family. ``cache`` keeps what was checked for later processes;

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DIVISOR = "_divisor"
 # What follows the name of an array in the name of all of its strides.
 STRIDES = "_strides"
-# The types of pointers to arrays of a dtype; elements have those of the call.
+# The types of pointers to arrays of a dtype; `element` is the dtype of the call.
 POINTERS = {"fp32": "float*", "uint8": "uint8_t*", "bool": "uint8_t*", "int32": "int32_t*"}
 ELEMENT = "element*"
 
@@ -109,7 +109,7 @@ ARRAYS = {
 KEPT = ("dq_accum", "delta", "lse_log2", "turns")
 
 NUMBERS = {
-    # Sizes of the call. Where lengths vary, those of a sequence are the most that one may have.
+    # Sizes of the call. If lengths vary, sizes of a sequence are bounds for all sequences.
     "batch_size": Declared("int32_t", "sequences"),
     "num_heads_q": Declared("int32_t"),
     "num_heads_kv": Declared("int32_t"),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 # A parameter of this type describes an array to TMA (``schedule.tensormap``).
 TENSOR_MAP = "tensor_map"
-# What the name of an array is followed by in that of a parameter that says how wide its rows may be loaded.
+# The suffix after an array's name in the parameter that says how wide its rows may be loaded.
 VECTOR_WIDTH = "_vector_width"
 # C type -> (size in bytes, struct code, numpy code)
 C_TYPES: dict[str, tuple[int, str, str]] = {
@@ -45,7 +45,7 @@ class Param(NamedTuple):
     struct.
 
     ``when`` lists, per axis or tile key, the values for which the member exists; empty means always, as it is
-    in a variant. ``box`` is that of a tensor map in a variant, and None for any other type.
+    in a variant. ``box`` is the box of a tensor map in a variant, and None for any other type.
     """
 
     name: str

@@ -206,7 +206,7 @@ FILE, TARGET, DEFAULT_AXIS, PARAM, STEP = map(record, (File, Target, DefaultAxis
 
 
 def conditions(domain: Mapping[str, Sequence[Any]], fields: Mapping[str, Field] = {}) -> Record:
-    """A mapping whose keys are those of ``domain``, each with one of its values, several, or left out.
+    """A mapping with keys of ``domain``: each has one of its values, several, or is left out.
 
     ``fields`` are further keys.
     """

@@ -59,7 +59,7 @@ _MODIFIED = ("attention", "attention_backward")
 
 
 class _Row(NamedTuple):
-    """A modification: its formula, and the type of each parameter, ahead of it the dimensions of an array."""
+    """A modification: its formula, and the type of each parameter, after the dimensions if it is an array."""
 
     score: Annotated[str, Text()]
     params: Annotated[Mapping[str, str | tuple[str, ...]], MapOf(Either(Text(), ListOf(Text())), NAME)] = {}

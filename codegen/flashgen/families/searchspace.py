@@ -1,4 +1,4 @@
-"""What a spec says may be tried in place of its tiles: the key ``tune``."""
+"""What a spec lets the tuner try instead of its tiles: the key ``tune``."""
 
 from __future__ import annotations
 

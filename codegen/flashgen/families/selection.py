@@ -8,7 +8,7 @@ A selection is a line of terms, and a variant must satisfy all of them:
 `key=a,b` keeps the variants whose key is one of the values, `key!=a,b` those whose key is none of them.
 `key>=a`, `key>a`, `key<=a` and `key<a` compare numbers. Blanks around these signs and commas do not count. A
 term without a sign is a name or a glob over names. Dtypes may have their usual names, `float16` or `half` for
-fp16, and masks those of attention(): `causal_bottom_right` is causal, `window` is local.
+fp16, and masks the names of attention(): `causal_bottom_right` is causal, `window` is local.
 
 Keys are the axes, the columns of the tile table, `family`, `spec`, `target`, `tile` (its name, or `default`)
 and `committed` (true or false). Of several selections, any one is enough.

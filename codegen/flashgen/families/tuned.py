@@ -32,7 +32,7 @@ ADVICE = "It is left out. To mend it, delete it and measure anew: flashgen tune 
 
 
 def slug(gpu: str) -> str:
-    """The name of a GPU as that of a folder: ``NVIDIA H200`` is ``nvidia-h200``."""
+    """The name of a GPU as a folder's name: ``NVIDIA H200`` is ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "gpu"
 
 

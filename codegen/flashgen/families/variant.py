@@ -34,8 +34,8 @@ class Variant:
     """An immutable, hashable description of one kernel.
 
     ``axes`` and ``tile`` keep the order of the spec. ``name`` is derived from them; it is the stem of the
-    generated file and the symbol of the kernel. ``step`` names the kernel among those of its family, and is
-    empty where there is one. ``features`` names what it does and other variants of its family do not
+    generated file and the symbol of the kernel. ``step`` names the kernel among the kernels of its family,
+    and is empty if there is one. ``features`` names what it does and other variants of its family do not
     (`features`), ``score`` is its score modification. ``smem_bytes`` is the dynamic shared memory of a block
     in bytes, ``max_smem`` what the target allows. ``has_lengths`` is whether the kernel reads the lengths of
     sequences on the device.
@@ -47,8 +47,9 @@ class Variant:
     on which it does. ``dependent_launch`` is whether the kernel itself waits for the one before it in its
     stream, ``score_seam`` whether it can modify scores.
 
-    The variant that dispatch chooses ``is_main``; those of the other steps of a call come ``before`` and
-    ``after`` it, and share the ``workspace``. One that ``combines`` is left out of calls that split no tile.
+    The variant that dispatch chooses ``is_main``. The variants of the other steps of a call come ``before``
+    and ``after`` it, and share the ``workspace``. Calls that split no tile leave out a step that
+    ``combines``.
     """
 
     family: str
@@ -125,7 +126,7 @@ class Variant:
 
     @property
     def head_dim_v(self) -> int:
-        """Of v and the output: that of q and k where the spec has no axis of its own for it."""
+        """The head dim of v and the output; the head dim of q and k if the spec has no axis for it."""
         return self.axis("head_dim_v")
 
     @property
@@ -245,7 +246,7 @@ def variant_name(
 ) -> str:
     """File stem and symbol: ``flash_fwd_hdim128_fp16_causal_m64_gqa_sm80``.
 
-    The order is family, step, head dim (``hdim192_128`` where that of v is another), dtype, mask type, any
+    The order is family, step, head dim (``hdim192_128`` if v has another), dtype, mask type, any
     further axis, tile, grouping, target. A value of ``none`` (and ``mha`` for the grouping, ``main`` for the
     step) says the ordinary and is left out; a numeric axis carries its own name in front.
     """

@@ -2,10 +2,10 @@
 they and the queries are rotated on the way (rotary embedding, https://arxiv.org/abs/2104.09864).
 
 A cache is a number of pages of page_size tokens each. Without a page table a row of the cache is its one
-page: that of the sequence's own number, or the one that ``index`` names. New token i of sequence b goes to
-position p = lengths[b] + i, that is to token p % page_size of page pages[b, p // page_size]. A token that
-has no place there, or no row in the tables, is left out. Packed tokens have no batch dimension: those of
-sequence b are cu_seqlens_new[b] to cu_seqlens_new[b + 1], and what lies behind the last is left out.
+page: row b for sequence b, or the row that ``index`` names. New token i of sequence b goes to position
+p = lengths[b] + i, that is to token p % page_size of page pages[b, p // page_size]. A token without a place
+there, or without a row in the tables, is left out. Packed tokens have no batch dimension: sequence b has the
+tokens cu_seqlens_new[b] to cu_seqlens_new[b + 1], and tokens after the last sequence are left out.
 
 Of the first rotary_dim elements of a row, (x, y) are a pair: elements i and i + rotary_dim / 2, or, where
 they are interleaved, 2i and 2i + 1. With c and s the cosine and the sine of the position in column i,
@@ -76,8 +76,8 @@ ARGUMENTS = (
 class AppendProblem(Problem):
     """Shapes and strides of one append. ``num_heads_q`` is 0 where there is no q; ``max_pages`` 1 and
     ``page_size`` the capacity where the cache has no page table. ``rotary_half`` is half of rotary_dim, 0
-    without rotation. ``table_dtype`` is that of cos and sin. Packed tokens are those of one batch entry,
-    whatever the number of ``sequences``; there is a boundary more than those.
+    without rotation. ``table_dtype`` is the dtype of cos and sin. Packed tokens count as one batch entry,
+    whatever the number of ``sequences``; there is one boundary more than sequences.
     """
 
     batch: int
@@ -148,8 +148,8 @@ class AppendProblem(Problem):
         return f"dtype {self.dtype}, rotary {self.pairs}{tables}, pages {_pages(self)}"
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
-        """``chunks`` counts those of a batch entry's rows of q, k_new and v_new; there is one at least for
-        each element of total_lengths.
+        """``chunks`` counts the chunks of a batch entry's rows of q, k_new and v_new; it is at least the
+        number of elements of total_lengths.
         """
         rows = self.seqlen_q * self.num_heads_q + 2 * self.seqlen_new * self.num_heads_kv
         lengths = -(-self.sequences // max(1, self.batch))

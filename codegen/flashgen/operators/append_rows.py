@@ -44,9 +44,9 @@ class Sizes(Protocol):
 
 
 class Tokens(NamedTuple):
-    """New tokens, or queries, of NumPy, each (batch, tokens): the ``sequence`` of each, its ``position``
-    there, the ``row`` of the tables that it takes. ``real`` is false for those behind the last sequence,
-    which then count as of sequence 0.
+    """New tokens, or queries, as NumPy arrays (batch, tokens): the ``sequence`` of each, its ``position``
+    there, the ``row`` of the tables that it takes. ``real`` is false for tokens after the last sequence,
+    whose ``sequence`` is 0.
     """
 
     sequence: np.ndarray
@@ -56,12 +56,12 @@ class Tokens(NamedTuple):
 
 
 def new_tokens(problem: Sizes, arrays: Arrays) -> Tokens:
-    """Those of k_new and v_new; ``arrays`` has lengths, positions and cu_seqlens_new."""
+    """The tokens of k_new and v_new; ``arrays`` has lengths, positions and cu_seqlens_new."""
     return _tokens(problem, arrays, problem.seqlen_new, 1)
 
 
 def queries(problem: Sizes, arrays: Arrays) -> Tokens:
-    """Those of q; likewise."""
+    """The queries of q; ``arrays`` as in `new_tokens`."""
     return _tokens(problem, arrays, problem.seqlen_q, 1 if problem.q_positions == "each" else 0)
 
 

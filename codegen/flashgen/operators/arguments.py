@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "bool": 1, "uint8": 1, "int32": 4}
-# Usual names of dtypes beside those of the specs.
+# Usual names of dtypes, which specs do not use.
 DTYPE_NAMES = {
     "float16": "fp16",
     "half": "fp16",
@@ -141,7 +141,7 @@ class ArrayLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its distinct elements, those of a broadcast dimension once."""
+        """Bytes of its distinct elements; elements of a broadcast dimension count once."""
         rows = (
             1 if stride == 0 and self.argument.layout == "broadcast" else extent
             for extent, stride in zip(self.extents[:-1], self.strides, strict=True)
@@ -190,7 +190,7 @@ def shown_shape(symbols: Sequence[str]) -> str:
 
 
 def flag(name: str, value: Any) -> bool:
-    """An option that is on or off. Raises BadParam for what is no truth value: a word, an array, None."""
+    """An option that is on or off. Raises BadParam for anything but a truth value: a word, an array, None."""
     # NumPy's own bool is no int.
     if (isinstance(value, int) or type(value).__name__ in ("bool", "bool_")) and value in (0, 1):
         return bool(value)
@@ -212,7 +212,7 @@ def length_bound(name: str, bound: Any) -> int | Expected | None:
     if isinstance(bound, Expected):
         return Expected(length_bound(name, bound.bound))
     if bound is None:
-        return None  # ahead of the error, which Dynamo of PyTorch 2.11 does not catch
+        return None  # before the error, which Dynamo of PyTorch 2.11 does not catch
     if not isinstance(bound, bool):
         try:
             return operator.index(bound)
@@ -374,7 +374,7 @@ def check_memory(
         if high == low:
             continue
         if pointer == 0:
-            raise NullPointer(f"{arg(argument.name)} has no memory behind it")
+            raise NullPointer(f"{arg(argument.name)} has no memory")
         if pointer % argument.alignment:
             raise BadTensorStrides(
                 f"{arg(argument.name)} starts at address {pointer:#x}, which is not a multiple of "
@@ -394,8 +394,8 @@ def overlapping(
     pointers: Sequence[int],
     layouts: Sequence[ArrayLayout | None],
 ) -> Iterator[int]:
-    """The positions of the other arrays, of those that have bytes, whose address ranges meet that of one.
-    With ``layouts`` they may interleave, as Q, K and V of each token do in one array.
+    """The positions of other arrays whose address ranges overlap an array's; empty arrays overlap none. With
+    ``layouts`` arrays may interleave, as Q, K and V of each token do in one array.
     """
     start, end = pointers[target] + spans[target][0], pointers[target] + spans[target][1]
     for other, ((low, high), pointer) in enumerate(zip(spans, pointers, strict=True)):

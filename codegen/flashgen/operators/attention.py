@@ -135,7 +135,7 @@ class AttentionProblem(Problem):
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """Shape of ``out``: that of ``q``, with the head dim of ``v``."""
+        """Shape of ``out``: the shape of ``q``, with the head dim of ``v``."""
         return self.shape(self.operator.position("out"))
 
     @property
@@ -279,7 +279,7 @@ class AttentionProblem(Problem):
         return called
 
     def _score_scalars(self, values: Sequence[Any]) -> tuple[float, ...]:
-        """The numbers of the score modification, where ``values`` has None those of this problem."""
+        """The numbers of the score modification; None in ``values`` takes this problem's number."""
         numbers = []
         for param, value, current in zip(
             self.score.scalars if self.score else (), values, self.score_scalars, strict=True

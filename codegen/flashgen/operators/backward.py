@@ -78,7 +78,7 @@ DQ_ORDERS = ("none", "ordered", "direct")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardProblem(AttentionProblem):
-    """Shapes, strides and options of one call: those of the forward call, and whether the gradients must be
+    """Shapes, strides and options of one call, as in the forward call, and whether the gradients must have
     the same bits each time.
     """
 

@@ -65,8 +65,8 @@ def check_extents(sizes: Mapping[str, int], dtype: str) -> None:
     heads_q, heads_kv = sizes["num_heads_q"], sizes["num_heads_kv"]
     if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
         raise BadTensorShape(
-            f"{arg('q')} has {heads_q} heads, {arg('k')} has {heads_kv}; those of {arg('q')} must be a "
-            f"positive multiple of those of {arg('k')}"
+            f"{arg('q')} has {heads_q} heads, {arg('k')} has {heads_kv}; the heads of {arg('q')} must be a "
+            f"positive multiple of the heads of {arg('k')}"
         )
     for name, symbol in (("q", "seqlen_q"), ("k", "seqlen_kv")):
         seqlen = sizes[symbol]
@@ -134,8 +134,8 @@ def check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
     expected = (*q.shape[:-1], v.shape[-1])
     if out is not None and out.shape != expected:
         raise BadTensorShape(
-            f"{arg('out')} has shape {out.shape}; expected that of {arg('q')} with the last dimension of "
-            f"{arg('v')}, {expected}"
+            f"{arg('out')} has shape {out.shape}; expected {expected}, the shape of {arg('q')} with the last "
+            f"dimension of {arg('v')}"
         )
 
 
@@ -198,8 +198,8 @@ def check_mask(mask: ArrayView, sizes: Mapping[str, int], instead: str = "") -> 
         if mask.shape != (sizes["batch"], sizes["seqlen_kv"]):
             raise
         raise BadTensorShape(
-            f"{error.message}. Where it hides what lies behind the end of each sequence, {instead}: keys "
-            f"behind them are not read. Any other padding goes in as {arg('mask')}[:, None, None, :]"
+            f"{error.message}. If it hides the keys after the end of each sequence, {instead}: keys "
+            f"after them are not read. Any other padding goes in as {arg('mask')}[:, None, None, :]"
         ) from None
 
 

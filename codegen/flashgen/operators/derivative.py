@@ -1,8 +1,8 @@
 """The derivative of a score modification with respect to ``score``: reverse-mode differentiation of its tree.
 
-From the root down, each node passes what the result changes by, for a change of its own, on to its arguments.
-Where two branches meet, as at ``abs(score)`` with score 0, it is that of the branch that is taken; what the
-other may be, infinite or NaN, has no part in it.
+From the root down, each node passes the derivative of the result with respect to itself on to its arguments.
+Where two branches meet, as at ``abs(score)`` with score 0, the derivative follows the branch that the formula
+takes. The other branch has no effect, even if it is infinite or NaN.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ def number(value: float) -> Node:
 
 
 def parse(text: str, names: Mapping[str, str], arrays: Mapping[str, tuple[tuple[str, ...], str]]) -> Node:
-    """The tree of ``text``, a float. ``names`` maps names to their types, ``arrays`` those of arrays to their
-    dimensions and types.
+    """The tree of ``text``, a float. ``names`` maps names to their types, ``arrays`` maps names of arrays to
+    their dimensions and types.
 
     The text has at most MAX_TEXT characters and nests its operations at most MAX_DEPTH deep. A dimension
     called as one of ``names`` has that name as its index; any other has an integer. Raises

@@ -124,7 +124,7 @@ def judge(
     """Compare the results of a call with float64, on the host.
 
     Arrays have the shapes of the contract, in its order; bfloat16 elements may be of ml_dtypes, their bits in
-    uint16, or numbers. ``out`` and ``lse`` are not read: the gradients are those of q, k and v.
+    uint16, or numbers. ``out`` and ``lse`` are not read: the gradients follow from q, k and v.
     """
     dout, q, k, v, dq, dk, dv = (batched(widened(x, problem.dtype), 4) for x in (dout, q, k, v, dq, dk, dv))
     right = gradients(
@@ -257,7 +257,7 @@ def _chain_rule(
 
 
 def _finished(xp: Any, gradients: Gradients, seen: Any, dtype: str) -> Gradients:
-    """The gradients with bounds that have the rounding of dk and dv, and are those of fp32 there."""
+    """The gradients with bounds that include the rounding of dk and dv; fp32 has a least bound, too."""
     rounded = 1.05 * UNIT_ROUNDOFF[dtype]
     dk_bound, dv_bound = (
         xp.where(seen == 0, 0.0, bound + rounded * xp.abs(x) + LEAST_OUT[dtype])

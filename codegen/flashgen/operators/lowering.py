@@ -1,7 +1,7 @@
 """From the formula of a score modification to what a kernel computes.
 
 ``score`` becomes the product q k^T times softmax_scale, exp becomes 2^x, log becomes log2. A value is kept as
-a x + b, with a and b known ahead of the launch, for as long as that is possible: so products and sums of
+a x + b, with a and b known before the launch, for as long as that is possible: so products and sums of
 scalars come to one constant each, and a multiply-add takes both.
 
 - In kernels of 16-bit elements tanh is the approximate instruction, whose relative error of 2^-11 is that of
@@ -35,8 +35,8 @@ class Lowered(NamedTuple):
     ``step``, the distance of a key from the lane's first one. ``constants`` are the formulas, over scalars,
     of what it reads by their names. ``offset``, in which kv is the lane's first key, is still to be added to
     all scores of a row and a block; ``factor``, a positive scalar, is still to multiply all scores.
-    ``derivative`` is that of the modified score, offset and factor included, with respect to ``score``, for
-    kernels that need it; None where it is 1.
+    ``derivative`` is the derivative of the modified score, offset and factor included, with respect to
+    ``score``, for kernels that need it; None if it is 1.
     """
 
     body: Node
@@ -60,9 +60,9 @@ class _Affine(NamedTuple):
 
 
 def lower(tree: Node, scalars: frozenset[str], approximate: bool, derivative: Node | None = None) -> Lowered:
-    """The body and the constants of a formula in which ``scalars`` are known ahead of a launch;
-    ``approximate`` is whether tanh may be. ``derivative`` is that of the formula, where the kernel needs it;
-    what both have in common are equal nodes.
+    """The body and the constants of a formula in which ``scalars`` are known before a launch;
+    ``approximate`` is whether tanh may be. ``derivative`` is the formula's derivative, if the kernel needs
+    it; equal nodes of both are computed once.
     """
     lowering = _Lowering(scalars, approximate)
     whole, factor = lowering.affine(tree), _ONE
@@ -98,12 +98,12 @@ class _Lowering:
         self._scalars, self._approximate = scalars, approximate
         # What the approximate tanh in the tree are of.
         self.arguments: dict[Node | None, _Affine] = {}
-        # And what the kernel has already in place of some of them.
+        # And values that the kernel already has for some of them.
         self.known: dict[Node, _Affine] = {}
         self._made: dict[Node, _Affine] = {}
 
     def has(self, tanh: Node, instead: _Affine) -> None:
-        """The kernel has ``instead`` in place of an approximate tanh."""
+        """The kernel has ``instead`` for an approximate tanh."""
         self.known[tanh] = instead
         self._made.clear()
 

@@ -35,7 +35,7 @@ class Band(NamedTuple):
 
     @classmethod
     def of(cls, problem: Masked) -> Band:
-        """That of a problem; a dense mask may hide more."""
+        """The band of a problem; a dense mask may hide more."""
         return cls(problem.diagonal_offset, problem.window_left, problem.window_right)
 
     @property

@@ -146,7 +146,7 @@ def normalise(
         check_array(ARGUMENTS[MERGE.position("out")], out, sizes, dtype)
         if out.shape != o1.shape:
             raise BadTensorShape(
-                f"{arg('out')} has shape {out.shape}; expected that of {arg('o1')}, {o1.shape}"
+                f"{arg('out')} has shape {out.shape}; expected {o1.shape}, the shape of {arg('o1')}"
             )
     if lse_out is not None:
         _check_lse("lse_out", lse_out, lse1.shape)

@@ -30,7 +30,7 @@ class Problem:
     """One call, normalised: everything but its pointers, so it is hashable and the same for every call of one
     layout.
 
-    ``dtype`` is that of its elements. ``strides`` has, for each argument of the operator, the strides of all
+    ``dtype`` is the dtype of elements. ``strides`` has, for each argument of the operator, the strides of all
     dimensions but the last, in elements, 0 where the extent is at most 1; None for an array that is absent.
     ``device`` is a CUDA ordinal, or None for host memory. ``batched`` is False where the caller left out the
     batch dimension.
@@ -131,7 +131,7 @@ class Problem:
         raise NotImplementedError
 
     def scalar_values(self) -> dict[str, Number]:
-        """Those of `values` that follow from the scalars alone."""
+        """The entries of `values` that follow from the scalars alone."""
         raise NotImplementedError
 
     def with_scalars(self, scalars: Sequence[Any]) -> Problem:
@@ -171,8 +171,8 @@ class Operator:
     ``of_plain`` those that only calls without lengths have: see `with_lengths` and `without_lengths`.
 
     ``check_elements(problem, arrays)`` raises the error of elements that contradict a problem; ``arrays``
-    has, by name, those of ``elements_checked`` in host memory, None for what is absent. The CPU path always
-    checks, others where FLASHGEN_CHECK asks for it.
+    has, by name, the arrays of ``elements_checked`` in host memory, None for an absent array. The CPU path
+    always checks, others if FLASHGEN_CHECK is set.
 
     ``differentiates`` is whether its kernels compute the derivative of a score modification, too.
     """

@@ -103,7 +103,7 @@ class Largest(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The worst elements of ``out``, at (batch, row, head, column), and of the log-sum-exp, at (batch, head,
-    row); None if that was not asked for.
+    row); None if it was not compared.
     """
 
     out: Largest
@@ -182,7 +182,7 @@ def attention(
     q is (batch, rows, num_heads_q, head_dim), k (batch, seqlen_kv, num_heads_kv, head_dim), v likewise with
     head_dim_v: float64, elements as the kernel got them. ``dense``, nonzero where a key is hidden, broadcasts
     to (batch, num_heads_q, rows, seqlen_kv). ``rows`` are the positions of q's rows among all queries,
-    integers; None if q has all of them. ``modification`` is that of the scores, its arrays in float64.
+    integers; None if q has all of them. ``modification`` modifies the scores; its arrays are float64.
     """
     xp = library_of(q)
     place = {"device": q.device} if xp.__name__ == "torch" else {}
@@ -295,8 +295,8 @@ class Softmax(NamedTuple):
 def softmax(
     xp: Any, q: Any, k: Any, hidden: Any, scale: float, dtype: str, at: FormulaAt | None = None
 ) -> Softmax:
-    """That of some heads: q (heads, rows, head_dim), k (heads, seqlen_kv, head_dim) with a key; hidden None,
-    or broadcastable to (heads, rows, seqlen_kv); ``at`` is the score modification there.
+    """The softmax of some heads: q (heads, rows, head_dim), k (heads, seqlen_kv, head_dim) with at least one
+    key; hidden None, or broadcastable to (heads, rows, seqlen_kv); ``at`` is the score modification there.
     """
     scores = q @ k.swapaxes(1, 2) * scale
     score_sizes = xp.abs(q) @ xp.abs(k).swapaxes(1, 2) * scale

@@ -28,9 +28,9 @@ _BLOCK = 256
 def evaluate_with_error(
     node: Node, values: Mapping[str, Any], errors: Mapping[str, Any], dtype: str, xp: Any
 ) -> tuple[Any, Any]:
-    """The value of a formula, as `formula.evaluate` gives it, and a bound of its error; of a condition,
-    whether it is within the error that it comes out the other way. ``errors`` are those of names; ``dtype``
-    is that of the kernel's elements.
+    """The value of a formula, as `formula.evaluate` gives it, and a bound of its error. For a condition the
+    second value says whether the error can change its outcome. ``errors`` has the errors of names; ``dtype``
+    is the dtype of the kernel's elements.
     """
     repeated, memo = node.repeated(), {}
 
@@ -53,7 +53,7 @@ def evaluate_with_error(
 def _of_operation(
     node: Node, pairs: list[tuple[Any, Any]], values: Mapping[str, Any], dtype: str, xp: Any
 ) -> tuple[Any, Any]:
-    """The value and the error of an operation from those of its arguments."""
+    """The value and the error of an operation, from the values and errors of its arguments."""
     args, wrong = [value for value, _ in pairs], [error for _, error in pairs]
     if node.type == "float":  # where an integer becomes a float
         for i, arg in enumerate(node.args):

@@ -1,4 +1,4 @@
-"""Score modifications: what replaces a score, scaled and not yet masked, ahead of softmax.
+"""Score modifications: formulas that replace a score after scaling, before the mask and softmax.
 
 A modification is one formula over ``score`` = softmax_scale q k^T, the positions ``q`` and ``kv``, the query
 head ``h``, the batch entry ``b`` and parameters of its own. q counts from the first key, aligned so that the
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NAMES = {"score": "float", "q": "int", "kv": "int", "h": "int", "b": "int"}
 # The dimensions of an array that have a size of the call; any other is as long as the caller's array.
 DIMENSIONS = {"b": "batch", "h": "num_heads_q", "q": "seqlen_q", "kv": "seqlen_kv"}
-# How a spec names the type of a parameter: that of a formula, of an array, and of C.
+# A type as a spec names it: the type in a formula, the dtype of an array, the type in C.
 TYPES = {"f32": ("float", "fp32", "float"), "i32": ("int", "int32", "int32_t")}
 # How the names of modifications begin that are formulas without a file; a digest of the formula follows.
 FORMULA = "formula_"

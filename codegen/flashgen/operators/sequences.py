@@ -35,8 +35,8 @@ class WithLengths(Protocol):
 
 class Sequence(NamedTuple):
     """One sequence of a batch: queries [q_begin, q_begin + q_length) of entry ``q_entry`` of q and out, and
-    its keys: [kv_begin, kv_begin + kv_length) of entry ``kv_entry`` of k and v, or those of its ``pages``. An
-    entry of the page table that has no key which some query sees may hold anything; ``pages`` has 0 there.
+    its keys: [kv_begin, kv_begin + kv_length) of entry ``kv_entry`` of k and v, or the keys of its ``pages``.
+    If no query sees a key of a page, its entry of the page table may hold anything; ``pages`` has 0 there.
     """
 
     number: int

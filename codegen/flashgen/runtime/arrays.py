@@ -1,6 +1,6 @@
 """Arrays of NumPy, CuPy and PyTorch, read as they are: a pointer with a layout.
 
-Those of any other library are first adopted (`flashgen.runtime.dlpack`).
+Arrays of any other library are first adopted (`flashgen.runtime.dlpack`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def is_of(cls: type, library: str, name: str) -> bool:
 
 
 def know_tensors() -> None:
-    """Know the tensors of PyTorch, if it is imported, ahead of a first call that torch.compile traces."""
+    """Know the tensors of PyTorch, if it is imported, before a first call that torch.compile traces."""
     global _tensor, _tensor_kind
     if sys.modules.get("torch") is None:
         return
@@ -92,7 +92,7 @@ know_tensors()
 def view(x: Any, name: str) -> ArrayView:
     """The view of a native array. ``name`` is the argument's name in messages.
 
-    Raises NullPointer for None, BadTensorDtype for what is no native array (see `dlpack.adopt`).
+    Raises NullPointer for None, BadTensorDtype for anything but a native array (see `dlpack.adopt`).
     """
     if x is None:
         raise NullPointer(f"{arg(name)} is None; expected an array")

@@ -1,5 +1,5 @@
-"""``FLASHGEN_CHECK=1``: lengths and tables that lie on the device are read on the host, and checked, ahead of
-every call that takes them.
+"""``FLASHGEN_CHECK=1``: copy lengths and tables from the device to the host and check them before every call
+that takes them.
 
 Without it nobody reads them there: a kernel cuts what is out of range, and says nothing.
 """

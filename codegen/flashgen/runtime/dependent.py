@@ -2,7 +2,7 @@
 
 The driver calls it programmatic stream serialization: it brings the grid onto multiprocessors as they become
 free, and the kernel itself waits (``griddepcontrol.wait``) for the end of what came before. Structs and
-numbers are those of ``cuLaunchKernelEx`` in NVIDIA's cuda.h. CuPy has no function that launches this way.
+numbers are from ``cuLaunchKernelEx`` in NVIDIA's cuda.h. CuPy has no function that launches this way.
 """
 
 from __future__ import annotations

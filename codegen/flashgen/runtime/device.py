@@ -42,8 +42,8 @@ def device(ordinal: int) -> Device:
 
 
 def _memory_gbps(ordinal: int, arch: str) -> float:
-    """The peak rate of a GPU's memory. Where the driver does not say, as to some virtual machines, that of a
-    well-known GPU of the architecture, and 0 for an architecture without one.
+    """The peak rate of a GPU's memory. If the driver does not say, as on some virtual machines: the rate of a
+    well-known GPU of the architecture, or 0 for an architecture without one.
     """
     from cupy.cuda import runtime
 

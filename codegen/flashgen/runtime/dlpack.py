@@ -27,9 +27,9 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
     """A native array over the memory of ``x``, ready for work on ``stream`` (None: CuPy's current one).
 
     A native array is returned as it is. Raises NullPointer for None and for a deleted array of JAX,
-    BadTensorDtype for what is no array and for a dtype that DLPack does not carry, DeviceTypeNotSupported for
-    an array on a device that is neither a CUDA GPU nor the host, NoCompilerError for an array on a GPU where
-    CuPy is missing, BadParam for a masked array and for a tracer of JAX.
+    BadTensorDtype for anything but an array and for a dtype that DLPack does not carry,
+    DeviceTypeNotSupported for an array on a device that is neither a CUDA GPU nor the host, NoCompilerError
+    for an array on a GPU where CuPy is missing, BadParam for a masked array and for a tracer of JAX.
     """
     if x is None:
         raise NullPointer(f"{arg(name)} is None; expected an array")
@@ -95,8 +95,8 @@ def hand_back(result: Any, like: Any, inputs: tuple[Any, ...], stream: Any = Non
 
     Work on ``result`` was queued on ``stream``; DLPack makes the library wait for it. ``inputs`` live as long
     as the result: a library that orders its memory by its own streams must not reuse them while a kernel
-    still reads them, and whoever uses the result waits for that kernel. A library without ``from_dlpack``
-    gets the native array.
+    still reads them, and a user of the result waits for that kernel. A library without ``from_dlpack`` gets
+    the native array.
     """
     import numpy as np
 
@@ -124,10 +124,10 @@ def hand_back(result: Any, like: Any, inputs: tuple[Any, ...], stream: Any = Non
 
 
 def check_libraries(arguments: Mapping[str, Any], of_cache: Collection[str] = ()) -> None:
-    """That an array which has to be adopted has no arrays of other libraries beside it: adopted, it would
-    look like one of NumPy or CuPy. ``arguments`` has arrays by name; of what is no array nothing is said. The
-    arrays ``of_cache``, of a KV cache, may be of a library of their own beside those of JAX, which cannot be
-    written to. Raises BadParam.
+    """Raise BadParam if a call has an array that must be adopted together with arrays of another library:
+    adopted, it would look like a NumPy or CuPy array. ``arguments`` has arrays by name; other values are
+    ignored. With JAX arrays, which cannot be written to, the arrays ``of_cache``, of a KV cache, may belong
+    to another library.
     """
     arrays = {name: x for name, x in arguments.items() if x is not None and is_array(x)}
     if all(kind_of(x) is not None for x in arrays.values()):

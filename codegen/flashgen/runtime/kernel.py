@@ -92,7 +92,7 @@ def _load(variant: Variant, device: Device, code: Found | None) -> Kernel:
     from cupy.cuda.function import Module
     from cupy_backends.cuda.api import driver
 
-    own_arch(variant, device)  # ahead of the memory: raises where the device has another architecture
+    own_arch(variant, device)  # before the memory: raises if the device has another architecture
     _check_smem(variant, device, variant.smem_bytes)
     compiled, cached = code or _recalled(variant, device) or _obtained(variant, device)
     _check_smem(variant, device, variant.smem_bytes + (compiled.smem_static or 0))
@@ -100,7 +100,7 @@ def _load(variant: Variant, device: Device, code: Found | None) -> Kernel:
     try:
         module.load(compiled.cubin)
         function = module.get_function(variant.name)
-        # Under lazy loading this is also what brings the code onto the device, ahead of the first launch.
+        # Under lazy loading this also brings the code onto the device, before the first launch.
         limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, limit, variant.smem_bytes)
         if variant.grid.cluster > _PORTABLE_CLUSTER:

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 _log = logs.logger("runtime")
 
 # One step of a call, ready to be queued: called as ``launch(stream, argument, 0)``, where the device is
-# current. The last member is the memory behind the argument, which lives as long.
+# current. The last member is the memory of the argument, which lives as long.
 Prepared = tuple[Callable[[int, Any, int], None], Any, Any]
 
 
 class Launcher:
     """Launches of one step of a call. Safe to use from many threads at once.
 
-    They may be queued where ``current_context()`` is ``context``, that of ``device``, a CUDA ordinal.
+    They may be queued if ``current_context()`` is ``context``, the context of ``device``, a CUDA ordinal.
     """
 
     def __init__(self, step: Step, device: Device, loaded: Kernel) -> None:
@@ -77,7 +77,7 @@ class Launcher:
         address = (argument + 8 + self._alignment - 1) & -self._alignment
         start = address - argument
         memory[0] = address
-        encoded = self._encoded  # read ahead of the template: another thread may just be changing both
+        encoded = self._encoded  # read before the template: another thread may just be changing both
         self._copy(memory, start, self._template)
         params = self._params
         for offset, source, distance in params.pointers:
@@ -90,7 +90,7 @@ class Launcher:
                 struct.pack_into(code, memory, start + offset, numbers[name])
         if params.maps:
             self._map(address, pointers, encoded)
-        # CuPy's function takes the array's address, that of a dependent launch the array.
+        # CuPy's function takes the array's address, a dependent launch takes the array.
         return self._launch, memory if self._dependent else argument, memory
 
     def _map(self, address: int, pointers: Pointers, encoded: bool) -> None:
@@ -167,7 +167,7 @@ def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]
 
 def bind(problem: Problem, main: Variant, device: Device) -> Runner:
     """The steps of ``main`` on a device, bound to ``problem``. Raises as `prepare`."""
-    # Ahead of compiling: a grid that is too large, and a driver without tensor maps.
+    # Before compiling: raise for a grid that is too large, and for a driver without tensor maps.
     planned = plan_steps(problem, main, device)
     if any(step.struct.maps for step in planned.steps):
         tensormap.binding()

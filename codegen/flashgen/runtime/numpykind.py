@@ -56,7 +56,7 @@ class NumpyKind:
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         """A new contiguous array on the device of ``like``, for use on ``stream`` or the current one.
 
-        ``dtype`` is "fp32", "uint8", "int32", or None for that of ``like``.
+        ``dtype`` is "fp32", "uint8", "int32", or None for the dtype of ``like``.
         """
         import numpy as np
 

@@ -112,8 +112,8 @@ class Plan:
         self._layouts = kind.read(examples)[0]
         # The layouts of the last call, which were found to fit: the next one need not look again.
         self._known = self._layouts
-        self._known_workspace: Any = None  # likewise
-        # Where the library can tell at a glance: the pointers of arrays of these layouts.
+        self._known_workspace: Any = None  # the same of the workspace
+        # If the library has a fast check of these layouts: a function that returns the arrays' pointers.
         self._expecting = kind.expecting
         self._expected: Any = None
         self._expected_workspace: Any = None
@@ -131,7 +131,7 @@ class Plan:
             place: (problem.shape(place), arguments[place].dtypes[0] if arguments[place].dtypes else None)
             for place in self._results
         }
-        # Results that lie as no array does that a call allocates: each call has to bring them.
+        # Results with a layout that empty_like would not produce: each call has to pass them.
         outputs = {place: examples[place] for place in self._results if examples[place] is not None}
         views = {place: libraries.view(x, arguments[place].name) for place, x in outputs.items()}
         self._spread = {place: view.strides for place, view in views.items() if not is_contiguous(view)}
@@ -178,7 +178,7 @@ class Plan:
         Outputs, such as ``out`` and ``lse``, receive the results where given: with the layout that they had
         when the plan was made, or contiguous if they were not there. One that was not contiguous has to be
         given in each call. ``lse`` is allowed where the plan was
-        made with ``return_lse``. A scalar, such as ``softmax_scale``, may differ from that of the plan.
+        made with ``return_lse``. A scalar, for example ``softmax_scale``, may differ from the plan's.
         ``workspace`` is an array of at least ``workspace_bytes``, contiguous, on the plan's device, in memory
         that no other argument touches; without it memory is allocated for the call. Returns ``out``, or
         ``(out, lse)`` with ``return_lse``.
@@ -196,7 +196,7 @@ class Plan:
         return self.run(arrays, pointers, scalars, stream, workspace)
 
     def pointers(self, arrays: Arrays) -> Pointers | None:
-        """Those of native arrays; None where one has to be adopted. Raises what does not fit the plan."""
+        """The pointers of native arrays; None if one has to be adopted. Raises for arrays that do not fit."""
         if self._expected is not None:
             pointers = self._expected(arrays)
             if pointers is not None:
@@ -469,7 +469,7 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
     A stride along a dimension of one element is never used, so it may differ.
     """
     name, layout = argument.name, problem.array_layouts()[problem.operator.position(argument.name)]
-    # Of several dtypes only those of a byte are read alike.
+    # Kernels read bool and uint8 in the same way, and no other two dtypes.
     if view.dtype != layout.dtype and not {view.dtype, layout.dtype} <= {"bool", "uint8"}:
         raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; the plan was made for {layout.dtype}")
     if view.device != problem.device:
@@ -496,7 +496,7 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
 
 
 def workspace_layout(size: int) -> ArrayLayout:
-    """How a workspace of so many bytes lies."""
+    """The layout of a workspace of ``size`` bytes."""
     return ArrayLayout(_WORKSPACE, (size,), (), "uint8")
 
 

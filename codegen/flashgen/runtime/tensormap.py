@@ -54,7 +54,7 @@ def encode(map: TensorMap, pointer: int, place: int) -> None:
 
 
 def move(place: int, pointer: int) -> None:
-    """Make the encoded map at the address ``place`` that of an array of the same kind at ``pointer``.
+    """Point the encoded map at the address ``place`` to an array of the same kind at ``pointer``.
 
     Raises as ``encode``.
     """

@@ -21,7 +21,7 @@ Expecting = Callable[[tuple[Any, ...]], tuple[int, ...] | None]
 
 INSIDE_TORCH_FUNC = (
     "a tensor inside torch.func (vmap, grad, jvp, functionalize) was given, or would be the result; call "
-    "flashgen outside of it. In place of vmap make the mapped dimension part of the batch"
+    "flashgen outside of it. Instead of vmap make the mapped dimension part of the batch"
 )
 WITHOUT_GRADIENT = (
     "a tensor requires a gradient, which this call does not compute; call it under torch.no_grad() or pass "
@@ -129,7 +129,7 @@ class TorchKind:
         tensors = [x for x in arrays if x is not None]
         if len(set(map(id, tensors))) < len(tensors):
             return None  # a guard refuses a tensor that comes twice
-        # One call in place of seven for each tensor.
+        # One call instead of seven for each tensor.
         fit = self._guards(*tensors, **_ALL_FIXED).check
         count = len(tensors)
         absent = [place for place, x in enumerate(arrays) if x is None]

@@ -7,11 +7,11 @@ The rule, which a spec names ``least_time``:
    problem's own, head dims hold the problem's, and the grouping is ``mha`` for one query head per kv head,
    ``gqa`` or ``packed`` for several. Where it reads arrays by tensor maps, there must be maps of them. The
    device must have its architecture and its shared memory. A family that is ``on_request`` is left out, and
-   one for few rows where a head has more than its ``rows_at_most``; a call that asks for an algorithm leaves
-   out all families but those of that name. A problem with a score modification leaves out families without a
-   seam for it; the variant is modified likewise. A call that says how its keys are split leaves out families
-   whose clusters share tiles, and those that cannot split keys: if into several parts, always; with a
-   SplitEvery, where others can, whose KV blocks have to divide it.
+   one for few rows if a head has more than its ``rows_at_most``. A call with an algorithm leaves out all
+   families but the families of that name. A problem with a score modification leaves out families without a
+   seam for it; the variant then has the modification, too. A call that says how its keys are split leaves out
+   families whose clusters share tiles. It leaves out families that cannot split keys if it needs several
+   parts, or, with a SplitEvery, if other families have KV blocks that divide it.
 2. Of these only the smallest head dims count, by the work that they make, then, within a family, the newest
    architecture, then the target that its spec names first.
 3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
@@ -19,8 +19,8 @@ The rule, which a spec names ``least_time``:
 4. Of what is left, tiles and groupings, the least modelled time wins: the scores (rows of queries by keys, in
    whole blocks) that the tiles of the busiest multiprocessor visit, and what else a tile takes, over the
    measured ``efficiency`` of the tile; see ``cost``. Ties go to fewer tiles, then to the order of the spec.
-   Where the call says how its keys are split, the time is that of one sequence on one multiprocessor, so that
-   the choice does not depend on the batch.
+   If the call says how its keys are split, the time is modelled for one sequence on one multiprocessor, so
+   that the choice does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ __all__ = ["offers", "select"]
 # Fitted to measured calls (docs/tuning.md). With a share x of its parts at work, a tile takes x ** _IDLE of
 # its time; a grid of tiles that differ in length ends _LAST of a mean one after an equal share of them.
 _IDLE, _LAST = 1 / 3, 0.35
-# Of the time of the longest sequence by itself, what comes on top of that of equal sequences where only the
+# The part of the longest sequence's time by itself that is added to the time of equal sequences, if only the
 # device knows how they differ.
 _LONGEST = 0.5
 # The multiprocessors of each GPC, within which a cluster lies: so 31, 15 and 7 clusters of 4, 8 and 16 thread
 # blocks fit beside each other, as measured on an H100.
 _GPCS = (18, 18, 18, 16, 16, 16, 16, 14)
-# The rate of packed rows, each of which finds its query and its head by a division, over that of others.
+# The rate of packed rows over the rate of others: each packed row finds its query and its head by a division.
 _PACKED = 0.97
 
 
@@ -274,8 +274,8 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     Sequences whose lengths differ have as many tiles as are to be expected. The longest come first, so
     multiprocessors end together: no wave is counted whole.
 
-    A grid of tiles of keys takes the time of its `rows_of_tiles`, and the kernels ahead of and behind it that
-    of ``passes`` keys for each query row, in whole tiles of the one ahead.
+    A grid of tiles of keys takes the time of its `rows_of_tiles`. The kernels before and after it take the
+    time of ``passes`` keys for each query row, in whole tiles of the kernel before.
 
     In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, each of which is of
     one tile or several, and ``split_gain`` more where tiles are split and have to be combined.

@@ -1,6 +1,6 @@
 """Why dispatch takes the variant that it takes: each variant with the rule that decides on it.
 
-The rules are those of ``dispatch``, in their order. Needs no GPU.
+The rules are the rules of ``dispatch``, in their order. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TIME = "time"
 @dataclass(frozen=True, slots=True)
 class Judged:
     """A variant that is not taken: the ``rule`` that rules it out, a word, and ``why``, a sentence about this
-    variant. ``time`` is its modelled time over that of the chosen one, where the rule is "time", else None.
+    variant. ``time`` is its modelled time over the chosen variant's if the rule is "time", else None.
     """
 
     variant: Variant
@@ -112,8 +112,8 @@ class Explanation:
 def explain(
     problem: Problem, device: Device, specs: Iterable[Spec], algorithm: str | None = None
 ) -> Explanation:
-    """What dispatch does with ``problem`` on ``device``, variant by variant; with an ``algorithm``, among
-    those of the families of that name. Raises BadParam for one that no family has.
+    """What dispatch does with ``problem`` on ``device``, variant by variant; with an ``algorithm``, only for
+    the families of that name. Raises BadParam for an algorithm that no family has.
     """
     operator = problem.operator
     if algorithm is not None:
@@ -144,7 +144,7 @@ def explain(
     least = min(operator.work(dict(variant.axes)) for variant in left)
     smallest = (variant for variant in left if operator.work(dict(variant.axes)) == least)
     left = keep(smallest, f"larger {sizes}", f"a variant with smaller {sizes} serves, which does less work")
-    # Behind the sizes, as `offers` makes no variants of larger ones.
+    # After the sizes, as `offers` makes no variants of larger sizes.
     too_many = [judged.variant for judged in others if judged.rule == "rows"]
     kept = splitting(problem, left, too_many)
     left = keep(kept, "split-KV", f"it splits keys in its own way, or never, not as splits={problem.splits}")
@@ -181,7 +181,7 @@ def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool)
     if not expressible(problem, variant):
         return Judged(variant, "tensor maps", f"it reads arrays by tensor maps, which need {REQUIREMENTS}")
     if on_request:
-        return Judged(variant, "on request", f"{variant.family} is taken only where it is asked for")
+        return Judged(variant, "on request", f"{variant.family} is taken only if `algorithm` names it")
     return None
 
 

@@ -1,4 +1,4 @@
-"""Division by a number that a kernel learns at launch: one multiplication and a shift in place of twenty
+"""Division by a number that a kernel learns at launch: one multiplication and a shift instead of twenty
 instructions."""
 
 from __future__ import annotations

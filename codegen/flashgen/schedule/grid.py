@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
 
 MAX_BLOCKS = 2**31 - 1
-# Of a dimension of a grid: kernels count rows, also those behind the last one of a tile, in 32 bits.
+# Of a dimension of a grid: kernels count rows in 32 bits, the empty rows after the last row included.
 MAX_EXTENT = 2**30 - 4096
 ROWS, HEADS = "query_rows", "heads"
 KEYS, KV_HEADS = "key_rows", "kv_heads"
-# The rows of all sequences, where those of one are a dimension of the grid.
+# The rows of all sequences, for a dimension of the grid that is the rows of one.
 _OF_SEQUENCES = {ROWS: "sequence_rows", KEYS: "sequence_keys"}
 
 
@@ -133,8 +133,8 @@ def row_blocks_beside(problem: Problem, variant: Variant) -> int:
 
 
 def rows_ahead(problem: Problem, variant: Variant) -> int:
-    """Rows of a head's first tile that lie ahead of the head's first row, where tiles are counted from its
-    last row.
+    """Rows of a head's first tile that are before the head's first row, if tiles are counted from its last
+    row.
 
     Tiles then end with the head's last unit of ``from_last_row`` rows, so the ragged tile is the first one,
     which has the fewest keys. 0 where units would split the rows of a query, as in packed GQA with a group

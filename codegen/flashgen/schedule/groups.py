@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
     from flashgen.schedule.visited import VisitedRows
 
-# A grid of tiles that differ in length ends so many mean ones after an equal share of them; in turns, where
-# they wait for longer ones, later. (Fitted: docs/tuning.md.)
+# If tiles differ in length, a grid ends this many mean tiles after an equal share of them. In turns tiles
+# wait for longer ones, so it ends later. (Fitted: docs/tuning.md.)
 _LAST, _LAST_IN_TURNS = 0.6, 1.5
-# In turns so many tiles of a head are many, and wait for this share of the time of a head.
+# In turns, if a head has at least this many tiles, they wait for this share of the time of a head.
 _MANY, _WAITING = 5, 0.7
 # More parts are more memory: the fewest are taken that come so near to the least time.
 _NEAR = 1.05
@@ -54,8 +54,8 @@ def rows_of_tiles(problem: Problem, variant: Variant, num_sms: int, parts: int =
     A tile visits the query rows of all heads of its part, and takes the time of ``start`` times as many as
     it has keys besides, times the tiles that a multiprocessor has room for. With only a share x of these it
     reaches x ** ``fill`` of its rate, which they share; at 0 ``fill`` counts as having all of them. What
-    parts leave is written and read at the rate of memory: ``part_time`` a tile. Tiles of queries that a
-    grid has beside those of keys visit keys. In several waves a thread block with a tile of each kind takes
+    parts leave is written and read at the rate of memory: ``part_time`` a tile. If a grid also has tiles of
+    queries, these visit keys. In several waves a thread block with a tile of each kind takes
     the time of the longer one, and ``start`` counts twice, as nothing else on its multiprocessor hides it.
     Sequences whose lengths differ have as many tiles as are to be expected. Where many tiles of a head, of
     different lengths, take turns, they wait in each of their heads but one.
@@ -64,7 +64,7 @@ def rows_of_tiles(problem: Problem, variant: Variant, num_sms: int, parts: int =
 
 
 def _rows(problem: Problem, variant: Variant, num_sms: int, parts: int, visited: VisitedRows) -> float:
-    """`rows_of_tiles`, of which each ``visited`` so many query rows of a head."""
+    """`rows_of_tiles`, if each tile ``visited`` this many query rows of a head."""
     grid, bounded = variant.grid, Band.of(problem).bounded
     heads = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"] // parts
     count = expected_tiles(problem, variant) * parts

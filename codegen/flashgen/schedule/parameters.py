@@ -79,11 +79,11 @@ def parameters(
     """Every number that a spec may name in ``params``, by name.
 
     Sizes have the names of the operator's symbols, strides are in elements: ``q_row_stride``. The rest are
-    `Problem.values` and those of the grid. ``num_row_blocks`` is the tiles of one (batch, head), and
-    ``num_row_blocks_beside`` those of the second kind, which ``num_tiles`` leaves out.
-    ``heads_per_section`` and ``num_sections`` are those of `sections`; what has ``kv_block`` in its name is
-    of ``shares``, those of the main step's grid; what ends in ``_divisor`` is a `divisor`. The query heads of
-    a kv head are ``group_parts`` times ``heads_per_part``. ``clear_distance`` is that of the main step,
+    `Problem.values` and numbers of the grid. ``num_row_blocks`` is the tiles of one (batch, head), and
+    ``num_row_blocks_beside`` the tiles of the second kind, which ``num_tiles`` leaves out.
+    ``heads_per_section`` and ``num_sections`` come from `sections`. Names with ``kv_block`` come from
+    ``shares``, the shares of the main step's grid. Names that end in ``_divisor`` are a `divisor`. The query
+    heads of a kv head are ``group_parts`` times ``heads_per_part``. ``clear_distance`` is the main step's,
     and ``cleared_heads`` the query heads of as many heads of its grid; ``key_blocks_of_head``,
     ``num_key_blocks`` and ``blocks_together`` are of its ``key_tiles``, too.
     """

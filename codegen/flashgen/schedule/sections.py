@@ -35,8 +35,8 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
     Tiles of keys in turn add to dq one after the other. A section of theirs has as many heads as fill the
     device, so that a tile starts when the one before it, of the next section but at the same place, has a
     lead. A turn takes up to 1.8 steps from tile to tile. So at most half as many tiles of a head run at a
-    time as it has steps, or turns would be what the head waits for; and only a quarter, where a third of L2
-    holds q, dout and dq of so many heads. Other tiles of keys: `_of_keys`.
+    time as it has steps; else the head would wait for turns. Only a quarter run, if a third of L2 holds q,
+    dout and dq of these heads. Other tiles of keys: `_of_keys`.
     """
     total = all_heads(problem, variant, parts)
     if total == 0:
@@ -97,7 +97,7 @@ class KeyTiles(NamedTuple):
 
 
 def key_tiles(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> KeyTiles:
-    """Those of a main step."""
+    """The tiles of keys of a main step."""
     if variant.grid.of_sequences:
         return KeyTiles(count=tiles(problem, variant), together=blocks_at_a_time(variant, device))
     return KeyTiles(clear_distance(problem, variant, device, parts), row_blocks(problem, variant))
@@ -106,11 +106,11 @@ def key_tiles(problem: AttentionProblem, variant: Variant, device: Device, parts
 def clear_distance(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> int:
     """For tiles of keys: how many heads later in the grid the head comes whose dq a tile clears.
 
-    More than a section: all tiles that clear a head are then launched before those that wait for it. The
-    heads beyond it make 16 tiles: where a section is one head, so many lie between the last one that clears
-    and the first one that waits. In larger sections the tiles of a head lie apart, about ``clear_distance``
-    tiles lie between, and the first one may wait a little. No more heads, as L2 would lose the zeros before
-    dq is added to them. (Measured: docs/tuning.md.)
+    More than a section: all tiles that clear a head are then launched before the tiles that wait for it. The
+    heads beyond a section make 16 tiles. If a section is one head, there are 16 tiles between the last tile
+    that clears and the first that waits. In larger sections the tiles of a head are apart, with about
+    ``clear_distance`` tiles between them, and the first may wait a little. With more heads L2 would lose the
+    zeros before dq is added to them. (Measured: docs/tuning.md.)
     """
     tiles_ahead = min(16, blocks_at_a_time(variant, device))
     heads_ahead = -(-tiles_ahead // max(1, row_blocks(problem, variant)))

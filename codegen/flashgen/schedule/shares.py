@@ -31,12 +31,12 @@ RESERVED_SMEM = 1024
 
 
 class Shares(NamedTuple):
-    """The KV blocks of all tiles, one tile after the other, cut into shares of ``per_share``, the last of
-    which may have fewer; where there are several ``head_sets``, those of each set of heads by themselves.
+    """The KV blocks of all tiles, one tile after the other, cut into shares of ``per_share``. The last share
+    may have fewer. With several ``head_sets`` the KV blocks of each set of heads are cut by themselves.
     Each of ``tiles`` tiles has ``per_tile`` of them, from KV block ``first`` of its sequence on. Where
     ``at_most``, only the kernel knows how many there are: no more than these.
 
-    With ``splits`` the kernel cuts each tile into at most so many splits, of ``per_split`` KV blocks at
+    With ``splits`` the kernel cuts each tile into at most this many splits, of ``per_split`` KV blocks at
     least, and ``per_share`` is in splits, of all heads.
     """
 

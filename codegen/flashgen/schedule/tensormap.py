@@ -1,9 +1,9 @@
 """Tensor maps: which arrays TMA can read and write, and how a map describes one.
 
 A map tells an array's extents and strides, and how much of it one TMA operation brings or writes: a box,
-whose rows lie swizzled in shared memory. Elements outside the array arrive as zeros, and are not written.
-Which arrays a map can describe, and the limits below, are those of ``cuTensorMapEncodeTiled`` in NVIDIA's
-driver API.
+whose rows are swizzled in shared memory. Elements outside the array arrive as zeros, and are not written.
+``cuTensorMapEncodeTiled`` in NVIDIA's driver API decides which arrays a map can describe, and the limits
+below.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
     if array is None or len(array.extents) != 4 or array.argument.layout != "rows" or param.box is None:
         mapped = [a.name for a in problem.operator.arguments if len(a.symbols) == 4 and a.layout == "rows"]
         raise SpecError(
-            f"{variant.spec}: params asks for a {TENSOR_MAP} of {param.name}; there are those of "
+            f"{variant.spec}: params has a {TENSOR_MAP} of {param.name}; only these arrays have one: "
             f"{', '.join(mapped)}"
         )
     batch, seqlen, heads, columns = array.extents

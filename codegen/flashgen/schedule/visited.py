@@ -1,4 +1,4 @@
-"""How much of the scores a variant's tiles visit: the model behind the choice among tiles."""
+"""How much of the scores a variant's tiles visit: the model that chooses among tiles."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def idles(problem: AttentionProblem, variant: Variant) -> bool:
 
 
 def _keys_of(problem: AttentionProblem, variant: Variant, first_row: int, count: int) -> int:
-    """Those of ``count`` rows that visit the same blocks; 0 for rows that there are none of."""
+    """The keys of ``count`` rows that visit the same blocks; 0 for rows outside of the head."""
     block_n = variant.visits.keys
     end_row = min(first_row + count, rows(problem, variant))
     if first_row < 0 or end_row <= first_row:
@@ -110,8 +110,8 @@ def _keys_of(problem: AttentionProblem, variant: Variant, first_row: int, count:
 
 
 def kv_blocks(problem: AttentionProblem, block_n: int, first_query: int, last_query: int) -> tuple[int, int]:
-    """The KV blocks, of ``block_n`` keys each, with a key that some query of a range sees: the first, and the
-    one behind the last, which is not above the first where there is none. A dense mask hides nothing here.
+    """The KV blocks, of ``block_n`` keys each, with a key that some query of a range sees: the first, and one
+    past the last, which is not above the first if there is none. A dense mask hides nothing here.
     """
     begin = max(0, first_query + problem.diagonal_offset - problem.window_left)
     end = min(problem.seqlen_kv, last_query + problem.diagonal_offset + problem.window_right + 1)

@@ -36,8 +36,8 @@ class Workspace(NamedTuple):
 
 
 def workspace_of(problem: Problem, main: Variant, shares: Shares | None = None, parts: int = 1) -> Workspace:
-    """The slices that the family of ``main`` asks for, one after the other; ``shares`` are those of its
-    grid, and ``parts`` those of each group of query heads.
+    """The slices that the family of ``main`` needs, one after the other; ``shares`` are the shares of its
+    grid, and ``parts`` the parts of each group of query heads.
     """
     if not main.workspace:
         return Workspace((), 0)

@@ -109,7 +109,7 @@ def make(variant: Variant, shape: Shape, seed: int, choices: Choices | None = No
 
     leading, tokens = (1, batch * count + 2) if chosen.packed else (batch, count)
     if chosen.packed:
-        # Up to ``count`` tokens of a sequence, at least one of the last, and tokens behind that.
+        # Up to ``count`` tokens of a sequence, at least one of the last, and tokens after that.
         ends = np.r_[np.sort(rng.integers(0, max(1, batch * count), batch - 1)), batch * count]
         starts = np.maximum(np.r_[0, ends[:-1]], ends - count)
         counts = ends - starts

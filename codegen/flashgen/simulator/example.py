@@ -38,12 +38,12 @@ class Shape:
     """The sizes of a problem. ``head_dim`` None is the variant's own, ``head_dim_v`` None the same as far as
     the variant holds it, ``kv_heads`` None as many as fit it.
 
-    ``window`` is that of a ``local`` variant, or of a ``dense`` one beside its mask, where None is none; it
-    is aligned bottom-right, and -1 is no bound. ``top_left`` aligns it, or a causal diagonal, there. ``mask``
-    is the shape of a dense mask by the extents it has in full, such as "bhqk", "qk", "1hqk" or "k", and
-    ``mask_alignment`` the bytes to which its rows are aligned. Queries are ``spread`` times normal numbers.
-    ``gap`` is the bytes between rows, a multiple of 16. ``splits`` is as in ``attention``; "auto" means a
-    number of splits for a variant that takes no other call.
+    ``window`` is the window of a ``local`` variant, or of a ``dense`` one with its mask, where None is none;
+    it is aligned bottom-right, and -1 is no bound. ``top_left`` aligns it, or a causal diagonal, there.
+    ``mask`` is the shape of a dense mask by the extents it has in full, such as "bhqk", "qk", "1hqk" or "k",
+    and ``mask_alignment`` the bytes to which its rows are aligned. Queries are ``spread`` times normal
+    numbers. ``gap`` is the bytes between rows, a multiple of 16. ``splits`` is as in ``attention``; "auto"
+    means a number of splits for a variant that takes no other call.
     """
 
     seqlen_q: int = 128
@@ -144,8 +144,8 @@ def rows_within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
     element = np.dtype({"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}[dtype])
     batch, seqlen, heads, width = shape
     whole = (batch, seqlen + 1, heads + 1, width + gap // element.itemsize)
-    # Aligned as memory of a GPU would be, so that sectors are counted as there. Behind it a guard of as many
-    # rows as a block has at most, so that what reads past the end of one array does not meet the next.
+    # Aligned as memory of a GPU, so that sectors are counted as there. After it comes a guard of as many rows
+    # as a block has at most, so that a read past the end of one array does not reach the next.
     size = math.prod(whole) * element.itemsize
     guard = GUARD_ROWS * math.prod(whole[2:]) * element.itemsize
     memory = _aligned(size + guard)
@@ -153,7 +153,7 @@ def rows_within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
 
 
 def _aligned(size: int) -> np.ndarray:
-    """So many bytes of 0xFF, aligned as a fresh allocation on a GPU."""
+    """``size`` bytes of 0xFF, aligned as a fresh allocation on a GPU."""
     memory = np.full(size + ALIGNMENT, 0xFF, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]

@@ -85,7 +85,7 @@ class Report:
 
     @property
     def mma(self) -> int:
-        """Matrix instructions of all shapes, in warps; those of a warpgroup count once."""
+        """Matrix instructions of all shapes, in warps; an instruction of a warpgroup counts once."""
         return sum(count for name, count in self.counters.items() if name.startswith(("mma_", "wgmma_")))
 
 
@@ -99,14 +99,14 @@ def simulate(
     threads: int | None = None,
     overlap: bool = False,
 ) -> tuple[Report, ...]:
-    """Run the steps of a call on host memory, in order: ``pointers`` are those of the operator's arguments, 0
-    where absent, and then that of the workspace, if there is one.
+    """Run the steps of a call on host memory, in order: ``pointers`` has a pointer for each of the operator's
+    arguments, 0 if absent, and then the pointer of the workspace, if there is one.
 
     ``libraries`` has the compiled kernel of each step. ``seed`` fixes the order in which the threads of a
     block take their turns. ``threads``, by default as many as there are cores, run blocks side by side;
     neither changes what a correct kernel computes. With ``overlap`` a dependent launch overlaps with the step
-    before it: ahead of each block of that step, its own blocks are run that have not run yet and need not
-    wait. Blocks, or clusters, then run one after another, on one core.
+    before it: before each block of that step, its own blocks run that have not run yet and need not wait.
+    Blocks, or clusters, then run one after another, on one core.
 
     Raises SimulationError for the first block that does something wrong, and InternalError where source and
     package disagree on the parameters.
@@ -160,10 +160,10 @@ class SimulatedGrid:
     ) -> None:
         """``params`` is the struct; ``regions`` are all the memory that the kernel may touch.
 
-        ``max_shared_bytes`` is what a block may ask for, 0 for what the largest GPU allows. A ``dependent``
-        launch may begin before those ahead of it have ended; a ``followed`` one has another step of its call
-        behind it. ``cluster`` is how many thread blocks a cluster has. ``seed``, and what is raised here and
-        by the methods, as in ``simulate``.
+        ``max_shared_bytes`` is the most shared memory of a block, 0 for the limit of the largest GPU. A
+        ``dependent`` launch may begin before earlier ones have ended; a ``followed`` one precedes another
+        step of its call. ``cluster`` is how many thread blocks a cluster has. ``seed``, and the errors of
+        this function and of the methods, as in ``simulate``.
         """
         if len(params) != library.params_bytes:
             raise InternalError(
@@ -204,7 +204,7 @@ class SimulatedGrid:
         return self._report()
 
     def run_overlapped(self, behind: SimulatedGrid | None) -> Report:
-        """Run the blocks that are left, and ahead of each those of the grid behind that need not wait."""
+        """Run the blocks that are left. Before each, run the blocks of the next grid that need not wait."""
         for first in self._left:
             if behind is not None and behind._dependent:
                 behind._left = [block for block in behind._left if not behind.runs_early(block)]
@@ -241,7 +241,7 @@ class SimulatedGrid:
         if self._dependent and self._counters["grid_waits"] == 0:
             name = self._library.name
             raise SimulationError(
-                f"{name}: no block of a dependent launch has waited for the grids ahead of it before it let "
+                f"{name}: no block of a dependent launch has waited for the earlier grids before it let "
                 "the next one begin, so that it may run beside them",
                 check="dependency",
                 kernel=name,

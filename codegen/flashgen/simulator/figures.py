@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MaskedTiles:
-    """Tiles of the rows that a warp, or a warpgroup, has in one place and a block of keys: all, those of
-    which every key is hidden, and those that were multiplied. A row past the last one sees what that sees,
-    but nothing under a dense mask and in parts of a tile that idle.
+    """Tiles of a warp's or a warpgroup's adjacent rows and a block of keys: all tiles, tiles whose every key
+    is hidden, and tiles that were multiplied. A row past the last one sees the keys of the last row, but
+    nothing under a dense mask and in parts of a tile that idle.
     """
 
     total: int
@@ -41,7 +41,7 @@ def masked_tiles(
     visits, block_m = variant.visits, variant.grid.tile(ROWS)
     key_blocks = -(-problem.seqlen_kv // visits.keys)
     seen = _seen(problem, variant, mask)
-    # The row of each place in the tiles of a head: the first tile may begin ahead of row 0.
+    # The row of each place in the tiles of a head: the first tile may begin before row 0.
     places = np.arange(row_blocks(problem, variant) * block_m) - rows_ahead(problem, variant)
     padded = np.zeros((seen.shape[0], len(places), key_blocks * visits.keys), bool)
     padded[:, :, : seen.shape[2]] = seen[:, places.clip(0, seen.shape[1] - 1)]

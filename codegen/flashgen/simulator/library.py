@@ -2,7 +2,7 @@
 
 Two objects make one library: the engine, which knows no kernel and is compiled once, and a shim that includes
 the rendered file as it lies on disk. Both are content-addressed by all their sources, the compiler and the
-options. The C structs here are those of ``include/simulator/abi.h``.
+options. The C structs here are as in ``include/simulator/abi.h``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Region(ctypes.Structure):
 
 
 class RawTensorMap(ctypes.Structure):
-    """What the engine reads in place of a driver's tensor map; dimension 0 has no stride."""
+    """What the engine reads instead of a driver's tensor map; dimension 0 has no stride."""
 
     MAGIC = 0x70616D726F736E65
     _fields_ = (

@@ -81,7 +81,7 @@ def layout(params: tuple[Param, ...]) -> Layout:
 
 
 def struct_text(params: tuple[Param, ...]) -> str:
-    """The C struct ``Params`` with each member's doc behind it, then the assertions on its size and offsets,
+    """The C struct ``Params`` with each member's doc after it, then the assertions on its size and offsets,
     several members to a line. No final newline.
 
     Needs ``element``, ``offsetof`` and the fixed-width integers in scope.

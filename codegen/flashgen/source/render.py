@@ -70,7 +70,7 @@ _FOREIGN = (
 )
 # The mark of the template line that a rendered line is made of: its file and number.
 _MARK = re.compile("\x04([^\x05]*)\x05")
-# Jinja's own line statements swallow the blank lines behind them, its line comments leave one, and it looks
+# Jinja's own line statements swallow the blank lines after them, its line comments leave one, and it looks
 # for either at each character. In a run of spaces a match begins at the first one alone, so that a long run
 # takes linear time.
 _STATEMENT_LINE = r"(?m)^[ \t]*//%([-+]?)(.*)$"
@@ -191,7 +191,7 @@ def include_dirs(variant: Variant) -> tuple[str, ...]:
 
 
 def flatten(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None = None) -> str:
-    """``source`` as a single file: each ``flashgen/...`` header stands in place of its first ``#include``.
+    """``source`` as a single file: each ``flashgen/...`` header replaces its first ``#include``.
 
     ``include_dirs`` as for ``headers``. CUDA's own headers stay includes.
     """
@@ -296,7 +296,7 @@ def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
                 source = _marked(source, str(path))
 
             def is_current() -> bool:
-                # One of the users' own may have come ahead of it.
+                # A new file in a user's folder may now come before it.
                 return _find(template, folders) == path and path.stat().st_mtime_ns == changed
 
             return source, str(path), is_current

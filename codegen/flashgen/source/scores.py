@@ -5,13 +5,13 @@
     float modified_score(params, row, first_key, step, product);
     float score_offset(params, row, first_key);
 
-Kernels that differentiate have, unless the derivative is 1, in place of ``modified_score``
+Kernels that differentiate have, unless the derivative is 1, instead of ``modified_score``
 
     struct ModifiedScore { float score, derivative; };
     ModifiedScore differentiated_score(params, row, first_key, step, product);
 
-Elements of arrays that no key changes are members of the two structs, which are made ahead of a block's
-scores. ``step`` is known when the kernel is compiled: an integer that grows with the key is taken at
+Elements of arrays that do not depend on the key are members of the two structs, which are made before a
+block's scores. ``step`` is a compile-time constant: an integer that grows with the key is taken at
 ``first_key``, where it is the same for all of a lane's keys, and the step is added as a float.
 """
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Put ``content`` into the file ``path``, or what is no regular file, such as /dev/null or a pipe, as it
-    is. Raises OSError of this name if the folder is not writable or full.
+    """Replace the file ``path`` by ``content``; write into anything but a regular file, for example /dev/null
+    or a pipe. Raises OSError of this name if the folder is not writable or full.
     """
     if _is_device(path):
         path.write_bytes(content)
@@ -29,7 +29,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def check(path: Path) -> None:
-    """Raise the OSError with which `replace` would fail, ahead of the work for what is to be written."""
+    """Raise the OSError with which `replace` would fail, before the work that makes the content."""
     if _is_device(path):
         return
     handle, temporary = _beside(path)

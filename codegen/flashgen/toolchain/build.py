@@ -1,4 +1,4 @@
-"""Compiling many variants ahead of their first call: which of them for which architectures, and all at once.
+"""Compiling many variants before their first call: which of them for which architectures, and all at once.
 
 What is compiled lands in the disk cache, under the keys that a call looks for.
 """
@@ -82,8 +82,8 @@ def arch_number(arch: str) -> int:
 
 
 def pairs(variants: Sequence[Variant], archs: Sequence[str] = ()) -> list[tuple[Variant, str]]:
-    """What to compile: each variant for the architectures that its spec lists, or for those of `archs` among
-    them.
+    """What to compile: each variant for the architectures that its spec lists, with `archs` only for the
+    listed ones among them.
 
     An architecture that none of the variants lists gets every one whose lowest architecture it reaches.
     Either way a variant is compiled as for a call (`Variant.code_for`): sm_90 and sm_90a ask for the same.

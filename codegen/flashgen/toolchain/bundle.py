@@ -99,7 +99,7 @@ class Bundle:
                 f"{path} was made by flashgen {maker[1]} (format {maker[0]}); this is flashgen {__version__} "
                 f"(format {FORMAT}), which reads only its own bundles; {_REMEDY}"
             )
-        # Whoever packs it anew may add folders and files of their own.
+        # A user who packs it again may add other folders and files.
         members = (name.removeprefix(_FOLDER) for name in self._file.namelist() if name.startswith(_FOLDER))
         held = {name for name in members if _KEY.fullmatch(name)}
         listed = {entry.key: entry.variant for entry in self.kernels}

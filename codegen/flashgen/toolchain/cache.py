@@ -55,8 +55,8 @@ class CacheInfo(NamedTuple):
 
 
 class CacheReport(NamedTuple):
-    """What `CubinCache.verify` found: intact entries, the damaged files, which it removed, those of them that
-    it could not remove, and what could not be read, or may be another user's, with why.
+    """What `CubinCache.verify` found: intact entries, damaged files (which it removed), damaged files that it
+    could not remove, and files that could not be read or may be another user's, with why.
     """
 
     intact: int
@@ -240,9 +240,9 @@ class CubinCache:
         return CacheReport(intact, tuple(damaged), tuple(left), unreadable)
 
     def clear(self, matches: Callable[[bytes], bool] | None = None, unused_for: float = 0.0) -> CacheCleared:
-        """Remove the entries of whose payload ``matches`` is true, and that nobody read for so many seconds,
-        which are known to an hour; by default all. Kernels that are loaded stay usable, and what processes
-        hold or write meanwhile is left to them.
+        """Remove the entries whose payload ``matches`` and that nobody read for ``unused_for`` seconds, a
+        time that is exact to an hour; by default all entries. Loaded kernels stay usable, and files that
+        processes hold or write meanwhile stay.
         """
         removed, left, problem = 0, 0, ""
         everything = matches is None and not unused_for

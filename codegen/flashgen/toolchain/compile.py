@@ -96,8 +96,8 @@ def compile_cubin(
 
     For a virtual one ("compute_90") the result carries PTX, which the driver translates when it loads it.
     ``options`` follow `BASE_OPTIONS`. ``headers`` maps the names in ``#include "..."`` to texts; by default
-    those of `shipped_headers`. Raises CompileError with the failing lines, and NoCompilerError where CuPy or
-    NVRTC is missing.
+    `shipped_headers`. Raises CompileError with the failing lines, and NoCompilerError if CuPy or NVRTC is
+    missing.
     """
     start = time.perf_counter()
     code, log = _run(source, name, arch, options, headers)
@@ -119,7 +119,7 @@ def compile_ptx(
 
 @functools.cache
 def nvrtc() -> Any:
-    """The module ``cupy.cuda.nvrtc`` with a library behind it. Raises NoCompilerError: what to install."""
+    """The module ``cupy.cuda.nvrtc`` with its library loaded. Raises NoCompilerError: what to install."""
     try:
         from cupy.cuda import nvrtc as binding
     except ImportError as error:

@@ -100,8 +100,8 @@ def recall(variant: Variant, arch: str) -> Compiled | None:
 
 
 def cache_key(variant: Variant, arch: str, version: str | None = None) -> str:
-    """The key of ``variant`` for ``arch`` in the disk cache; ``version`` is by default that of the compiler
-    that is loaded.
+    """The key of ``variant`` for ``arch`` in the disk cache; ``version`` is by default the loaded compiler's
+    version.
     """
     layout = ",".join(Compiled._fields)
     options = (*compiler.BASE_OPTIONS, *variant.options, layout)

@@ -1,4 +1,4 @@
-"""Compilers name lines of the rendered source; whoever wrote the template wants its file and line."""
+"""Compilers name lines of the rendered source; the author of a template needs its file and line."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from flashgen.tools.bench.cases import Case
     from flashgen.tools.bench.hosts import Host, Inputs
 
-# ‖out - ours‖ / ‖ours‖, of each gradient likewise, that rounding alone stays well below: a peer rounds where
-# it likes, and may run fp32 through TF32. A wrong mask or tail is far above.
+# The limit of ‖out - ours‖ / ‖ours‖, also of each gradient. Rounding alone stays well below it: a peer may
+# round at other places, and may run fp32 through TF32. A wrong mask or tail is far above.
 PEER_TOLERANCE = {"fp16": 2e-3, "bf16": 1.6e-2, "fp32": 1e-3}
 
 _ROWS = 24

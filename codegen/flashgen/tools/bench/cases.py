@@ -184,8 +184,8 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of k and v that some query may see, read once: what decoding is bound by. Those of a window
-        begin with its first query's first key.
+        """Bytes of k and v that some query may see, read once: the bound of decoding. With a window they
+        begin with the first key of its first query.
         """
         keys = self.seqlen_kv
         if self.mask == "window":

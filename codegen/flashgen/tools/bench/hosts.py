@@ -26,12 +26,12 @@ class Inputs:
     """One set of arrays for a case.
 
     ``q`` is (batch, seqlen_q, num_heads_q, head_dim), ``k`` (batch, seqlen_kv, num_heads_kv, head_dim),
-    ``v`` and ``out`` are likewise with head_dim_v, all contiguous; ``mask`` is bool (seqlen_q, seqlen_kv),
+    ``v`` and ``out`` the same with head_dim_v, all contiguous; ``mask`` is bool (seqlen_q, seqlen_kv),
     True = hidden, or None; ``slopes`` is float32 (num_heads_q,), for ALiBi, or None.
 
     Packed, they are (tokens, heads, ...), with ``cu_seqlens_q`` and ``cu_seqlens_kv``. A cache has
     ``kv_lengths`` and, if k and v are (num_pages, page_size, ...), ``pages``. What is appended to it are
-    ``k_new`` and ``v_new``; ``cos`` and ``sin`` are those of `quarter_turns`.
+    ``k_new`` and ``v_new``; ``cos`` and ``sin`` come from `quarter_turns`.
 
     For a backward pass ``dout`` is as out, and ``dq``, ``dk`` and ``dv`` are as q, k and v; out and ``lse``,
     float32 (batch, num_heads_q, seqlen_q) or (num_heads_q, tokens), are then for the forward call that is

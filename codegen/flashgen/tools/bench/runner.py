@@ -44,7 +44,7 @@ def run(
 ) -> Report:
     """Time flashgen and its peers on a named grid, on the current device.
 
-    ``peers`` are names out of ``all_peers()``, by default those of the grid, or every one that can be used
+    ``peers`` are names out of ``all_peers()``, by default the grid's peers, or every peer that can be used
     here; ``flashgen`` itself always runs. ``dtypes`` and ``where`` (field of a Case to the values kept, as in
     ``{"head_dim": [64]}``) narrow the grid. Each of the ``rounds`` times every peer for about ``sample_ms``
     milliseconds.

@@ -101,7 +101,7 @@ def time_interleaved(
 ) -> dict[Key, Timing]:
     """Time each of ``steps`` in the same rounds and return the Timing of one call by its key.
 
-    In every round each step gives one sample: an untimed repetition, so that the host runs ahead of the
+    In every round each step gives one sample: an untimed repetition, so that the host is faster than the
     device and no launch gap is measured, then as many repetitions between two events as take about
     ``sample_ms``. The order is drawn anew for each round: under a power limit a kernel's clock depends on the
     one before it. Nothing waits for the device inside a round.

@@ -110,7 +110,7 @@ class GpuBench:
 
     def time(self, variants: Sequence[Variant], case: Case) -> list[Timing | str]:
         """The benchmark's protocol: interleaved rounds, device events, medians, inputs that have left L2; and
-        its check of some rows against float64, ahead of the timing.
+        its check of some rows against float64, before the timing.
         """
         host = self._host
         sets = input_sets(case, host, self._seed)

@@ -64,10 +64,10 @@ def suited(variants: Sequence[Variant], shapes: Sequence[str] | None = None) -> 
 
 
 def cases(variant: Variant, shapes: Sequence[str] | None = None) -> list[Case]:
-    """The problems of a variant's axes in those of ``shapes`` that its calls may have; None: in `default`.
+    """The problems of a variant's axes in the ``shapes`` that its calls may have; None: in `default`.
 
     A shape is a length (``4k``, ``1000``) of queries and keys alike in a batch of 16,384 tokens, or
-    ``BATCHxSEQLEN_QxSEQLEN_KV``; behind it may stand ``@HEADS_Q`` or ``@HEADS_Q/HEADS_KV``. By default
+    ``BATCHxSEQLEN_QxSEQLEN_KV``, optionally followed by ``@HEADS_Q`` or ``@HEADS_Q/HEADS_KV``. By default
     heads × head_dim is about 2,048, and eight query heads share a kv head where the variant is for groups. A
     window has 1,024 keys, or a quarter of them where there are fewer than 4,096. Raises BadParam for a text
     that is no shape, and Unsuited where no call of the variant has any of them.

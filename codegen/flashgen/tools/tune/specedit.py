@@ -43,7 +43,7 @@ def edited(path: Path, text: bytes, winners: Mapping[Point, Measured | None]) ->
     its own above the row that serves its points now, with the same further keys, such as ``no_spills``. None
     is a point whose ordinary tile won. Points that were not tuned keep their tiles.
 
-    Raises SpecError for a row that cannot be edited as text: not on lines of its own, or behind an anchor.
+    Raises SpecError for a row that cannot be edited as text: not on lines of its own, or after an anchor.
     """
     checked = examine(path, text)
     serving: dict[int, list[Point]] = defaultdict(list)

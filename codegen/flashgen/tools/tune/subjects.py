@@ -38,7 +38,7 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
 
     Kernels of other operators than attention, and with lengths, are left out.
 
-    ``specs`` are those of the selected. Raises DeviceTypeNotSupported where none of the selected runs on the
+    ``specs`` are the specs of the selected. Raises DeviceTypeNotSupported if none of the selected runs on the
     device, BadParam where only tiles with names were selected, or kernels that dispatch does not choose.
     """
     main = [variant for variant in selected if variant.is_main]

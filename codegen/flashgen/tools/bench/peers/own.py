@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 class Flashgen:
     """``flashgen.plan``, or ``flashgen.plan_backward``; with ``grouping`` (``gqa`` or ``packed``) only
-    variants of that grouping compete, with ``target`` only those of that target, with ``pinned`` only the
-    one of that name, with ``algorithm`` only those of that one, whose workspace is then held too:
+    variants of that grouping compete, with ``target`` only variants of that target, with ``pinned`` only the
+    variant of that name, with ``algorithm`` only its variants, whose workspace is then held too:
     ``workspace_bytes`` of it. With ``steps`` a call launches only the first ones, and its results are no
     results. ``plan`` is the plan of the last case, and ``variant`` the name of its variant.
     """
@@ -245,7 +245,7 @@ def _pinned(plan: Plan, examples: Mapping[str, Any], keep: Callable[[Variant], b
 
 
 def _cut(plan: Plan, examples: Mapping[str, Any], steps: int) -> Plan:
-    """The same plan without the steps behind the first ones."""
+    """The same plan with only its first ``steps`` steps."""
     from flashgen.runtime import kernel
     from flashgen.runtime.device import device
     from flashgen.runtime.launch import Runner

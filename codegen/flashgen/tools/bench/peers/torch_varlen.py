@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TorchVarlen(TorchPeer):
-    """``varlen_attn``. Where it does not know grouped heads, K and V are repeated ahead of the timing."""
+    """``varlen_attn``. If it does not support grouped heads, K and V are repeated before the timing."""
 
     name = "torch-varlen"
 
