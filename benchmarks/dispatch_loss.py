@@ -2,10 +2,10 @@
 
     python benchmarks/dispatch_loss.py [--calls N] [--seed N] [--near X] [--rounds N] [--json FILE]
 
-Random calls of each kind are made: forward without lengths, on a KV cache and packed, backward without
-lengths and packed. Of each all candidates whose modelled time is at most ``--near`` times the least are
-timed in the same interleaved rounds, inside a CUDA graph. The loss is the time of the one that dispatch
-takes over that of the fastest.
+The program makes random calls of each kind: forward without lengths, on a KV cache and packed, backward
+without lengths and packed. For each call it times all candidates whose modelled time is at most ``--near``
+times the least, in the same interleaved rounds, inside a CUDA graph. The loss is the time of the candidate
+that dispatch takes over the time of the fastest.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def measure(case: Case, host: Host, near: float, rounds: int, sample_ms: float) 
 
 
 def loss(found: dict[str, Any]) -> float:
-    """The time of the kernel that dispatch takes over that of the fastest."""
+    """The time of the kernel that dispatch takes over the time of the fastest."""
     return found["us"][found["taken"]] / min(found["us"].values())
 
 
@@ -110,7 +110,7 @@ def summary(losses: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Measure, print a line per kind and the calls that lose most, and write all as JSON where asked."""
+    """Measure, print a line per kind and the calls that lose most; with ``--json`` write all figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -226,7 +226,7 @@ def _print(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure, print two tables, and write the same numbers as JSON where asked."""
+    """Measure and print two tables; with ``--json`` write the same numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

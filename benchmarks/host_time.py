@@ -23,7 +23,7 @@ Figures = dict[str, tuple[float, float]]
 
 
 def main() -> None:
-    """Measure, print a table, and write the same numbers as JSON where asked."""
+    """Measure and print a table; with ``--json`` write the same numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,10 +2,10 @@
 
     python benchmarks/step_times.py [GRID] [--where FIELD=A,B ...] [--rounds N] [--json FILE]
 
-GRID is one of `flashgen bench`, by default backward; its cases without lengths are timed. A kernel has no
-input until those ahead of it have run. So calls of the first kernel, of the first two, ... and of all are
-timed in the same interleaved rounds, and what a kernel adds is the difference. Of dependent launches that is
-less than it would take alone, as it begins while the one ahead ends.
+GRID is a grid of `flashgen bench`, by default backward; its cases without lengths are timed. A kernel has no
+input until the earlier kernels have run. So the program times calls of the first kernel, of the first two, ...
+and of all, in the same interleaved rounds. A kernel adds the difference. In dependent launches this is less
+than its time alone, as it begins while the previous kernel ends.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from flashgen.tools.bench.timing import Timing, input_sets, step_of, time_interl
 
 
 def measure(case: Case, host: Host, rounds: int, sample_ms: float) -> dict[str, Any]:
-    """The kernels of a case in their order, each with the microseconds that it adds to those ahead of it."""
+    """The kernels of a case in their order, each with the microseconds that it adds to the earlier ones."""
     sets = input_sets(case, host, 0)
     whole = Flashgen()
     whole.prepare(case, sets)
@@ -45,7 +45,7 @@ def added(names: Sequence[str], timings: Mapping[int, Timing]) -> list[dict[str,
 
 
 def main() -> None:
-    """Measure, print a line per kernel, and write the same numbers as JSON where asked."""
+    """Measure and print a line per kernel; with ``--json`` write the same numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
