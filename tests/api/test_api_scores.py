@@ -16,7 +16,8 @@ from flashgen import errors
 from flashgen.call import compute
 from flashgen.operators.masks import Band
 from flashgen.operators.reference import attention as reference
-from flashgen.operators.reference import largest, modification_of
+from flashgen.operators.reference import largest
+from flashgen.operators.scores import modification_of
 from flashgen.simulator import hostcompiler
 
 simulated = pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="there is no C++ compiler")
@@ -255,7 +256,7 @@ def test_results_are_within_the_bound_of_float64(dtype, is_causal):
         problem.dtype,
         problem.softmax_scale,
         Band.of(problem),
-        modification=modification_of(problem, [slopes]),
+        modification=modification_of(problem, {"slope": slopes}),
     )
     assert largest(out, expected.out, expected.out_bound).share <= 1
     assert largest(lse, expected.lse, expected.lse_bound).share <= 1

@@ -20,6 +20,7 @@ from flashgen.operators.numbers import widened
 from flashgen.operators.reference import judge
 from flashgen.operators.splits import SplitEvery
 from flashgen.runtime.arrays import view
+from named import by_name
 
 DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
 
@@ -60,8 +61,8 @@ def test_every_mask_in_blocks_of_any_size(data, rows, keys, heads, options, mask
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "BLOCK_ROWS", data.draw(st.sampled_from([1, 4, 16, 512])))
         patch.setattr(cpu, "BLOCK_KEYS", data.draw(st.sampled_from([1, 7, 16, 512])))
-        out, lse = cpu.attention(problem, q, k, v, mask)
-    verdict = judge(problem, q, k, v, mask, out, lse)
+        out, lse = cpu.attention(problem, {"q": q, "k": k, "v": v, "mask": mask})
+    verdict = judge(problem, by_name(problem, q, k, v, mask, out, lse))
     assert verdict.ok, verdict
 
 
@@ -74,7 +75,7 @@ def test_error_in_each_dtype(dtype, options):
     out, lse = flashgen.attention(q, k, v, return_lse=True, **options)
     assert (out.dtype, lse.dtype) == (DTYPES[dtype], np.float32)
     problem = flashgen.plan(q, k, v, **options).problem
-    verdict = judge(problem, q, k, v, None, out, lse)
+    verdict = judge(problem, by_name(problem, q, k, v, None, out, lse))
     assert verdict.ok, verdict
     # P stays in float32, so that rounding the result is nearly all.
     if dtype != "fp32":
@@ -114,7 +115,8 @@ def test_the_largest_scale_of_small_scores():
     q, k = 1e-19 * rng.standard_normal((2, 1, 9, 2, 16)).astype(np.float32)
     v = rng.standard_normal((1, 9, 2, 16), np.float32)
     out, lse = flashgen.attention(q, k, v, softmax_scale=MAX_SCALE, return_lse=True)
-    verdict = judge(flashgen.plan(q, k, v, softmax_scale=MAX_SCALE).problem, q, k, v, None, out, lse)
+    problem = flashgen.plan(q, k, v, softmax_scale=MAX_SCALE).problem
+    verdict = judge(problem, by_name(problem, q, k, v, None, out, lse))
     assert verdict.ok, verdict
 
 

@@ -11,6 +11,7 @@ import flashgen
 from flashgen.cpu import attention_backward as cpu
 from flashgen.cpu import threads
 from flashgen.operators.gradients import judge
+from named import by_name
 
 DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
 
@@ -38,7 +39,7 @@ def judged(q, k, v, dout, *, mask=None, dlse=None, **options):
     )
     assert all(one is other for one, other in zip(found, results, strict=True))
     problem = flashgen.plan_backward(*given, mask=mask, dlse=dlse, **options).problem
-    return judge(problem, dout, q, k, v, mask, out, lse, dlse, *results)
+    return judge(problem, by_name(problem, dout, q, k, v, mask, out, lse, dlse, *results))
 
 
 @settings(max_examples=100)
@@ -93,7 +94,9 @@ def test_score_modifications(options):
     out, lse = flashgen.attention(q, k, v, return_lse=True, **options)
     results = flashgen.attention_backward(dout, q, k, v, out, lse, **options)
     plan = flashgen.plan_backward(dout, q, k, v, out, lse, **options)
-    verdict = judge(plan.problem, dout, q, k, v, None, out, lse, None, *results, *arrays)
+    verdict = judge(
+        plan.problem, by_name(plan.problem, dout, q, k, v, None, out, lse, None, *results, *arrays)
+    )
     assert verdict.ok, verdict
 
 

@@ -69,7 +69,7 @@ class Batch:
             own = {name: x[entry, rows][None] for name, x in of_q.items() if "lse" not in name}
             own |= {name: of_q[name][entry, :, rows][None] for name in ("lse", "dlse")}
             own |= {name: each.keys(x)[None] for name, x in of_k.items()}
-            verdict = judge(problem.of_sequence(each.q_length, each.kv_length), mask=None, **own)
+            verdict = judge(problem.of_sequence(each.q_length, each.kv_length), own)
             assert verdict.ok, f"sequence {each.number}: {verdict}"
             of_q["dq"][entry, rows] = 0
             each.keys(of_k["dk"])[...] = each.keys(of_k["dv"])[...] = 0

@@ -10,6 +10,7 @@ from flashgen.operators.attention import normalise
 from flashgen.operators.reference import judge
 from flashgen.runtime import device
 from flashgen.runtime.arrays import view
+from named import by_name
 
 # JAX would keep three quarters of the GPU's memory from the other libraries.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -60,7 +61,7 @@ def _check(out, q, k, v, lse=None, mask=None, **options):
     assert out.shape == q.shape
     assert out.dtype == q.dtype
     assert lse is None or lse.dtype == np.float32
-    verdict = judge(problem, q, k, v, mask, out, lse)
+    verdict = judge(problem, by_name(problem, q, k, v, mask, out, lse))
     assert verdict.ok, verdict
 
 

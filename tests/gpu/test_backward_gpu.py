@@ -17,7 +17,8 @@ from flashgen.families.load import load_specs  # noqa: E402
 from flashgen.operators.backward import normalise  # noqa: E402
 from flashgen.operators.gradients import gradients  # noqa: E402
 from flashgen.operators.masks import Band  # noqa: E402
-from flashgen.operators.reference import largest, modification_of  # noqa: E402
+from flashgen.operators.reference import largest  # noqa: E402
+from flashgen.operators.scores import modification_of  # noqa: E402
 from flashgen.runtime.arrays import view  # noqa: E402
 from flashgen.runtime.device import device  # noqa: E402
 from flashgen.runtime.launch import bind  # noqa: E402
@@ -143,6 +144,12 @@ class Call:
             runner = bind(problem, main, device(0))
         return Plan(problem, runner, (*given, *self.arrays))
 
+    @property
+    def named_arrays(self):
+        """The arrays of the score modification by name."""
+        params = self.modification.arrays if self.modification is not None else ()
+        return dict(zip((x.name for x in params), self.arrays, strict=True))
+
     def run(self, plan):
         """dq, dk and dv, of which nothing is left from before, nor of the workspace."""
         out, lse = self.forward()
@@ -152,8 +159,7 @@ class Call:
         inputs = {"dout": self.dout, "q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
         optional = {"mask": self.mask, "dlse": self.dlse}
         inputs |= {name: x for name, x in optional.items() if x is not None}
-        if self.modification is not None:
-            inputs |= dict(zip((x.name for x in self.modification.arrays), self.arrays, strict=True))
+        inputs |= self.named_arrays
         outputs = dict(zip(("dq", "dk", "dv"), self.outputs, strict=True))
         plan(**inputs, **outputs, workspace=workspace)
         return self.outputs
@@ -166,12 +172,11 @@ class Call:
             Band.of(problem),
             self.mask,
             None if self.dlse is None else self.dlse.double(),
-            modification_of(problem, self.arrays, torch),
+            modification_of(problem, self.named_arrays, torch),
         )
-        bounds = right.dq_bound, right.dk_bound, right.dv_bound
-        for name, x, expected, bound in zip("qkv", found, right[:3], bounds, strict=True):
-            worst = largest(x.double(), expected, bound)
-            assert worst.share <= 1, f"d{name}: {worst.describe()} at {worst.index}"
+        for (name, gradient), x in zip(right.items(), found, strict=True):
+            worst = largest(x.double(), *gradient)
+            assert worst.share <= 1, f"{name}: {worst.describe()} at {worst.index}"
 
 
 def check(*args, target="sm80", deterministic=False, tile="", order=None, **options):

@@ -11,6 +11,7 @@ from flashgen.families.load import load_specs  # noqa: E402
 from flashgen.operators.reference import judge  # noqa: E402
 from gpu import forward_cases  # noqa: E402
 from gpu.cases import check  # noqa: E402
+from named import by_name  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,6 +49,7 @@ LISTS = (
     forward_cases.layouts,
     forward_cases.values,
 )
+
 CASES = [case for make in LISTS for case in make() if served(case)]
 
 
@@ -93,7 +95,10 @@ def test_in_a_graph_with_memory_of_the_callers(algorithm, causal):
             workspace.fill(0xFF)
             graph.launch(stream)
             stream.synchronize()
-            assert judge(plan.problem, *map(cp.asnumpy, (q, k, v)), None, *map(cp.asnumpy, (out, lse))).ok
+            assert judge(
+                plan.problem,
+                by_name(plan.problem, *map(cp.asnumpy, (q, k, v)), None, *map(cp.asnumpy, (out, lse))),
+            ).ok
 
 
 def test_more_than_2_to_the_31_scores():

@@ -16,6 +16,7 @@ from flashgen.runtime.device import device
 from flashgen.runtime.launch import prepare
 from flashgen.runtime.plans import Plan
 from flashgen.schedule.dispatch import offers
+from named import by_name
 
 ELEMENTS = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
 LINES = """\
@@ -117,7 +118,9 @@ def checked(rng, q, k, v, options, score_arrays, target=None):
     found, lse = plan(*on_device, mask=given.get("mask"), out=out, **of_score)
     assert found is out
     mask = options.get("mask")
-    verdict = judge(plan.problem, q, k, v, mask, cp.asnumpy(out), cp.asnumpy(lse), *score_arrays)
+    verdict = judge(
+        plan.problem, by_name(plan.problem, q, k, v, mask, cp.asnumpy(out), cp.asnumpy(lse), *score_arrays)
+    )
     assert verdict.ok, f"{plan.variant}: {verdict}"
     return plan
 
@@ -185,7 +188,7 @@ def test_numbers_that_differ_from_call_to_call_compile_nothing(rng, monkeypatch)
             flashgen.attention(*on_device, softcap=cap, return_lse=True),
             plan(*on_device, cap=cap),
         ):
-            verdict = judge(problem, q, k, v, None, cp.asnumpy(out), cp.asnumpy(lse))
+            verdict = judge(problem, by_name(problem, q, k, v, None, cp.asnumpy(out), cp.asnumpy(lse)))
             assert verdict.ok, f"cap {cap}: {verdict}"
 
 
@@ -210,7 +213,9 @@ def test_a_graph_reads_the_slopes_that_are_there_when_it_runs(rng):
         cp.cuda.Device().synchronize()
         graph.launch(stream)
         stream.synchronize()
-        verdict = judge(plan.problem, q, k, v, None, cp.asnumpy(out), cp.asnumpy(lse), drawn)
+        verdict = judge(
+            plan.problem, by_name(plan.problem, q, k, v, None, cp.asnumpy(out), cp.asnumpy(lse), drawn)
+        )
         assert verdict.ok, str(verdict)
 
 
@@ -229,7 +234,10 @@ def test_pytorch_tensors(name, rng):
     out, lse = flashgen.attention(*tensors, **moved(options), causal=True, return_lse=True)
     assert isinstance(out, torch.Tensor)
     plan = flashgen.plan(*tensors, **moved(options), causal=True, return_lse=True)
-    verdict = judge(plan.problem, q, k, v, None, out.cpu().numpy(), lse.cpu().numpy(), *score_arrays)
+    verdict = judge(
+        plan.problem,
+        by_name(plan.problem, q, k, v, None, out.cpu().numpy(), lse.cpu().numpy(), *score_arrays),
+    )
     assert verdict.ok, str(verdict)
 
 

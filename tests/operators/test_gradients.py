@@ -48,7 +48,8 @@ def test_they_are_what_the_result_changes_by(masked, with_dlse):
         return (dout * result.out).sum() + of_lse
 
     inputs = [q, k, v]
-    for i, gradient in enumerate((found.dq, found.dk, found.dv)):
+    assert [*found] == ["dq", "dk", "dv"]
+    for i, (gradient, _) in enumerate(found.values()):
         for at in np.ndindex(inputs[i].shape):
             ends = []
             for step in (STEP, -STEP):
@@ -56,10 +57,10 @@ def test_they_are_what_the_result_changes_by(masked, with_dlse):
                 moved[i][at] += step
                 ends.append(loss(*moved))
             assert gradient[at] == pytest.approx((ends[0] - ends[1]) / (2 * STEP), abs=1e-7)
-    assert all((bound >= 0).all() for bound in found[3:])
+    assert all((x.bound >= 0).all() for x in found.values())
     if masked == "causal":
-        unseen = (found.dq[:, 0], found.dq_bound[:, 0], found.dk[:, -1], found.dk_bound[:, -1])
-        assert not any(x.any() for x in (*unseen, found.dv[:, -1], found.dv_bound[:, -1]))
+        unseen = {"dq": 0, "dk": -1, "dv": -1}
+        assert not any(x[:, row].any() for name, row in unseen.items() for x in found[name])
 
 
 def test_pieces_of_any_size_give_the_same(monkeypatch):
@@ -68,16 +69,17 @@ def test_pieces_of_any_size_give_the_same(monkeypatch):
     whole = gradients.gradients(*given)
     for at_once in (1, 13, 40):
         monkeypatch.setattr(gradients, "_SCORES", at_once)
-        for one, other in zip(gradients.gradients(*given), whole, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
+        for name, parts in gradients.gradients(*given).items():
+            for one, other in zip(parts, whole[name], strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0)])
 def test_without_queries_or_keys_they_are_zero(queries, keys):
     q, k = np.ones((1, queries, 2, 8)), np.ones((1, keys, 2, 8))
     found = gradients.gradients(q, q, k, k, "fp16", 1.0)
-    assert [x.shape for x in found[:3]] == [q.shape, k.shape, k.shape]
-    assert not any(x.any() for x in found)
+    assert [x.value.shape for x in found.values()] == [q.shape, k.shape, k.shape]
+    assert not any(x.any() for gradient in found.values() for x in gradient)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
@@ -86,16 +88,16 @@ def test_the_bound_tells_a_wrong_sum_from_a_rounded_one(dtype):
     q, k, v, dout = (rng.standard_normal((1, 40, 2, 16)) for _ in range(4))
     right = gradients.gradients(dout, q, k, v, dtype, 0.25, Band(right=0))
     u = reference.UNIT_ROUNDOFF[dtype]
-    for x, bound in zip(right[:3], right[3:], strict=True):
+    for x, bound in right.values():
         rounded = x * (1 + u * rng.uniform(-1, 1, x.shape))
         assert gradients.largest(rounded, x, bound).share <= 1
     without = gradients.gradients(dout[:, :-1], q[:, :-1], k, v, dtype, 0.25, Band(right=0))
-    assert gradients.largest(without.dk, right.dk, right.dk_bound).share > 1
-    assert gradients.largest(without.dv, right.dv, right.dv_bound).share > 1
+    assert gradients.largest(without["dk"].value, *right["dk"]).share > 1
+    assert gradients.largest(without["dv"].value, *right["dv"]).share > 1
     other_delta = gradients.gradients(
         dout, q, k, v, dtype, 0.25, Band(right=0), None, np.full((1, 2, 40), 0.1)
     )
-    assert gradients.largest(other_delta.dq, right.dq, right.dq_bound).share > 1
+    assert gradients.largest(other_delta["dq"].value, *right["dq"]).share > 1
 
 
 FORMULAS = [

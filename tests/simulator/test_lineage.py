@@ -10,6 +10,7 @@ from flashgen.errors import SimulationError
 from flashgen.operators.reference import judge
 from flashgen.simulator.example import Shape
 from flashgen.source.render import render
+from named import by_name
 from simulator import faults_lineage
 from simulator.calls import ORDERS, calls_of
 from simulator.faults import WRONG
@@ -95,7 +96,7 @@ def test_a_call_that_asks_for_an_algorithm_gets_it(algorithm, causal, compiler, 
     specs = {"naive": "flash_fwd_naive", "v1": "flash_fwd_v1", "v2": "flash_fwd_sm80", "v3": "flash_fwd_sm90"}
     assert plan.variant.spec == specs[algorithm]
     out, lse = flashgen.attention(q, k, v, **options)
-    assert judge(plan.problem, q, k, v, None, out, lse).ok
+    assert judge(plan.problem, by_name(plan.problem, q, k, v, None, out, lse)).ok
 
 
 def verdict_of(fault, seed, plant=True):

@@ -25,6 +25,7 @@ from flashgen.simulator.execute import CHECKS, SimulatedGrid, _runs
 from flashgen.simulator.figures import masked_tiles
 from flashgen.source.render import render
 from flashgen.toolchain.cache import CubinCache
+from named import by_name
 from simulator.covering import VARIANTS
 
 CAUSAL = VARIANTS["flash_fwd_hdim64_fp16_causal_m64_sm80"]
@@ -44,7 +45,7 @@ def attended(backend=None, heads_kv=4, dtype=np.float16, shape=(2, 70, 4, 40), *
     q, k, v = (rng.standard_normal(size, np.float32).astype(dtype) for size in (shape, kv_shape, kv_shape))
     out, lse = flashgen.attention(q, k, v, backend=backend, return_lse=True, **options)
     plan = flashgen.plan(q, k, v, backend="cpu", return_lse=True, **options)
-    return judge(plan.problem, q, k, v, options.get("mask"), out, lse)
+    return judge(plan.problem, by_name(plan.problem, q, k, v, options.get("mask"), out, lse))
 
 
 # The compiler.

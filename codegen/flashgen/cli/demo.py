@@ -253,7 +253,7 @@ def _simulated() -> dict[str, Any]:
         plan(q, k, v, out=out)
     except flashgen.SimulationError as error:
         return report | {"ok": False, "failure": str(error)}
-    verdict = judge(plan.problem, q, k, v, None, out)
+    verdict = judge(plan.problem, {"q": q, "k": k, "v": v, "out": out})
     return report | {
         "ok": verdict.ok,
         "failure": "",

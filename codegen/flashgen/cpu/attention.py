@@ -17,11 +17,13 @@ from flashgen.cpu.threads import for_each
 from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.reference import modification_of
+from flashgen.operators.scores import modification_of
 from flashgen.operators.sequences import arrays_of, sequences
 from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flashgen.operators.attention import AttentionProblem
     from flashgen.operators.scores import ScoreOfCall
     from flashgen.runtime.plans import Arrays
@@ -37,58 +39,52 @@ def run(problem: AttentionProblem, arrays: Arrays, stream: int) -> None:
     check_writable(problem, arrays)
     named, score = named_on_host(problem, arrays)
     if problem.lengths is None:
-        attention(problem, **named, score=score)
+        attention(problem, named, score)
         return
     lengths = {name: named.pop(name) for name in LENGTH_ARRAYS}
     for sequence in sequences(problem, lengths):
         part = problem.of_sequence(sequence.q_length, sequence.kv_length)
         attention(
             part,
-            **arrays_of(problem, sequence, named),
-            score=score and score._replace(offset=part.seqlen_kv - part.seqlen_q),
-            first_batch=sequence.number,
+            arrays_of(problem, sequence, named),
+            score and score._replace(offset=part.seqlen_kv - part.seqlen_q),
+            sequence.number,
         )
 
 
 def named_on_host(
     problem: AttentionProblem, arrays: Arrays
 ) -> tuple[dict[str, np.ndarray | None], ScoreOfCall | None]:
-    """The arrays of a call by name, with elements of bfloat16 as their bits; the arrays of its score
-    modification are in the latter.
-    """
+    """The arrays of a call by name, with elements of bfloat16 as their bits, and its score modification."""
     arguments = problem.operator.arguments
     named = {
         argument.name: None if x is None else bits(host_array(x))
         for argument, x in zip(arguments, arrays, strict=True)
     }
-    tables = [named.pop(param.name) for param in (problem.score.arrays if problem.score else ())]
-    return named, modification_of(problem, tables, single=True)
+    return named, modification_of(problem, named, single=True)
 
 
 def attention(
     problem: AttentionProblem,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    mask: np.ndarray | None = None,
-    *,
-    out: np.ndarray | None = None,
-    lse: np.ndarray | None = None,
+    arrays: Mapping[str, np.ndarray | None],
     score: ScoreOfCall | None = None,
     first_batch: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """``(out, lse)`` of a problem, computed in float32.
 
-    q, k, v and mask have the shapes of the contract; bfloat16 elements are of ml_dtypes, or their bits in
-    uint16. ``out`` (``problem.out_shape``; rounded to its own dtype, or to bfloat16 bits where q has these)
-    and ``lse`` receive the results; where they are missing, arrays of float32 are made. ``score`` is the
-    `modification` of a call; its batch entries are counted from ``first_batch``.
+    ``arrays`` has arguments of the operator by name, in the shapes of the contract; one that is absent may be
+    left out or None. bfloat16 elements are of ml_dtypes, or their bits in uint16. ``out``
+    (``problem.out_shape``; rounded to its own dtype, or to bfloat16 bits where q has these) and ``lse``
+    receive the results; where they are missing, arrays of float32 are made. ``score`` is the `modification`
+    of a call; its batch entries are counted from ``first_batch``.
     """
+    out, lse, mask = (arrays.get(name) for name in ("out", "lse", "mask"))
     if out is None:
         out = np.empty(problem.out_shape, np.float32)
     if lse is None:
         lse = np.empty(problem.lse_shape, np.float32)
-    q4, k4, v4, out4 = (bits(x) if problem.batched else bits(x)[None] for x in (q, k, v, out))
+    whole = (*(arrays[name] for name in ("q", "k", "v")), out)
+    q4, k4, v4, out4 = (bits(x) if problem.batched else bits(x)[None] for x in whole)
     lse3 = lse if problem.batched else lse[None]
     if mask is not None:
         full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)

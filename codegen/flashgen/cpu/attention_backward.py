@@ -22,27 +22,19 @@ from flashgen.operators.sequences import arrays_of, sequences
 from flashgen.runtime.hostarrays import check_writable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flashgen.operators.backward import BackwardProblem
     from flashgen.operators.scores import ScoreOfCall
     from flashgen.runtime.plans import Arrays
 
 
 class Call(NamedTuple):
-    """The arrays of a call, each with a batch; bfloat16 elements are their bits. ``first_batch`` is the
-    number that a score modification knows the first entry by.
+    """The arrays of a call by name, each with a batch; bfloat16 elements are their bits. ``first_batch`` is
+    the number that a score modification knows the first entry by.
     """
 
-    dout: np.ndarray
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    mask: np.ndarray | None
-    out: np.ndarray
-    lse: np.ndarray
-    dlse: np.ndarray | None
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
+    arrays: Mapping[str, np.ndarray | None]
     score: ScoreOfCall | None
     first_batch: int = 0
 
@@ -54,13 +46,12 @@ def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
     check_writable(problem, arrays)
     named, score = named_on_host(problem, arrays)
     if problem.lengths is None:
-        mask = named.pop("mask")
-        if mask is not None:
-            mask = np.broadcast_to(mask, MASK.extents(problem.sizes))
+        if named["mask"] is not None:
+            named["mask"] = np.broadcast_to(named["mask"], MASK.extents(problem.sizes))
         if not problem.batched:
             leading = {x.name for x in problem.operator.arguments if x.leads_with_batch}
             named |= {name: x[None] for name, x in named.items() if x is not None and name in leading}
-        gradients(problem, Call(**named, mask=mask, score=score))
+        gradients(problem, Call(named, score))
         return
     in_order = sequences(problem, {name: named.pop(name) for name in LENGTH_ARRAYS})
     for argument in problem.operator.arguments:
@@ -68,13 +59,8 @@ def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
             named[argument.name][...] = 0  # also rows outside all sequences
     for sequence in in_order:
         part = problem.of_sequence(sequence.q_length, sequence.kv_length)
-        call = Call(
-            **arrays_of(problem, sequence, named),
-            mask=None,
-            score=score and score._replace(offset=part.seqlen_kv - part.seqlen_q),
-            first_batch=sequence.number,
-        )
-        gradients(part, call)
+        part_of_score = score and score._replace(offset=part.seqlen_kv - part.seqlen_q)
+        gradients(part, Call(arrays_of(problem, sequence, named), part_of_score, sequence.number))
 
 
 def gradients(problem: BackwardProblem, call: Call) -> None:
@@ -90,14 +76,16 @@ def gradients(problem: BackwardProblem, call: Call) -> None:
 def _of_kv_head(problem: BackwardProblem, call: Call, task: tuple[int, int]) -> None:
     """dk and dv of a kv head, and dq of the query heads that share it."""
     batch, kv_head = task
-    keys, values = (widened(x[batch, :, kv_head], problem.dtype, np.float32) for x in (call.k, call.v))
+    keys, values = (
+        widened(x[batch, :, kv_head], problem.dtype, np.float32) for x in (call.arrays["k"], call.arrays["v"])
+    )
     dk, dv = np.zeros_like(keys), np.zeros_like(values)
     block = max(1, BLOCK_ROWS // problem.group_size)
     for start in range(0, problem.seqlen_q, block):
         rows = range(start, min(start + block, problem.seqlen_q))
         _of_rows(problem, call, batch, kv_head, rows, keys, values, dk, dv)
-    store(call.dk[batch, :, kv_head], dk, problem)
-    store(call.dv[batch, :, kv_head], dv, problem)
+    store(call.arrays["dk"][batch, :, kv_head], dk, problem)
+    store(call.arrays["dv"][batch, :, kv_head], dv, problem)
 
 
 def _rounded_up(lse: np.ndarray) -> np.ndarray:
@@ -126,11 +114,12 @@ def _of_rows(
         some = widened(x[batch, part, heads], problem.dtype, np.float32)
         return some.transpose(1, 0, 2).reshape(group * count, x.shape[-1])
 
-    queries, douts = of_heads(call.q) * scale, of_heads(call.dout)
-    delta = np.einsum("ij,ij->i", douts, of_heads(call.out))
-    if call.dlse is not None:
-        delta -= call.dlse[batch, heads, part].reshape(-1)
-    lse = call.lse[batch, heads, part].reshape(-1)
+    arrays, mask, dlse = call.arrays, call.arrays.get("mask"), call.arrays["dlse"]
+    queries, douts = of_heads(arrays["q"]) * scale, of_heads(arrays["dout"])
+    delta = np.einsum("ij,ij->i", douts, of_heads(arrays["out"]))
+    if dlse is not None:
+        delta -= dlse[batch, heads, part].reshape(-1)
+    lse = arrays["lse"][batch, heads, part].reshape(-1)
     # The P of a row that sees nothing is exp(-inf); its dlse, which may be infinite or NaN, has no effect.
     sees_nothing = np.isneginf(lse)
     lse = np.where(sees_nothing, np.float32(np.inf), _rounded_up(lse))
@@ -143,8 +132,8 @@ def _of_rows(
     for first in range(begin, end, BLOCK_KEYS):
         last = min(first + BLOCK_KEYS, end)
         some, hidden = np.arange(first, last), None
-        if call.mask is not None or first < begin_every or last > end_every:
-            dense = None if call.mask is None else call.mask[batch, heads, part, first:last]
+        if mask is not None or first < begin_every or last > end_every:
+            dense = None if mask is None else mask[batch, heads, part, first:last]
             hidden = hidden_keys(band, dense, positions, some)
             if hidden.all():
                 continue
@@ -172,4 +161,4 @@ def _of_rows(
         dq += ds @ keys[first:last]
         dk[first:last] += ds.T @ queries
     dq *= scale
-    store(call.dq[batch, part, heads], dq.reshape(group, count, -1).transpose(1, 0, 2), problem)
+    store(call.arrays["dq"][batch, part, heads], dq.reshape(group, count, -1).transpose(1, 0, 2), problem)

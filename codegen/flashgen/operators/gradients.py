@@ -50,12 +50,14 @@ from flashgen.operators.reference import (
     batched,
     largest,
     library_of,
-    modification_of,
     parts_of_scores,
     softmax,
 )
+from flashgen.operators.scores import modification_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flashgen.operators.backward import BackwardProblem
     from flashgen.operators.scores import FormulaAt, ScoreOfCall
 
@@ -64,31 +66,25 @@ _SCORES = 1 << 20
 _OF_LARGEST = 1e-5  # in fp32
 
 
-class Gradients(NamedTuple):
-    """The gradients, and the largest errors that they may have: float64, of the shapes of q, k and v. Where
-    nothing is seen both are 0.
+class Gradient(NamedTuple):
+    """A gradient and the largest errors that it may have: float64, of the shape of its array. Where nothing
+    is seen both are 0.
     """
 
-    dq: Any
-    dk: Any
-    dv: Any
-    dq_bound: Any
-    dk_bound: Any
-    dv_bound: Any
+    value: Any
+    bound: Any
 
 
 @dataclass(frozen=True, slots=True)
 class GradientVerdict:
-    """The worst elements of dq, dk and dv, each at (batch, row, head, column)."""
+    """The worst element of each gradient by name, at (batch, row, head, column)."""
 
-    dq: Largest
-    dk: Largest
-    dv: Largest
+    gradients: Mapping[str, Largest]
 
     @property
     def out(self) -> Largest:
         """The worst of all."""
-        return max((self.dq, self.dk, self.dv), key=lambda gradient: gradient.share)
+        return max(self.gradients.values(), key=lambda gradient: gradient.share)
 
     @property
     def lse(self) -> None:
@@ -102,47 +98,29 @@ class GradientVerdict:
     def __str__(self) -> str:
         return "; ".join(
             f"error of {name} {worst.describe()}, at (batch, row, head, column) {worst.index}"
-            for name, worst in (("dq", self.dq), ("dk", self.dk), ("dv", self.dv))
+            for name, worst in self.gradients.items()
         )
 
 
-def judge(
-    problem: BackwardProblem,
-    dout: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    mask: np.ndarray | None,
-    out: np.ndarray,
-    lse: np.ndarray,
-    dlse: np.ndarray | None,
-    dq: np.ndarray,
-    dk: np.ndarray,
-    dv: np.ndarray,
-    *score_arrays: np.ndarray,
-) -> GradientVerdict:
+def judge(problem: BackwardProblem, arrays: Mapping[str, np.ndarray | None]) -> GradientVerdict:
     """Compare the results of a call with float64, on the host.
 
-    Arrays have the shapes of the contract, in its order; bfloat16 elements may be of ml_dtypes, their bits in
-    uint16, or numbers. ``out`` and ``lse`` are not read: the gradients follow from q, k and v.
+    ``arrays`` has arguments of the operator by name, as in `reference.judge`. ``out`` and ``lse`` are not
+    read: the gradients follow from the inputs of the forward call.
     """
-    dout, q, k, v, dq, dk, dv = (batched(widened(x, problem.dtype), 4) for x in (dout, q, k, v, dq, dk, dv))
+    dlse = arrays.get("dlse")
     right = gradients(
-        dout,
-        q,
-        k,
-        v,
+        *(batched(widened(arrays[name], problem.dtype), 4) for name in ("dout", "q", "k", "v")),
         problem.dtype,
         problem.softmax_scale,
         Band.of(problem),
-        mask,
+        arrays.get("mask"),
         None if dlse is None else batched(dlse, 3).astype(np.float64),
-        modification_of(problem, score_arrays),
+        modification_of(problem, arrays),
     )
+    results = {name: widened(arrays[name], problem.dtype) for name in right}
     return GradientVerdict(
-        largest(dq, right.dq, right.dq_bound),
-        largest(dk, right.dk, right.dk_bound),
-        largest(dv, right.dv, right.dv_bound),
+        {name: largest(results[name].reshape(x.value.shape), *x) for name, x in right.items()}
     )
 
 
@@ -157,9 +135,9 @@ def gradients(
     dense: Any = None,
     dlse: Any = None,
     modification: ScoreOfCall | None = None,
-) -> Gradients:
-    """The gradients of softmax(q k^T scale) v in float64, and the bound for a kernel of elements of
-    ``dtype``.
+) -> dict[str, Gradient]:
+    """The gradients of softmax(q k^T scale) v in float64 by name, each with the bound for a kernel of
+    elements of ``dtype``.
 
     dout is (batch, seqlen_q, num_heads_q, head_dim_v), dlse (batch, num_heads_q, seqlen_q), all others are as
     in `reference.attention`; float64, elements as the kernel got them.
@@ -168,11 +146,14 @@ def gradients(
     place = {"device": q.device} if xp.__name__ == "torch" else {}
     batch, count, heads, _ = q.shape
     seqlen_kv, group = k.shape[1], heads // k.shape[2]
-    gradients = Gradients(*(xp.zeros(x.shape, dtype=xp.float64, **place) for x in (q, k, v, q, k, v)))
+    totals = {
+        name: Gradient(*(xp.zeros(x.shape, dtype=xp.float64, **place) for _ in Gradient._fields))
+        for name, x in (("dq", q), ("dk", k), ("dv", v))
+    }
     seen = xp.zeros((batch, seqlen_kv, k.shape[2], 1), dtype=xp.float64, **place)
     for part in parts_of_scores(q, k, v, band, dense, None, modification, _SCORES):
         of_part = part.entry, part.rows, part.head
-        of_rows, of_keys, seen_by = _chain_rule(
+        dq, of_keys, seen_by = _chain_rule(
             xp,
             dout[of_part],
             q[of_part],
@@ -185,14 +166,16 @@ def gradients(
             group * count,
             part.at,
         )
-        gradients.dq[of_part], gradients.dq_bound[of_part] = of_rows
+        for total, values in zip(totals["dq"], dq, strict=True):
+            total[of_part] = values
         # Heads of a group add to one kv head, which an assignment by arrays of indices would do once.
         for i, (entry, head) in enumerate(zip(part.entry.tolist(), part.head.tolist(), strict=True)):
             one = entry, slice(None), head // group
-            for name, values in of_keys.items():
-                getattr(gradients, name)[one] += values[i]
+            for name, gradient in of_keys.items():
+                for total, values in zip(totals[name], gradient, strict=True):
+                    total[one] += values[i]
             seen[one] += seen_by[i]
-    return _finished(xp, gradients, seen, dtype)
+    return _finished(xp, totals, seen, dtype)
 
 
 def _chain_rule(
@@ -207,9 +190,9 @@ def _chain_rule(
     dtype: str,
     rows_of_key: int,
     at: FormulaAt | None,
-) -> tuple[tuple[Any, Any], dict[str, Any], Any]:
-    """For some rows of some heads, (heads, rows, columns): dq and its bound; what they add to dk, dv and
-    their bounds, but for the rounding of the results; and how many of them see each key.
+) -> tuple[Gradient, dict[str, Gradient], Any]:
+    """For some rows of some heads, (heads, rows, columns): dq; what they add to dk and dv, with bounds but
+    for the rounding of the results; and how many of them see each key.
     """
     u = UNIT_ROUNDOFF[dtype]
     row = softmax(xp, q, k, hidden, scale, dtype, at)
@@ -247,25 +230,23 @@ def _chain_rule(
     dq = scale * (ds @ k)
     dq_bound = scale * ((wrong_ds + sum_of_keys * xp.abs(ds)) @ xp.abs(k)) + 1.05 * u * xp.abs(dq)
     dq_bound = xp.where(row.sees_nothing, 0.0, dq_bound + LEAST_OUT[dtype])
+    dk_bound = scale * of_keys(wrong_ds + sum_of_rows * xp.abs(ds), xp.abs(q))
     added = {
-        "dk": scale * of_keys(ds, q),
-        "dv": of_keys(p, dout),
-        "dk_bound": scale * of_keys(wrong_ds + sum_of_rows * xp.abs(ds), xp.abs(q)),
-        "dv_bound": of_keys(wrong_p, xp.abs(dout)),
+        "dk": Gradient(scale * of_keys(ds, q), dk_bound),
+        "dv": Gradient(of_keys(p, dout), of_keys(wrong_p, xp.abs(dout))),
     }
-    return (dq, dq_bound), added, xp.sum(visible, axis=1)[..., None]
+    return Gradient(dq, dq_bound), added, xp.sum(visible, axis=1)[..., None]
 
 
-def _finished(xp: Any, gradients: Gradients, seen: Any, dtype: str) -> Gradients:
+def _finished(xp: Any, totals: dict[str, Gradient], seen: Any, dtype: str) -> dict[str, Gradient]:
     """The gradients with bounds that include the rounding of dk and dv; fp32 has a least bound, too."""
     rounded = 1.05 * UNIT_ROUNDOFF[dtype]
-    dk_bound, dv_bound = (
-        xp.where(seen == 0, 0.0, bound + rounded * xp.abs(x) + LEAST_OUT[dtype])
-        for x, bound in ((gradients.dk, gradients.dk_bound), (gradients.dv, gradients.dv_bound))
-    )
-    gradients = gradients._replace(dk_bound=dk_bound, dv_bound=dv_bound)
+    for name in ("dk", "dv"):
+        x, bound = totals[name]
+        bound = xp.where(seen == 0, 0.0, bound + rounded * xp.abs(x) + LEAST_OUT[dtype])
+        totals[name] = Gradient(x, bound)
     if dtype != "fp32":
-        return gradients
+        return totals
 
     def at_least(x: Any, bound: Any) -> Any:
         if 0 in x.shape:
@@ -273,8 +254,4 @@ def _finished(xp: Any, gradients: Gradients, seen: Any, dtype: str) -> Gradients
         least = _OF_LARGEST * float(xp.amax(xp.abs(x)))
         return xp.where((bound > 0) & (bound < least), least, bound)
 
-    return gradients._replace(
-        dq_bound=at_least(gradients.dq, gradients.dq_bound),
-        dk_bound=at_least(gradients.dk, gradients.dk_bound),
-        dv_bound=at_least(gradients.dv, gradients.dv_bound),
-    )
+    return {name: Gradient(x, at_least(x, bound)) for name, (x, bound) in totals.items()}

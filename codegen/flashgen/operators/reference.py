@@ -46,13 +46,13 @@ import numpy as np
 
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import widened
-from flashgen.operators.scores import ScoreOfCall
+from flashgen.operators.scores import modification_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping
 
     from flashgen.operators.attention import AttentionProblem
-    from flashgen.operators.scores import FormulaAt
+    from flashgen.operators.scores import FormulaAt, ScoreOfCall
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
 # Exponent of the largest error of a P that fp16 holds as a subnormal: kernels bias P by 2^7.
@@ -120,50 +120,20 @@ class Verdict:
         return text
 
 
-def judge(
-    problem: AttentionProblem,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    mask: np.ndarray | None,
-    out: np.ndarray,
-    lse: np.ndarray | None = None,
-    *score_arrays: np.ndarray,
-) -> Verdict:
+def judge(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> Verdict:
     """Compare the results of a call with float64, on the host.
 
-    Arrays have the shapes of the contract, in its order; bfloat16 elements may be of ml_dtypes, their bits in
-    uint16, or numbers.
+    ``arrays`` has arguments of the operator by name, in the shapes of the contract; one that is absent may be
+    left out or None. bfloat16 elements may be of ml_dtypes, their bits in uint16, or numbers.
     """
-    q, k, v, out = (batched(widened(x, problem.dtype), 4) for x in (q, k, v, out))
-    modification = modification_of(problem, score_arrays)
+    q, k, v, out = (batched(widened(arrays[name], problem.dtype), 4) for name in ("q", "k", "v", "out"))
+    mask, lse = arrays.get("mask"), arrays.get("lse")
+    modification = modification_of(problem, arrays)
     expected = attention(
         q, k, v, problem.dtype, problem.softmax_scale, Band.of(problem), mask, modification=modification
     )
-    found_lse = None if lse is None else largest(batched(lse, 3), expected.lse, expected.lse_bound)
-    return Verdict(largest(out, expected.out, expected.out_bound), found_lse)
-
-
-def modification_of(
-    problem: AttentionProblem, score_arrays: Sequence[Any], xp: Any = np, single: bool = False
-) -> ScoreOfCall | None:
-    """The score modification of a problem with the arrays of a call, of the library ``xp``, in float64; None
-    if it has none. With ``single`` (NumPy only) its numbers are float32, so that scores in float32 stay so.
-    """
-    score = problem.score
-    if score is None:
-        return None
-    arrays = {}
-    for param, array in zip(score.arrays, score_arrays, strict=True):
-        extents = param.argument().extents(problem.sizes)
-        if param.type == "f32" and not single:
-            array = array.to(xp.float64) if xp.__name__ == "torch" else array.astype(xp.float64)
-        arrays[param.name] = xp.broadcast_to(array, extents)
-    scalars = {
-        param.name: np.float32(value) if single and param.type == "f32" else value
-        for param, value in zip(score.scalars, problem.score_scalars, strict=True)
-    }
-    return ScoreOfCall(score, scalars, arrays, problem.seqlen_kv - problem.seqlen_q)
+    of_lse = None if lse is None else largest(batched(lse, 3), expected.lse, expected.lse_bound)
+    return Verdict(largest(out, expected.out, expected.out_bound), of_lse)
 
 
 def attention(

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import Argument, shown
 from flashgen.operators.derivative import derivative
@@ -22,6 +24,8 @@ from flashgen.operators.roundoff import evaluate_with_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from flashgen.operators.attention import AttentionProblem
 
 # The types of the names that every formula may use.
 NAMES = {"score": "float", "q": "int", "kv": "int", "h": "int", "b": "int"}
@@ -199,6 +203,29 @@ class ScoreOfCall(NamedTuple):
         indices = {"b": b, "h": h, "kv": keys, "q": rows}
         loads = {param.name: _loader(param, self.arrays[param.name], indices) for param in self.score.arrays}
         return FormulaAt(self.score.tree, {**self.scalars, **loads, **indices, "q": rows + self.offset})
+
+
+def modification_of(
+    problem: AttentionProblem, arrays: Mapping[str, Any], xp: Any = np, single: bool = False
+) -> ScoreOfCall | None:
+    """The score modification of a problem with its arrays among those of a call by name, of the library
+    ``xp``, in float64; None if it has none. With ``single`` (NumPy only) its numbers are float32, so that
+    scores in float32 stay so.
+    """
+    score = problem.score
+    if score is None:
+        return None
+    tables = {}
+    for param in score.arrays:
+        array, extents = arrays[param.name], param.argument().extents(problem.sizes)
+        if param.type == "f32" and not single:
+            array = array.to(xp.float64) if xp.__name__ == "torch" else array.astype(xp.float64)
+        tables[param.name] = xp.broadcast_to(array, extents)
+    scalars = {
+        param.name: np.float32(value) if single and param.type == "f32" else value
+        for param, value in zip(score.scalars, problem.score_scalars, strict=True)
+    }
+    return ScoreOfCall(score, scalars, tables, problem.seqlen_kv - problem.seqlen_q)
 
 
 class FormulaAt(NamedTuple):

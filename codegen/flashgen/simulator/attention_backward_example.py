@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.operators.backward import LENGTH_ARRAYS, BackwardProblem, normalise, operator_for
+from flashgen.operators.backward import BACKWARD, INPUT_OF, LENGTH_ARRAYS, BackwardProblem, normalise
 from flashgen.operators.gradients import GradientVerdict, judge
 from flashgen.operators.masks import Band
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.reference import Largest, attention, modification_of
+from flashgen.operators.reference import Largest, attention
+from flashgen.operators.scores import modification_of
 from flashgen.operators.sequences import arrays_of, sequences
 from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import (
     check_sizes,
     described,
     expected_keys,
+    inputs_read,
     masked,
     sizes_of_scores,
     window_for,
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 # Rows of a packed array after its last sequence.
 _ROWS_AFTER = (0, 1, 150)
-_GRADIENTS = ("dq", "dk", "dv")
 _NOTHING = Largest(0.0, 0.0, 0.0, ())
 
 Arrays = dict[str, np.ndarray | None]
@@ -70,9 +71,15 @@ class BackwardExample:
 
     @property
     def _without_lengths(self) -> Arrays:
-        """All arrays but lengths by name, in the order of `judge`."""
+        """All arrays but lengths by name."""
         named = dict(zip(self.problem.operator.positions, self.arrays, strict=True))
-        return {name: named.get(name) for name in operator_for(self.problem.score).positions}
+        return {name: x for name, x in named.items() if name not in LENGTH_ARRAYS}
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of the gradients that the call has."""
+        operator = self.problem.operator
+        return tuple(x.name for x in operator.arguments if x.is_output and self.problem.has(x.name))
 
     def _parts(self) -> Iterator[tuple[BackwardProblem, Arrays]]:
         """The problem of each sequence with its arrays; without lengths the whole call."""
@@ -85,15 +92,14 @@ class BackwardExample:
 
     def forward(self) -> None:
         """Fill out and lse with the results that a forward call has for the lengths as they are now."""
-        params = self.problem.score.arrays if self.problem.score else ()
         for part, arrays in self._parts():
             right = attention(
                 *(widened(arrays[name], part.dtype) for name in ("q", "k", "v")),
                 part.dtype,
                 part.softmax_scale,
                 Band.of(part),
-                arrays["mask"],
-                modification=modification_of(part, [arrays[param.name] for param in params]),
+                arrays.get("mask"),
+                modification=modification_of(part, arrays),
             )
             rounded = bfloat16_bits(right.out.astype(np.float32)) if part.dtype == "bf16" else right.out
             arrays["out"][...] = rounded
@@ -106,26 +112,26 @@ class BackwardExample:
         """How far the outputs are from float64: the worst of all sequences. Rows outside all sequences must
         have gradients of 0.
         """
-        verdicts = [judge(part, *arrays.values()) for part, arrays in self._parts()]
+        verdicts = [judge(part, arrays) for part, arrays in self._parts()]
         if self.problem.lengths is None:
             return verdicts[0]
         outside = self._outside_sequences()
         worst = {}
-        for name in _GRADIENTS:
+        for name in self.gradients:
             wrong = [Largest(np.inf, np.nan, 0.0, ())] if outside[name].view(np.uint8).any() else []
-            of_sequences = [getattr(verdict, name) for verdict in verdicts]
+            of_sequences = [verdict.gradients[name] for verdict in verdicts]
             worst[name] = max([*of_sequences, *wrong], key=lambda x: x.share, default=_NOTHING)
-        return GradientVerdict(**worst)
+        return GradientVerdict(worst)
 
     def _outside_sequences(self) -> dict[str, np.ndarray]:
         """The gradients with 0 in the rows of sequences."""
-        copies = {name: np.ascontiguousarray(self.array(name)).copy() for name in _GRADIENTS}
+        copies = {name: np.ascontiguousarray(self.array(name)).copy() for name in self.gradients}
         names = self.problem.operator.positions
         arrays = tuple(copies.get(name, x) for name, x in zip(names, self.arrays, strict=True))
         rest = dataclasses.replace(self, arrays=arrays)
         for sequence in rest.sequences():
             part = rest.of_sequence(sequence)
-            for name in _GRADIENTS:
+            for name in self.gradients:
                 part[name][...] = 0
         return copies
 
@@ -233,9 +239,12 @@ def _normalised(
 ) -> tuple[BackwardProblem, Arrays]:
     """The problem of a call with these arrays, and all of its arrays by name."""
     score_arrays = randomarrays.score_arrays_of(rng, variant.score, sizes_of_scores(shape))
-    dtypes = {"lse": "fp32", "dlse": "fp32", "mask": "uint8"} | dict.fromkeys(LENGTH_ARRAYS, "int32")
+    others = inputs_read(rng, variant, shape)
+    arrays = arrays | others
+    arrays |= {name: np.full_like(others[x], np.nan) for name, x in INPUT_OF.items() if x in others}
+    dtypes = {argument.name: argument.dtype(variant.dtype) for argument in BACKWARD.arguments}
     problem = normalise(
-        **{name: view_of(x, dtypes.get(name, variant.dtype)) for name, x in arrays.items() if x is not None},
+        **{name: view_of(x, dtypes[name]) for name, x in arrays.items() if x is not None},
         **options,
         deterministic=variant.axis("dq_order") != "none",
         score=variant.score,

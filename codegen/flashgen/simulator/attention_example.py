@@ -34,7 +34,8 @@ _SPLITS = 3
 @dataclass(frozen=True)
 class AttentionExample:
     """A problem with its arrays in host memory. bfloat16 elements are their bits in uint16; ``mask`` may be
-    None. ``lengths`` has the arrays of lengths of a call that has some, None for those that it lacks.
+    None. ``lengths`` has the arrays of lengths of a call that has some, None for those that it lacks;
+    ``others`` has the other optional inputs that the variant reads.
     """
 
     problem: AttentionProblem
@@ -46,6 +47,7 @@ class AttentionExample:
     lse: np.ndarray | None
     score_arrays: tuple[np.ndarray, ...] = ()
     lengths: dict[str, np.ndarray | None] = field(default_factory=dict)
+    others: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def arrays(self) -> tuple[np.ndarray | None, ...]:
@@ -54,10 +56,11 @@ class AttentionExample:
 
     @property
     def _without_lengths(self) -> dict[str, np.ndarray | None]:
-        """All arrays but lengths by name, in the order of `judge`."""
+        """All arrays but lengths by name."""
         params = self.problem.score.arrays if self.problem.score else ()
         named = {name: getattr(self, name) for name in ("q", "k", "v", "mask", "out", "lse")}
-        return named | {param.name: x for param, x in zip(params, self.score_arrays, strict=True)}
+        named |= {param.name: x for param, x in zip(params, self.score_arrays, strict=True)}
+        return named | self.others
 
     @property
     def described(self) -> dict[str, Any]:
@@ -70,13 +73,13 @@ class AttentionExample:
         """
         problem, arrays = self.problem, self._without_lengths
         if problem.lengths is None:
-            return judge(problem, *arrays.values())
+            return judge(problem, arrays)
         out = self.out[None] if problem.lengths.packed_q else self.out
         untouched = np.ones(out.shape[:2], bool)
         worst = []
         for sequence in sequences(problem, self.lengths):
             part = problem.of_sequence(sequence.q_length, sequence.kv_length)
-            worst.append(judge(part, *arrays_of(problem, sequence, arrays).values()))
+            worst.append(judge(part, arrays_of(problem, sequence, arrays)))
             untouched[sequence.queries()] = False
         left = np.ascontiguousarray(out)[untouched].view(np.uint8)
         if not (left == 0xFF).all():
@@ -137,6 +140,7 @@ def _without_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExam
     mask = randomarrays.random_mask(rng, shape) if variant.mask_type == "dense" else None
     views = [view_of(x, variant.dtype) for x in (q, k, v, out)]
     score_arrays = randomarrays.score_arrays_of(rng, variant.score, sizes_of_scores(shape))
+    others = inputs_read(rng, variant, shape)
     problem = normalise(
         *views[:3],
         out=views[3],
@@ -144,10 +148,12 @@ def _without_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExam
         return_lse=shape.return_lse,
         splits=shape.splits,
         score=variant.score,
+        **randomarrays.array_views(others),
         score_arrays=randomarrays.score_views(score_arrays),
         score_scalars=randomarrays.score_scalars_of(rng, variant.score),
     )
-    return AttentionExample(masked(problem, variant, shape), q, k, v, mask, out, lse, score_arrays)
+    problem = masked(problem, variant, shape)
+    return AttentionExample(problem, q, k, v, mask, out, lse, score_arrays, others=others)
 
 
 def _with_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExample:
@@ -186,6 +192,7 @@ def _with_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExample
     if lengths["cu_seqlens_kv"] is not None:
         k, v = k[0], v[0]
     score_arrays = randomarrays.score_arrays_of(rng, variant.score, sizes_of_scores(shape))
+    others = inputs_read(rng, variant, shape)
     # What an array has an element for: of a call without bounds the operator takes larger ones.
     bounded = {
         symbol for param in (variant.score.arrays if variant.score else ()) for symbol in param.symbols
@@ -206,11 +213,18 @@ def _with_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExample
         return_lse=shape.return_lse,
         splits=splits,
         score=variant.score,
+        **randomarrays.array_views(others),
         score_arrays=randomarrays.score_views(score_arrays),
         score_scalars=randomarrays.score_scalars_of(rng, variant.score),
     )
     problem = masked(problem, variant, shape)
-    return AttentionExample(problem, q, k, v, mask, out, lse, score_arrays, lengths)
+    return AttentionExample(problem, q, k, v, mask, out, lse, score_arrays, lengths, others)
+
+
+def inputs_read(rng: np.random.Generator, variant: Variant, shape: Shape) -> dict[str, np.ndarray]:
+    """Random arrays for the optional inputs that a problem of attention draws by their row of the table."""
+    drawn_apart = ("mask", "dlse", *LENGTH_ARRAYS)
+    return randomarrays.inputs_read(rng, variant, sizes_of_scores(shape), drawn_apart)
 
 
 def sizes_of_scores(shape: Shape) -> dict[str, int]:

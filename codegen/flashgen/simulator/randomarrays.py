@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashgen.operators import operator_of
 from flashgen.simulator.example import ALIGNMENT, GUARD_ROWS, random_rows, view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
+    from flashgen.families.variant import Variant
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.scores import Score
     from flashgen.simulator.example import Shape
@@ -47,6 +49,29 @@ def score_scalars_of(rng: np.random.Generator, score: Score | None) -> tuple[flo
     """Random numbers of a score modification, none of them 0."""
     kinds = [param.type for param in score.scalars] if score else []
     return tuple(int(rng.integers(1, 9)) if kind == "i32" else float(rng.uniform(0.5, 8)) for kind in kinds)
+
+
+def inputs_read(
+    rng: np.random.Generator, variant: Variant, sizes: Mapping[str, int], others: Collection[str]
+) -> dict[str, np.ndarray]:
+    """Random arrays for the optional inputs but ``others`` that a kernel of ``variant`` has a pointer to."""
+    pointers = {param.name for step in variant.steps for param in step.params}
+    arrays = {}
+    for argument in operator_of(variant.operator, variant.has_lengths).arguments:
+        if argument.optional and not argument.is_output and argument.name in pointers - {*others}:
+            extents = argument.extents(sizes)
+            is_integer = argument.dtype(variant.dtype) == "int32"
+            arrays[argument.name] = (
+                rng.integers(-3, 4, extents, np.int32)
+                if is_integer
+                else rng.standard_normal(extents, np.float32)
+            )
+    return arrays
+
+
+def array_views(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayView]:
+    """The views of these arrays."""
+    return {name: view_of(x, _VIEWED[x.dtype.name]) for name, x in arrays.items()}
 
 
 def random_mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:

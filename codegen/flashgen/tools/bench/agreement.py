@@ -69,8 +69,8 @@ def _share_of_gradients(
     right = gradients.gradients(
         dout, q, k, v, case.dtype, scale, band, inputs.mask, modification=modification
     )
-    pairs = zip((dq, dk, dv), right[:3], right[3:], strict=True)
-    return max(reference.largest(*gradient).share for gradient in pairs)
+    results = {"dq": dq, "dk": dk, "dv": dv}
+    return max(reference.largest(x, *right[name]).share for name, x in results.items())
 
 
 def _one_head(

@@ -90,9 +90,9 @@ class GpuBench:
             self._host.poison(inputs.out)
             computed = plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out)
             results.append([self._host.numpy(x) for x in computed])
-        mask = None if inputs.mask is None else self._host.numpy(inputs.mask)
-        q, k, v = map(self._host.numpy, (inputs.q, inputs.k, inputs.v))
-        verdict = judge(plan.problem, q, k, v, mask, *results[0])
+        arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask": inputs.mask}
+        named = {name: self._host.numpy(x) for name, x in arrays.items() if x is not None}
+        verdict = judge(plan.problem, named | dict(zip(("out", "lse"), results[0], strict=False)))
         if not verdict.ok:
             return f"wrong result: {verdict}"
         first = [x.tobytes() for x in results[0]]
