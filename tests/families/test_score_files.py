@@ -22,7 +22,7 @@ def written(folder, text):
 
 
 def test_the_shipped_modifications():
-    found = load_scores()
+    found = load_scores(keywords=())
     assert set(found.by_name) >= {"softcap", "alibi", "alibi_symmetric", "bias"}
     variants = [variant for spec in load_specs() for variant in spec.variants()]
     assert len(found.of(variants)) == len(found.committed) > 0
@@ -48,7 +48,7 @@ WRONG = [
 def test_what_is_wrong_with_a_formula_is_named_to_the_character(line, mark, says, tmp_path):
     path = written(tmp_path, f"# a comment\nscores:\n  {line}\n")
     with pytest.raises(SpecError) as caught:
-        read_scores(path)
+        read_scores(path, keywords=())
     assert str(caught.value).startswith(f"{path}:3:{mark.index('^') + 3}: scores.mine.score: ")
     assert says in str(caught.value)
 
@@ -56,7 +56,7 @@ def test_what_is_wrong_with_a_formula_is_named_to_the_character(line, mark, says
 def test_of_a_block_the_line_is_named(tmp_path):
     path = written(tmp_path, "scores:\n  mine:\n    score: >-\n      score + speed\n")
     with pytest.raises(SpecError, match=r":3: scores\.mine\.score: unknown name 'speed'"):
-        read_scores(path)
+        read_scores(path, keywords=())
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_of_a_block_the_line_is_named(tmp_path):
 def test_what_is_wrong_with_a_file_is_named_with_its_line(text, line, says, tmp_path):
     path = written(tmp_path, text)
     with pytest.raises(SpecError, match=f"^{path}:{line if line else ''}") as caught:
-        read_scores(path)
+        read_scores(path, keywords=())
     assert says in str(caught.value)
 
 
@@ -114,12 +114,12 @@ def test_two_members_of_the_parameter_struct_have_two_names(tmp_path):
     formula, params = "score + s[b, h] + s_batch_stride", "{s: [b, h, f32], s_batch_stride: f32}"
     path = written(tmp_path, f'scores:\n  mine: {{score: "{formula}", params: {params}}}\n')
     with pytest.raises(SpecError, match="two members would be called s_batch_stride"):
-        read_scores(path)
+        read_scores(path, keywords=())
 
 
 def test_a_parameter_that_a_kernel_has_already_is_refused_when_they_meet(tmp_path):
     path = written(tmp_path, "scores:\n  mine: {score: score + group_size, params: {group_size: f32}}\n")
-    score = read_scores(path).by_name["mine"]
+    score = read_scores(path, keywords=()).by_name["mine"]
     (variant, *_) = (
         v for spec in load_specs() if "gqa" in spec.axes for v in spec.select(head_dim=64, gqa="packed")
     )
@@ -132,31 +132,31 @@ def test_folders_add_and_replace_line_by_line(tmp_path, monkeypatch):
     first = written(tmp_path / "first", "scores:\n  one: {score: score * 2}\n  softcap: {score: score * 3}\n")
     second = written(tmp_path / "second", "scores:\n  one: {score: score * 4}\n")
     monkeypatch.setenv("FLASHGEN_SPECS", os.pathsep.join([str(first.parent), str(second.parent)]))
-    found = load_scores().by_name
+    found = load_scores(keywords=()).by_name
     assert [found[name].text for name in ("one", "softcap")] == ["score * 4", "score * 3"]
     assert found["alibi"].arrays
     # Beside specs, and without any.
     assert [spec.name for spec in load_specs()] == shipped
     monkeypatch.delenv("FLASHGEN_SPECS")
-    assert load_scores(second.parent).by_name["one"].text == "score * 4"
-    assert "one" not in load_scores().by_name
+    assert load_scores(second.parent, keywords=()).by_name["one"].text == "score * 4"
+    assert "one" not in load_scores(keywords=()).by_name
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHGEN_SPECS", str(tmp_path / "nowhere"))
     with pytest.raises(SpecError, match="cannot be read"):
-        load_scores()
+        load_scores(keywords=())
     monkeypatch.delenv("FLASHGEN_SPECS")
     (tmp_path / "scores.yml").write_text("scores: {}\n")
     with pytest.raises(SpecError, match=r"end in \.yaml"):
-        load_scores(tmp_path)
+        load_scores(tmp_path, keywords=())
 
 
 def test_committed_rows_name_variants_of_the_specs_at_hand(tmp_path):
     name = "flash_fwd_hdim32_fp16_m64_sm80"
     rows = f"commit:\n  - {{variant: {name}, score: mine}}\n  - {{variant: elsewhere, score: mine}}\n"
     path = written(tmp_path, "scores:\n  mine: {score: score * 2}\n" + rows)
-    (variant,) = read_scores(path).of(v for spec in load_specs() for v in spec.variants())
+    (variant,) = read_scores(path, keywords=()).of(v for spec in load_specs() for v in spec.variants())
     assert variant.name == "flash_fwd_hdim32_fp16_mine_m64_sm80"
     assert variant.committed
     assert not variant.no_spills
@@ -171,7 +171,7 @@ def test_the_parameters_that_a_kernel_takes_besides(dtype, tmp_path):
     )
     (spec,) = (spec for spec in load_specs() if spec.name == "flash_fwd_sm80")
     plain = spec.select(head_dim=64, dtype=dtype)[0]
-    variant = plain.modified(read_scores(path).by_name["mine"])
+    variant = plain.modified(read_scores(path, keywords=()).by_name["mine"])
     added = {p.name: p.ctype for p in variant.params[len(plain.params) :]}
     assert variant.params[: len(plain.params)] == plain.params
     expected = {"t": "const float*", "t_batch_stride": "int64_t", "t_head_stride": "int64_t"}
@@ -183,7 +183,7 @@ def test_the_parameters_that_a_kernel_takes_besides(dtype, tmp_path):
 
 
 def test_a_kernel_without_a_seam_is_left_as_it_is(tiny_variants):
-    softcap = load_scores().by_name["softcap"]
+    softcap = load_scores(keywords=()).by_name["softcap"]
     assert all(variant.modified(softcap) is variant for variant in tiny_variants)
 
 

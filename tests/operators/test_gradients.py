@@ -22,7 +22,7 @@ def random_case(rng):
 
 
 def softcap():
-    return ScoreOfCall(load_scores().by_name["softcap"], {"cap": 1.5}, {}, KEYS - QUERIES)
+    return ScoreOfCall(load_scores(keywords=()).by_name["softcap"], {"cap": 1.5}, {}, KEYS - QUERIES)
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])

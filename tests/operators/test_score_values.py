@@ -13,7 +13,7 @@ from flashgen.operators.formula import text
 from flashgen.operators.scores import ScoreOfCall, chained
 from flashgen.runtime.arrays import view
 
-SHIPPED = load_scores().by_name
+SHIPPED = load_scores(keywords=()).by_name
 SOFTCAP, ALIBI, SYMMETRIC = (SHIPPED[name] for name in ("softcap", "alibi", "alibi_symmetric"))
 
 
@@ -109,7 +109,7 @@ def test_the_shape_of_an_array_of_one_dimension_is_shown_as_a_tuple(tmp_path):
     (tmp_path / "scores.yaml").write_text(
         'scores:\n  gained: {score: "score * gain[h]", params: {gain: [h, f32]}}\n'
     )
-    score = load_scores(tmp_path).by_name["gained"]
+    score = load_scores(tmp_path, keywords=()).by_name["gained"]
     with pytest.raises(BadTensorShape, match=r"gain has shape \(3,\); .* \(num_heads_q,\) = \(4,\), "):
         problem_of(score, [np.zeros(3, np.float32)])
     with pytest.raises(NullPointer, match=r"needs an array \(num_heads_q,\)$"):
@@ -129,7 +129,7 @@ def test_the_elements_that_a_score_reads_are_clamped_to_the_array(tmp_path):
     (tmp_path / "scores.yaml").write_text(
         'scores:\n  near: {score: "score + table[h, abs(q - kv)]", params: {table: [h, distance, f32]}}\n'
     )
-    score = load_scores(tmp_path).by_name["near"]
+    score = load_scores(tmp_path, keywords=()).by_name["near"]
     table = np.arange(8.0).reshape(2, 4)
     call = ScoreOfCall(score, {}, {"table": table}, 0)
     found = call.at(0, 1, np.arange(6)[:, None], np.arange(6)).value(np, np.zeros((6, 6)))
@@ -141,7 +141,7 @@ def test_the_size_of_a_dimension_of_its_own_is_the_arrays(tmp_path):
     (tmp_path / "scores.yaml").write_text(
         'scores:\n  near: {score: "score + table[h, q - kv]", params: {table: [h, distance, f32]}}\n'
     )
-    score, length = load_scores(tmp_path).by_name["near"], random.randint(1, 30)
+    score, length = load_scores(tmp_path, keywords=()).by_name["near"], random.randint(1, 30)
     problem = problem_of(score, [np.zeros((4, length), np.float32)])
     assert problem.sizes["table_distance"] == length
     assert problem.score_sizes == (("table_distance", length),)
@@ -162,7 +162,7 @@ def test_integers_are_integers(given, says, tmp_path):
     (tmp_path / "scores.yaml").write_text(
         'scores:\n  shifted: {score: "score + min(kv, n)", params: {n: i32}}\n'
     )
-    problem = problem_of(load_scores(tmp_path).by_name["shifted"])
+    problem = problem_of(load_scores(tmp_path, keywords=()).by_name["shifted"])
     assert problem.values({"gqa": "gqa"})["n"] == 0  # a struct's word for a number that is not there yet
     with pytest.raises(BadParam, match=says):
         problem.with_scalars((None, given))

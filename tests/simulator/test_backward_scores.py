@@ -36,7 +36,7 @@ CASES = [
 def scores(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scores")
     (folder / "scores.yaml").write_text(LINES)
-    return load_scores(folder).by_name
+    return load_scores(folder, keywords=()).by_name
 
 
 def modified(name, names, scores):

@@ -56,7 +56,7 @@ BACKWARD = (
 
 
 def with_bias(variant):
-    return variant.modified(load_scores().by_name["bias"])
+    return variant.modified(load_scores(keywords=()).by_name["bias"])
 
 
 def simulate(variant, example, seed, source_of=render):

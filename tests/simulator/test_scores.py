@@ -49,7 +49,7 @@ CASES = [(kernel, names) for n, kernel in enumerate(KERNELS) for names in (CHAIN
 def scores(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scores")
     (folder / "scores.yaml").write_text(LINES)
-    return load_scores(folder).by_name
+    return load_scores(folder, keywords=()).by_name
 
 
 def shape_of(variant, **changes):

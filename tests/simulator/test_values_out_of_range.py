@@ -115,7 +115,7 @@ def test_lengths_pages_and_indices_are_cut_to_their_range(name, shape, compiler,
 @pytest.mark.parametrize("name", DECODING)
 def test_no_element_of_a_sequence_without_keys_is_read(name, compiler, fresh_seed):
     """Of an array with an element for each key: such a sequence has none ahead of those of the next one."""
-    variant = MAIN_OF[name].modified(load_scores().by_name["bias"])
+    variant = MAIN_OF[name].modified(load_scores(keywords=()).by_name["bias"])
     example = example_with(variant, FEW_QUERIES, fresh_seed, "kv_lengths")
     example.lengths["kv_lengths"][0] = 0
     simulate(variant, example, fresh_seed)
@@ -125,7 +125,7 @@ def test_no_element_of_a_sequence_without_keys_is_read(name, compiler, fresh_see
 @pytest.mark.parametrize("name", ["flash_decode_hdim64_bf16_sm80", "flash_decode_hdim64_bf16_c4_sm90"])
 def test_nothing_of_an_empty_array_is_read(name, compiler, fresh_seed):
     variant = next(v for spec in load_specs() for v in spec.variants() if v.name == name)
-    variant = variant.modified(load_scores().by_name["bias"])
+    variant = variant.modified(load_scores(keywords=()).by_name["bias"])
     example = make(variant, Shape(3, 0, splits=2 if name.endswith("sm80") else 1), fresh_seed)
     simulate(variant, example, fresh_seed)
     assert example.judge().ok

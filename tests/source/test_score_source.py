@@ -38,7 +38,7 @@ NAMES = re.findall(r"^  (\w+):", LINES, re.M)
 def scores(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scores")
     (folder / "scores.yaml").write_text(LINES)
-    return load_scores(folder).by_name
+    return load_scores(folder, keywords=()).by_name
 
 
 def parts(text):

@@ -93,7 +93,7 @@ class Scores(NamedTuple):
         )
 
 
-def load_scores(extra: str | os.PathLike[str] | None = None, *, keywords: Collection[str] = ()) -> Scores:
+def load_scores(extra: str | os.PathLike[str] | None = None, *, keywords: Collection[str]) -> Scores:
     """The modifications of the shipped folder, of those in ``FLASHGEN_SPECS``, then of ``extra``; a later one
     takes the place of an earlier one with its name. ``keywords`` are names that the caller's functions take
     beside the parameters of a modification, so no parameter may have one. Raises SpecError with the line and
@@ -110,7 +110,7 @@ def load_scores(extra: str | os.PathLike[str] | None = None, *, keywords: Collec
     return Scores(by_name, tuple(committed))
 
 
-def read_scores(path: Path, *, keywords: Collection[str] = ()) -> Scores:
+def read_scores(path: Path, *, keywords: Collection[str]) -> Scores:
     """The modifications of one file; ``keywords`` as in `load_scores`. Raises SpecError."""
     try:
         text = read_file(path)
