@@ -72,10 +72,10 @@ def test_verify_leaves_what_it_cannot_read(filled, flashgen, monkeypatch):
     closed = next(path for path in filled.root.rglob(KEYS[1]) if path.is_file())
     read = private.read
 
-    def refused(name, folder):
+    def refused(name, most, folder):
         if name == closed.name:
             raise PermissionError(errno.EACCES, "Permission denied", name)
-        return read(name, folder)
+        return read(name, most, folder)
 
     monkeypatch.setattr(private, "read", refused)
     found = flashgen("cache", "verify")

@@ -263,6 +263,106 @@ def test_the_cache_of_an_earlier_version_is_known(cache):
     assert marker.is_file()
 
 
+def plain_file(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("irreplaceable")
+    os.utime(path, (0, 0))
+
+
+# What may be in a folder of somebody else that looks like a cache at first sight.
+
+
+def marker_that_is_a_folder(root):
+    CubinCache(root / ".flashgen-cache").put(key_of(1), b"x")
+    plain_file(root / "tmp" / ("0" * 24))
+
+
+def marker_that_is_a_link(root):
+    root.mkdir()
+    (root / ".flashgen-cache").symlink_to("/nowhere")
+    plain_file(root / "tmp" / ("0" * 24))
+
+
+def store_of_another_program(root):
+    plain_file(root / "entries" / key_of(3)[:2] / key_of(3))
+
+
+def store_of_other_names(root):
+    plain_file(root / "entries" / "ab" / "notes.txt")
+
+
+def store_with_an_empty_file(root):
+    plain_file(root / "entries" / key_of(3)[:2] / key_of(3))
+    (root / "entries" / key_of(3)[:2] / key_of(3)).write_bytes(b"")
+
+
+def store_of_links(root):
+    plain_file(root.with_name("theirs") / "thesis.tex")
+    (root / "entries" / key_of(3)[:2]).mkdir(parents=True)
+    (root / "entries" / key_of(3)[:2] / key_of(3)).symlink_to(root.with_name("theirs") / "thesis.tex")
+
+
+def locks_of_another_program(root):
+    (root / "locks" / "abc.lock").mkdir(parents=True)
+
+
+ALIKE = [
+    marker_that_is_a_folder,
+    marker_that_is_a_link,
+    store_of_another_program,
+    store_of_other_names,
+    store_with_an_empty_file,
+    store_of_links,
+    locks_of_another_program,
+]
+
+
+@pytest.mark.parametrize("look_alike", ALIKE)
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.filterwarnings("ignore::flashgen.errors.CacheWarning")
+def test_what_only_looks_like_a_cache_is_left_as_it_is(tmp_path, look_alike, act):
+    root = tmp_path / "scratch"
+    look_alike(root)
+    before = {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in tmp_path.rglob("*")}
+    cache = CubinCache(root)
+    assert cache.root == root / "flashgen-cache"
+    ACTS[act](cache)
+    for path in before.keys() - {root}:
+        assert (path.lstat().st_mtime_ns, path.lstat().st_size) == before[path], path
+
+
+@pytest.mark.parametrize("plant", ["a link", "a folder", "a pipe"])
+@pytest.mark.filterwarnings("ignore::flashgen.errors.CacheWarning")
+def test_what_is_no_regular_file_stays_where_an_entry_would_be(cache, tmp_path, plant):
+    cache.put(key_of(2), b"x")
+    path = cache.root / "entries" / key_of(1)[:2] / key_of(1)
+    path.parent.mkdir()
+    plain_file(tmp_path / "thesis.tex")
+    {"a link": lambda: path.symlink_to(tmp_path / "thesis.tex"), "a folder": path.mkdir}.get(
+        plant, lambda: os.mkfifo(path)
+    )()
+    before = path.lstat().st_ino
+    assert cache.get_or_build(key_of(1), lambda: b"built") == b"built"
+    assert cache.get(key_of(1)) == b"built"
+    cache.clear()
+    assert path.lstat().st_ino == before
+    assert (tmp_path / "thesis.tex").read_text() == "irreplaceable"
+
+
+def test_no_part_of_a_cache_is_read_through_a_link(cache, tmp_path):
+    for n in range(2):
+        cache.put(key_of(n), b"x")
+    (cache.root / "entries" / key_of(0)[:2]).replace(tmp_path / "shelf")
+    (cache.root / "entries" / key_of(0)[:2]).symlink_to(tmp_path / "shelf")
+    assert CubinCache(cache.root).get(key_of(0)) is None
+    assert CubinCache(cache.root).get(key_of(1)) == b"x"
+    (cache.root / "entries").replace(tmp_path / "entries")
+    (cache.root / "entries").symlink_to(tmp_path / "entries")
+    os.utime(tmp_path / "entries" / key_of(1)[:2] / key_of(1), (0, 0))
+    assert CubinCache(cache.root).get(key_of(1)) is None
+    assert (tmp_path / "entries" / key_of(1)[:2] / key_of(1)).stat().st_mtime == 0
+
+
 @pytest.mark.parametrize("umask", [0, 0o002, 0o022, 0o077, 0o277, 0o777], ids=oct)
 def test_nobody_else_can_read_or_write_it_whatever_the_umask(tmp_path, umask):
     root = tmp_path / "new" / "folders" / "cache"

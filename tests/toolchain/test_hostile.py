@@ -11,8 +11,17 @@ import pytest
 from click.testing import CliRunner
 
 from flashgen import __version__
-from flashgen.errors import BadParam, CacheWarning, InternalError, NoHostCompilerError, SpecError
+from flashgen.errors import (
+    BadParam,
+    CacheWarning,
+    InternalError,
+    NoHostCompilerError,
+    SpecError,
+    TunedWarning,
+)
 from flashgen.families.load import load_spec
+from flashgen.families.scores import read_scores
+from flashgen.families.tuned import find, path_for
 from flashgen.host import paths
 from flashgen.toolchain import cache as caches
 from flashgen.toolchain import disassemble, obtain
@@ -96,19 +105,20 @@ def test_pipes_and_devices_are_no_files(tmp_path):
     os.mkfifo(pipe)
     for path in (pipe, paths.Path("/dev/zero")):
         with pytest.raises(OSError, match="a pipe or a device, not a file"):
-            paths.read_file(path)
+            paths.read_file(path, 1000)
         with pytest.raises(BadParam, match="a pipe or a device, not a file"):
             Bundle(path)
         with pytest.raises(SpecError, match="a pipe or a device, not a file"):
             load_spec(path)
     with pytest.raises(IsADirectoryError):
-        paths.read_file(tmp_path)
+        paths.read_file(tmp_path, 1000)
 
 
 @needs_pipes
 @pytest.mark.parametrize("device", [False, True])
 def test_a_pipe_or_a_device_as_entry_of_the_cache(device, tmp_path):
     cache = CubinCache(tmp_path)
+    cache._folder.try_to_write()
     path = cache._folder.path(KEY)
     path.parent.mkdir(parents=True)
     path.symlink_to("/dev/zero") if device else os.mkfifo(path)
@@ -119,6 +129,53 @@ def test_a_pipe_or_a_device_as_entry_of_the_cache(device, tmp_path):
     assert cache.verify() == CacheReport(0, ())  # it is not the cache's, and stays
     assert path.is_fifo()
     assert cache.clear(lambda payload: True).removed == 0
+
+
+def sparse(path, size=1 << 40):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.truncate(path, size)
+    return path
+
+
+def test_files_of_a_terabyte_are_not_read(tmp_path, monkeypatch, little_memory):
+    cache = CubinCache(tmp_path / "cache")
+    cache.put(KEY, b"x")
+    entry = sparse(cache._folder.path(KEY))
+    with pytest.warns(CacheWarning, match=r"it has 1,099,511,627,776 bytes; at most 67,108,864 are read"):
+        assert cache.get(KEY) is None
+    ((path, why),) = cache.verify().unreadable
+    assert path == entry
+    assert "at most 67,108,864" in why
+    assert not cache.keeps(KEY)
+    assert cache.get_or_build(KEY, lambda: b"built") == b"built"
+    assert CubinCache(cache.root).get(KEY) == b"built"
+    with pytest.raises(
+        BadParam, match=r"big\.zip is not a bundle, or is damaged .*at most 1,073,741,824 are read"
+    ):
+        Bundle(sparse(tmp_path / "big.zip"))
+    for name in ("x.yaml", "scores.yaml"):
+        path = sparse(tmp_path / "specs" / name)
+        read = read_scores if name == "scores.yaml" else load_spec
+        with pytest.raises(SpecError, match=rf"{name}: cannot be read: .*at most 1,000,000 are read"):
+            read(path)
+    small = tmp_path / "specs" / "small.yaml"
+    small.write_text("extends: x\n")
+    with pytest.raises(SpecError, match=r"small.yaml:1: extends: no spec x in"):
+        load_spec(small)
+    monkeypatch.setenv("FLASHGEN_TUNED", str(tmp_path / "tuned"))
+    sparse(path_for("x", "A GPU"))
+    with pytest.warns(TunedWarning, match="at most 1,000,000 are read"):
+        assert find("x", "A GPU") is None
+
+
+def test_an_entry_that_is_too_large_to_be_read_is_kept_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("flashgen.toolchain.cachefolder.MAX_BYTES", 1000)
+    cache = CubinCache(tmp_path)
+    with pytest.warns(CacheWarning, match=r"cannot write the kernel cache .*at most 1,000 are kept"):
+        cache.put(KEY, bytes(1000))
+    assert cache.get(KEY) == bytes(1000)
+    assert cache.info().entries == 0
 
 
 GARBAGE = {

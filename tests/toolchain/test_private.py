@@ -2,10 +2,12 @@
 says so.
 """
 
+import codecs
 import os
 import shutil
 import stat
 import tempfile
+import threading
 import warnings
 import zipfile
 from pathlib import Path
@@ -20,6 +22,7 @@ from flashgen.toolchain.cache import CubinCache, key_for
 from flashgen.toolchain.cacheentry import pack
 from second_user import ANOTHER, OTHER, as_user, needs_root
 
+codecs.lookup("cp437")  # zipfile needs this codec, and another user may not read this installation
 KEY = key_for("source", "sm_90", (), "nvrtc 13.0")
 SECOND = key_for("another source", "sm_90", (), "nvrtc 13.0")
 
@@ -224,6 +227,173 @@ def test_files_of_another_user_in_a_shared_folder_stay(common):
         assert path.read_text() == "irreplaceable"
 
 
+# Links
+
+
+def ways(folder):
+    """Paths with links of all kinds, and the files that they lead to."""
+    real = folder / "real" / "inner"
+    real.mkdir(parents=True)
+    (real / "file").write_bytes(b"content")
+    (folder / "absolute").symlink_to(real)
+    (folder / "relative").symlink_to("real/inner")
+    (folder / "upwards").symlink_to("real/../relative/../inner/./")
+    (folder / "chain").symlink_to(folder / "upwards")
+    (real / "up").symlink_to("../../chain/file")
+    return [
+        real / "file",
+        *(folder / name / "file" for name in ("absolute", "relative", "upwards", "chain")),
+        folder / "chain" / "up",
+        folder / "real" / ".." / "chain" / ".." / "inner" / "up",
+    ]
+
+
+def test_a_way_leads_where_the_system_goes(tmp_path, monkeypatch):
+    paths = ways(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for path in (*paths, *(path.relative_to(tmp_path) for path in paths), *(path.parent for path in paths)):
+        with private.reached(path) as way:
+            status = os.stat(way.name, dir_fd=way.folder, follow_symlinks=False)
+            assert (status.st_ino, way.distrust) == (path.stat().st_ino, "")
+
+
+@needs_root
+def test_a_link_of_another_user_on_the_way_is_seen_wherever_it_is(common):
+    folder = common / "ways"
+    links = [folder / name for name in ("absolute", "relative", "upwards", "chain")]
+    for path in ways(folder):
+        before = len(list(OPENED.iterdir()))
+        for link in (*links, folder / "real" / "inner" / "up"):
+            os.chown(link, ANOTHER, ANOTHER, follow_symlinks=False)
+            with private.reached(path) as way:
+                seen = way.distrust
+            assert bool(seen) == goes_through(path, link), (path, link)
+            assert not seen or f"{link.name}, on the way to it, is a link of user {ANOTHER}" in seen
+            os.chown(link, 0, 0, follow_symlinks=False)
+        assert len(list(OPENED.iterdir())) == before
+
+
+def goes_through(path, link):
+    """Whether the system needs ``link`` to get to ``path``."""
+    target = link.readlink()
+    link.unlink()
+    try:
+        return not path.exists()
+    finally:
+        link.symlink_to(target)
+
+
+@pytest.fixture
+def shared(common):
+    """A folder to which two users may write, and the home of one of them, with a clone of the other's
+    repository.
+    """
+    home, project = common / "home", common / "project"
+    for folder in (home, project):
+        folder.mkdir()
+    os.chown(home, OTHER, OTHER)
+    project.chmod(0o777)
+
+    def clone():
+        CubinCache(home / "clone").put(KEY, b"planted")
+        bundle.write(home / "clone.zip", "nvrtc 13.0", {KEY: b"planted"}, [bundle.Held("v", "sm_90", KEY)])
+
+    as_user(OTHER, clone)
+    yield home, project
+    shutil.rmtree(project)
+
+
+def got(path):
+    """What is under KEY in a cache or a bundle of that path, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if path.suffix == ".zip":
+            content = bundle.active(str(path))[0].get(KEY)
+        else:
+            content = CubinCache(path).get_or_build(KEY, lambda: b"built here")
+    return content.decode(), "".join(str(warning.message) for warning in caught)
+
+
+@needs_root
+@pytest.mark.parametrize("link", ["cache", "around"])
+def test_no_link_of_another_user_leads_to_a_cache(shared, link, monkeypatch):
+    """The folder is a user's, the files are the same user's, and another has written what is in them."""
+    home, project = shared
+    named, target = project / "cache", home / "clone"
+    if link == "around":  # a folder around the cache
+        (home / "around").mkdir()
+        (home / "clone").rename(home / "around" / "cache")
+        named, target = project / "around" / "cache", home / "around"
+    as_user(ANOTHER, lambda: (project / link).symlink_to(target))
+    content, warned = as_user(OTHER, lambda: got(named))
+    assert content == "built here"
+    assert f"{link}, on the way to it, is a link of user {ANOTHER}, and this is user {OTHER}" in warned
+    monkeypatch.setenv("FLASHGEN_TRUST", str(named))
+    content, warned = as_user(OTHER, lambda: got(named))
+    assert content == "planted"
+    assert "is used, as FLASHGEN_TRUST says" in warned
+
+
+@needs_root
+def test_a_link_that_comes_between_two_reads_is_seen_as_well(shared):
+    home, project = shared
+    as_user(OTHER, lambda: CubinCache(project / "cache").put(SECOND, b"own"))
+    (read_first, first_is_read), (read_swapped, is_swapped) = os.pipe(), os.pipe()
+
+    def act():
+        cache = CubinCache(project / "cache")
+        own = cache.get(SECOND).decode()
+        os.write(first_is_read, b"x")
+        os.read(read_swapped, 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cache.put(SECOND, b"in memory")
+            later = cache.get(KEY), cache.info().entries, cache.clear().removed
+        return own, later, str(caught[0].message)
+
+    def swap():
+        (project / "cache").rename(project / "before")
+        (project / "cache").symlink_to(home / "clone")
+
+    def swap_after_first():
+        os.read(read_first, 1)
+        as_user(ANOTHER, swap)
+        os.write(is_swapped, b"x")
+
+    thread = threading.Thread(target=swap_after_first)
+    thread.start()
+    own, later, warned = as_user(OTHER, act)
+    thread.join()
+    for handle in (read_first, first_is_read, read_swapped, is_swapped):
+        os.close(handle)
+    assert (own, later) == ("own", [None, 0, 0])
+    assert "is a link of user" in warned
+
+
+@needs_root
+def test_no_link_of_another_user_leads_to_a_bundle(shared, monkeypatch):
+    home, project = shared
+    as_user(ANOTHER, lambda: (project / "kernels.zip").symlink_to(home / "clone.zip"))
+    with pytest.raises(AssertionError, match=rf"kernels\.zip, on the way to it, is a link of user {ANOTHER}"):
+        as_user(OTHER, lambda: got(project / "kernels.zip"))
+    as_user(OTHER, lambda: (project / "own.zip").symlink_to(home / "clone.zip"))
+    assert as_user(OTHER, lambda: got(project / "own.zip")) == ["planted", ""]
+    monkeypatch.setenv("FLASHGEN_TRUST", str(project / "kernels.zip"))
+    content, warned = as_user(OTHER, lambda: got(project / "kernels.zip"))
+    assert content == "planted"
+    assert "is used, as FLASHGEN_TRUST says" in warned
+
+
+@needs_root
+@pytest.mark.parametrize("part", ["entries", f"entries/{KEY[:2]}"])
+def test_a_part_of_a_cache_that_others_may_write_is_not_used(common, part):
+    """They could move files of this user into it."""
+    root = filled(common / "cache")
+    (root / part).chmod(0o777)
+    with pytest.warns(CacheWarning, match=r"every user may write to it \(mode 777\)"):
+        assert CubinCache(root).get(KEY) is None
+
+
 # Bundles
 
 
@@ -322,6 +492,15 @@ def test_descriptors_are_closed_whatever_happens(tmp_path):
         cache.put(KEY, b"x")
     cache.clear()
     cache.verify()
-    with pytest.raises(OSError, match="Is a directory"):
-        private.read(root)
+    with private.opened(root.parent) as folder, pytest.raises(OSError, match="Is a directory"):
+        private.read(root.name, 1000, folder)
+    (tmp_path / "circle").symlink_to("circle")
+    for path in (root / "none", root / "none" / "more", tmp_path / "circle", root / ".flashgen-cache" / "x"):
+        with (
+            pytest.raises(OSError, match=r"No such file|Too many levels|Not a directory"),
+            private.reached(path),
+        ):
+            pass
+    with private.reached(root):
+        pass
     assert len(list(OPENED.iterdir())) == before

@@ -10,13 +10,14 @@ import re
 from typing import TYPE_CHECKING
 
 from flashgen.errors import SpecError
-from flashgen.host.paths import specs_dir
+from flashgen.host.paths import read_file, specs_dir
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 # The one file of a spec folder that is no family: score modifications (``scores``).
 SCORES_FILE = "scores.yaml"
+MAX_BYTES = 1_000_000  # of a file of a spec folder; the largest shipped spec has some 20,000
 _EXTENDS = re.compile(rb"^extends[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
 _OPERATOR = re.compile(rb"^operator[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
 _LENGTHS = re.compile(rb"^['\"]?lengths['\"]?[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
@@ -63,7 +64,7 @@ def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:
         content = None
         if base.name != SCORES_FILE:
             with contextlib.suppress(OSError):
-                content = base.read_bytes()
+                content = read_file(base, MAX_BYTES)
         if content is None:
             names = sorted(file.stem for file in specs_dir().glob("*.yaml") if file.name != SCORES_FILE)
             folder = "" if beside == path else f"{path.parent} or "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.errors import SpecError
-from flashgen.families.bases import SCORES_FILE, is_of, whole_text
+from flashgen.families.bases import MAX_BYTES, SCORES_FILE, is_of, whole_text
 from flashgen.families.model import Spec
 from flashgen.host.paths import expanded, read_file, specs_dir
 
@@ -97,7 +97,7 @@ def load_specs(
 
 def _text(path: Path) -> bytes:
     try:
-        return read_file(path)
+        return read_file(path, MAX_BYTES)
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error}") from error
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
 from flashgen.errors import SpecError
-from flashgen.families.bases import SCORES_FILE
+from flashgen.families.bases import MAX_BYTES, SCORES_FILE
 from flashgen.families.kinds import ANYTHING, Choice, Either, ListOf, MapOf, Text, record
 from flashgen.families.load import spec_folders, yaml_files
 from flashgen.families.parameters import KEPT
@@ -113,7 +113,7 @@ def load_scores(extra: str | os.PathLike[str] | None = None, *, keywords: Collec
 def read_scores(path: Path, *, keywords: Collection[str]) -> Scores:
     """The modifications of one file; ``keywords`` as in `load_scores`. Raises SpecError."""
     try:
-        text = read_file(path)
+        text = read_file(path, MAX_BYTES)
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error}") from error
     document = Document(path, text)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashgen.errors import BadParam, TunedWarning
+from flashgen.families.bases import MAX_BYTES
 from flashgen.host.paths import read_file, tuned_dir
 
 
@@ -45,7 +46,7 @@ def find(spec: str, gpu: str) -> Tuned | None:
     """What the user has tuned for a spec on a GPU; None, with a warning, where the file cannot be read."""
     path = path_for(spec, gpu)
     try:
-        return Tuned(path, gpu, read_file(path))
+        return Tuned(path, gpu, read_file(path, MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

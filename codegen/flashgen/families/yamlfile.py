@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from flashgen.errors import SpecError
+from flashgen.families.bases import MAX_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,9 +22,8 @@ _SCALARS = {
     "tag:yaml.org,2002:bool": _scalars.construct_yaml_bool,
     "tag:yaml.org,2002:null": _scalars.construct_yaml_null,
 }
-# Bytes of a file, values in it, aliases written out, and how deeply they are nested: the largest shipped spec
-# has some 20,000 bytes.
-MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1_000_000, 100_000, 30
+# Values of a file, aliases written out, and how deeply they are nested.
+MAX_VALUES, MAX_DEPTH = 100_000, 30
 
 
 class Document:

@@ -84,18 +84,20 @@ def code_digest(*rooms: str) -> bytes:
     return digest.digest()
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a file. Raises OSError, also for a pipe or a device, which could block or never end."""
-    return read_with_status(path)[0]
+def read_file(path: str | os.PathLike[str], most: int) -> bytes:
+    """The bytes of a file. Raises OSError, also for a pipe or a device, which could block or never end, and
+    for more than ``most`` bytes.
+    """
+    return read_with_status(path, most)[0]
 
 
 def read_with_status(
-    path: str | os.PathLike[str], folder: int | None = None, follow_link: bool = True
+    path: str | os.PathLike[str], most: int, folder: int | None = None
 ) -> tuple[bytes, os.stat_result]:
-    """The bytes of a file and its status from the same moment; ``path`` counts from the folder of this
-    descriptor, if any. Raises OSError, also for a pipe or a device, which could block or never end.
+    """As `read_file`, and the status of the file from the same moment. ``path`` counts from the folder of
+    this descriptor, if any, and is no link there.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if folder is None else os.O_NOFOLLOW)
     handle = os.open(path, flags, dir_fd=folder)
     try:
         status = os.fstat(handle)
@@ -103,6 +105,9 @@ def read_with_status(
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))
+        if status.st_size > most:
+            why = f"it has {status.st_size:,} bytes; at most {most:,} are read"
+            raise OSError(errno.EFBIG, why, os.fspath(path))
         with os.fdopen(handle, "rb", buffering=0, closefd=False) as file:
             return file.read(), status
     finally:

@@ -23,6 +23,7 @@ from flashgen import __version__
 from flashgen.errors import BadParam, CacheWarning
 from flashgen.host import paths
 from flashgen.toolchain import atomic, private
+from flashgen.toolchain.cacheentry import MAX_BYTES as MAX_ENTRY
 from flashgen.toolchain.cacheentry import pack, unpack
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ FORMAT = 2
 _MANIFEST = "manifest.json"
 _FOLDER = "entries/"
 _REMEDY = "copy it again, or make it anew with `flashgen bundle`"
-# What one entry, and the manifest, may have in bytes: a kernel has some 100,000, and zip packs zeros a
+# What the manifest, and the file, may have in bytes; all shipped kernels have half of that. Zip packs zeros a
 # thousandfold.
-MAX_ENTRY, MAX_MANIFEST = 1 << 26, 1 << 22
+MAX_MANIFEST, MAX_BUNDLE = 1 << 22, 1 << 30
 _KEY = re.compile("[0-9a-f]{64}")
 # What zipfile raises for damaged data, members of other kinds, and encrypted ones.
 _DAMAGED = (
@@ -75,8 +76,9 @@ class Bundle:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            data, status = private.read(path.resolve())
-            self.distrust = private.distrust(status)
+            with private.reached(path) as way:
+                data, status = private.read(way.name, MAX_BUNDLE, way.folder)
+            self.distrust = way.distrust or private.distrust(status)
             # In memory: a process that is forked would share the position in an open file.
             self._file = zipfile.ZipFile(io.BytesIO(data))
             manifest = json.loads(self._read(_MANIFEST, MAX_MANIFEST))
