@@ -31,6 +31,38 @@ def test_source_in_a_terminal_is_coloured_and_whole(variant, in_terminal):
     assert re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).rstrip() == render(variant).rstrip()
 
 
+def test_a_section_is_a_part_of_the_source(variant, flashgen):
+    roles = flashgen("inspect", NAME, "--source", "--section", "roles").stdout
+    assert "__global__" in roles
+    assert roles in render(variant)
+    both = json.loads(
+        flashgen("inspect", NAME, "--source", "--section", "roles", "--section", "params", "--json").stdout
+    )["source"]
+    assert both.startswith("struct Params {\n")
+    assert both.endswith(roles)
+
+
+def test_the_algorithm_of_a_shipped_kernel(flashgen):
+    shown = flashgen("inspect", "flash_decode_hdim128_bf16_packgqa_sm90", "--source", "--section", "roles")
+    assert shown.stdout.startswith('extern "C" __global__')
+    assert len(shown.stdout.splitlines()) < 80
+    map_of_it = flashgen("inspect", "flash_fwd_hdim128_fp16_sm90", "--source", "--section", "map").stdout
+    assert "//   mbarrier          arrivals of a phase" in map_of_it
+
+
+def test_a_page_and_a_folder_are_written(variant, flashgen, tmp_path):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    page = tmp_path / "kernel.html"
+    result = flashgen("inspect", NAME, "--html", page, "--arch", "sm_86")
+    assert result.exit_code == 0, result.output
+    assert (result.stdout, result.stderr) == ("", f"wrote {page}\n")
+    assert f"<title>{NAME} for sm_86</title>" in page.read_text()
+    folder = tmp_path / "kernel"
+    files = json.loads(flashgen("inspect", NAME, "--out", folder, "--json").stdout)["files"]
+    assert str(folder / "compile_commands.json") in files
+    assert (folder / f"{NAME}.cu").read_text() == render(variant)
+
+
 def test_axes_name_a_variant(tiny, flashgen):
     args = (
         "--head-dim",
@@ -86,6 +118,10 @@ def test_the_card_tells_where_it_comes_from(tiny, flashgen):
         ((NAME, "--head-dim", 64), 2, ["leave out --head-dim"]),
         ((NAME, "--arch", "x"), 2, ["sm_90"]),
         ((NAME, "--source", "--ptx"), 2, ["one view at a time, not --source and --ptx"]),
+        ((NAME, "--source", "--section", "rolls"), 2, ["no part 'rolls'", "params, verbs, roles"]),
+        ((NAME, "--section", "roles"), 2, ["give it with --source"]),
+        ((NAME, "--flat", "--html", "kernel.html"), 2, ["one view at a time, not --flat and --html"]),
+        ((NAME, "--html", "no/such/kernel.html"), 2, ["there is no folder 'no/such'"]),
         (("--head-dim", 64, "--arch", "sm_75"), 1, ["runs on sm_75"]),
         ((NAME, "--ptx", "--arch", "sm_999"), 1, ["does not know sm_999; it compiles for", "sm_90"]),
         (("tiny_fwd_hdim64_fp16*",), 2, ["variants match 'tiny_fwd_hdim64_fp16*'", "flashgen list --select"]),

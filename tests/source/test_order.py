@@ -10,7 +10,7 @@ import time
 import pytest
 
 from flashgen.families.load import load_specs
-from flashgen.source.order import from_the_top
+from flashgen.source.order import SECTIONS, from_the_top, sections
 from flashgen.source.render import render
 
 TEMPLATE = """\
@@ -184,6 +184,35 @@ def test_shipped_kernels_have_no_function_before_the_roles(spec):
         names = re.findall(r"^__device__ [^;{]*?(\w+)\([^;{]*\{", before, re.MULTILINE)
         roles = ("produce", "consume", "put_values", "find_tiles", "read_mask", "main_loop")
         assert [name for name in names if not name.startswith(roles)] == []
+
+
+@pytest.mark.parametrize("spec", load_specs(), ids=lambda spec: spec.name)
+def test_every_line_of_a_shipped_kernel_is_in_one_section(spec, fresh_seed):
+    for step in random.Random(fresh_seed).choice(spec.variants()).steps:
+        source = render(step)
+        parts = sections(source)
+        assert [part.name for part in parts] == [*SECTIONS]
+        assert "".join(part.text for part in parts) == source
+        texts = {part.name: part.text for part in parts}
+        assert all(source.splitlines()[part.first_line - 1] in part.text.split("\n")[0] for part in parts)
+        assert f"// {step.name}\n" in texts["header"]
+        assert texts["header"].endswith('.cuh"\n\n')
+        assert all(line.startswith("//") for line in texts["map"].split("\n") if line)
+        assert texts["params"].startswith("struct Params {\n")
+        assert "using element" in texts["constants"] or "constexpr" in texts["constants"]
+        assert 'extern "C" __global__' in texts["roles"]
+        assert not re.search(r"^(__device__|template).*\{$", texts["verbs"], re.MULTILINE)
+        assert texts["assertions"].startswith("static_assert(")
+
+
+def test_sections_of_a_kernel_that_is_not_in_reading_order():
+    parts = sections(f"// kernel\n#include <cuda_fp16.h>\n\n// Adds.\n\n{TEMPLATE}")
+    names = [part.name for part in parts]
+    assert names[:4] == ["header", "map", "constants", "assertions"]
+    assert "roles" in names
+    assert "".join(part.text for part in parts).endswith(TEMPLATE)
+    assert sections("") == sections("")
+    assert [part.text for part in sections("// words\n")] == ["// words\n"]
 
 
 def constants(source, element_bytes):

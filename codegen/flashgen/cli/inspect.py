@@ -9,6 +9,8 @@ import click
 
 from flashgen.cli.options import (
     Architecture,
+    OutputFile,
+    OutputFolder,
     json_option,
     load_variants,
     score_option,
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from flashgen.families.variant import Variant
 
-_VIEWS = ("source", "flat", "ptx", "sass", "resources")
+_VIEWS = ("source", "flat", "ptx", "sass", "resources", "html", "out")
 # View -> the lexer that colours it.
 _LEXERS = {"source": "cuda", "flat": "cuda", "ptx": "ptx", "sass": "gas"}
 
@@ -35,6 +37,8 @@ _LEXERS = {"source": "cuda", "flat": "cuda", "ptx": "ptx", "sass": "gas"}
 Examples:
   flashgen inspect flash_fwd_hdim128_fp16_causal_sm80
   flashgen inspect --head-dim 128 --dtype fp16 --mask-type causal --source
+  flashgen inspect flash_fwd_hdim128_fp16_sm90 --source --section roles
+  flashgen inspect flash_fwd_hdim128_fp16_sm90 --html kernel.html
   flashgen inspect --head-dim 64 --target sm86 --resources --arch sm_89
   flashgen inspect generated/flash_fwd_hdim128_fp16_sm80.cu --flat > kernel.cu
   flashgen inspect flash_fwd_hdim128_fp16_sm80 --sass | grep -c HMMA
@@ -46,10 +50,30 @@ so. With --arch only those count that dispatch prefers there.
 )
 @click.argument("name", required=False)
 @click.option("--source", is_flag=True, help="The CUDA source, as rendered.")
+@click.option(
+    "--section",
+    "parts",
+    multiple=True,
+    metavar="PART",
+    help="With --source: only this part: header, map, constants, params, verbs, roles, definitions or "
+    "assertions. The roles are the algorithm. Repeatable.",
+)
 @click.option("--flat", is_flag=True, help="The CUDA source with flashgen's own headers in it: one file.")
 @click.option("--ptx", is_flag=True, help="The PTX that NVRTC makes of it.")
 @click.option("--sass", is_flag=True, help="The machine code; needs nvdisasm, from CUDA or its wheel.")
 @click.option("--resources", is_flag=True, help="Registers, spills, stack, shared memory, instructions.")
+@click.option(
+    "--html",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write a page: map, barriers, shared memory, registers, source beside the machine code.",
+)
+@click.option(
+    "--out",
+    type=OutputFolder(),
+    metavar="FOLDER",
+    help="Write the source, its headers and a compile_commands.json, for an editor with clangd.",
+)
 @click.option(
     "--arch",
     type=Architecture(),
@@ -70,6 +94,7 @@ def command(
     arch: str | None,
     specs: Path | None,
     score: str | None,
+    parts: tuple[str, ...],
     as_json: bool,
     **others: Any,
 ) -> None:
@@ -80,10 +105,13 @@ def command(
     """
     from flashgen.cli.output import note, print_code, print_json, print_pairs
 
+    html, out = others["html"], others["out"]
     views = [view for view in _VIEWS if others.pop(view)]
     if len(views) > 1:
         raise click.UsageError(f"one view at a time, not {' and '.join(f'--{view}' for view in views)}")
     view = views[0] if views else None
+    if parts and view != "source":
+        raise click.UsageError("--section is a part of the source; give it with --source")
     (variant,) = with_score([_resolve(name, others, arch, specs)], specs, score)
     if arch:
         arch = _arch(variant, arch)
@@ -92,13 +120,17 @@ def command(
             print_json(_described(variant))
             return
         print_pairs(_card(variant), title=variant.name)
-        note("\nSee it with --source, --flat, --ptx, --sass or --resources.")
+        note("\nSee it with --source, --flat, --ptx, --sass, --resources or --html.")
     elif view in ("source", "flat"):
         text = _source(variant, flat=view == "flat")
+        if parts:
+            text = _parts(variant, text, parts)
         if as_json:
             print_json({"variant": variant.name, view: text})
         else:
             print_code(text, _LEXERS[view])
+    elif html or out:
+        _write(variant, arch or _default_arch(variant), html, out, as_json)
     else:
         arch = arch or _default_arch(variant)
         if view == "resources":
@@ -187,6 +219,47 @@ def _source(variant: Variant, flat: bool) -> str:
 
     text = render(variant)
     return flatten(text, include_dirs(variant)) if flat else text
+
+
+def _parts(variant: Variant, source: str, names: Sequence[str]) -> str:
+    """Parts of a source, in its order."""
+    from flashgen.source.order import SECTIONS, sections
+
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown:
+        raise click.BadParameter(
+            f"there is no part {unknown[0]!r}; there are {', '.join(SECTIONS)}", param_hint="--section"
+        )
+    parts = sections(source)
+    lacking = [name for name in names if name not in {part.name for part in parts}]
+    if lacking:
+        raise click.ClickException(
+            f"{variant.name} has no part {lacking[0]!r}; it has {', '.join(part.name for part in parts)}"
+        )
+    return "\n".join(part.text.strip("\n") + "\n" for part in parts if part.name in names)
+
+
+def _write(variant: Variant, arch: str, html: Path | None, out: Path | None, as_json: bool) -> None:
+    """Write the page, or the folder for an editor."""
+    from flashgen.cli.output import note, print_json
+    from flashgen.toolchain import atomic
+
+    if html is not None:
+        from flashgen.tools.page import page
+
+        atomic.check(html)
+        atomic.replace(html, page(variant, arch).encode())
+        files = [html]
+    else:
+        from flashgen.tools import editor
+
+        assert out is not None
+        files = editor.write(variant, out)
+    if as_json:
+        print_json({"variant": variant.name, "arch": arch, "files": [str(file) for file in files]})
+        return
+    for file in files:
+        note(f"wrote {file}")
 
 
 def _arch(variant: Variant, target: str) -> str:

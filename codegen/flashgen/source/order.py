@@ -7,6 +7,8 @@ The order does not change the machine code.
 
 A section begins with a line ``// ==== name: what it is`` and ends with a line ``// ====``. Its prototypes
 stay together, and so do its functions, both under its heading.
+
+`sections` cuts such a text into the parts that a reader looks for.
 """
 
 from __future__ import annotations
@@ -24,6 +26,28 @@ _SECTION = "// ===="
 _DEFAULT = re.compile(r" = (?:[^,()]|\([^()]*\))+(?=[,)])")
 # Text that neither the simulator nor another compiler than CUDA's compiles: wgmma, in PTX.
 _PTX_BEGIN, _PTX_END = "#ifndef FLASHGEN_SIMULATOR", "#endif"
+
+
+# The parts of a kernel's file in their order, and what each has. Every line is in one of them.
+SECTIONS: dict[str, str] = {
+    "header": "what the kernel is, and what it was rendered from",
+    "map": "what it computes; its warps, shared memory and barriers",
+    "constants": "sizes of the tile, offsets in shared memory",
+    "params": "the parameter struct",
+    "verbs": "types, and a prototype of each function",
+    "roles": "the algorithm: what each warp does, and the kernel",
+    "definitions": "the functions that the roles call",
+    "assertions": "what the launcher and the tile guarantee",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """Lines of a kernel's source: one of `SECTIONS`, its first line counted from 1, and its text."""
+
+    name: str
+    first_line: int
+    text: str
 
 
 @dataclass
@@ -73,6 +97,47 @@ def from_the_top(text: str, *roles: str) -> str:
     if part is not functions:
         raise ValueError(f"the section {_bare(heading)!r} has no end, a line {_SECTION!r}")
     return "\n".join([*first, *algorithm, *functions, "", *assertions]) + "\n"
+
+
+def sections(source: str) -> tuple[Section, ...]:
+    """The parts of a rendered kernel, which together are its text.
+
+    A kernel whose template does not use `from_the_top` may have several parts of one name.
+    """
+    lines = source.splitlines(keepends=True)
+    starts = [("header", 0)]
+    at, after_kernel = 0, False
+    for unit in _units(source.splitlines()):
+        name = _section(unit, starts[-1][0], after_kernel) if at else "header"
+        if name != starts[-1][0]:
+            starts.append((name, at))
+        after_kernel = after_kernel or "__global__" in (_signature(unit) or "")
+        at += len(unit.comment) + len(unit.lines)
+    ends = [*(first for _, first in starts[1:]), len(lines)]
+    return tuple(
+        Section(name, first + 1, "".join(lines[first:end]))
+        for (name, first), end in zip(starts, ends, strict=True)
+    )
+
+
+def _section(unit: _Unit, previous: str, after_kernel: bool) -> str:
+    """The section of a unit that comes after one of ``previous``."""
+    begin = unit.lines[0] if unit.lines else ""
+    blank = not begin and not unit.comment
+    if blank or (previous == "header" and begin.startswith("#include")):
+        return previous
+    if not begin and previous in ("header", "map"):
+        return "map"
+    if begin.startswith("static_assert("):
+        return "assertions"
+    if after_kernel:
+        return "definitions"
+    if _signature(unit) is not None:
+        return "roles"
+    if begin.startswith("struct Params {"):
+        return "params"
+    following = {"header": "constants", "map": "constants", "params": "verbs", "assertions": "constants"}
+    return following.get(previous, previous)
 
 
 def _marked(text: str) -> list[str]:

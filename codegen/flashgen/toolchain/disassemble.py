@@ -73,8 +73,10 @@ def _installed() -> Iterator[Path]:
             yield Path(program)
 
 
-def sass(cubin: bytes) -> str:
-    """The instructions of every kernel in ``cubin``, one a line with its address.
+def sass(cubin: bytes, *, lines: bool = False) -> str:
+    """The instructions of every kernel in ``cubin``, one a line with its address. With ``lines`` comments say
+    which line of the source each one comes from, which a cubin knows that was compiled with
+    ``--generate-line-info``.
 
     Raises BadParam for PTX or anything else that is not a cubin, NoDisassemblerError, and InternalError with
     nvdisasm's message, for instance when it is older than the compiler.
@@ -87,7 +89,7 @@ def sass(cubin: bytes) -> str:
         file = folder / "kernel.cubin"
         file.write_bytes(cubin)
         for tool in tools:
-            command = [tool, "-c", file]
+            command = [tool, "-c", *(["--print-line-info-inline"] if lines else []), file]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
             except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,0 +1,80 @@
+"""The map in the first comment of a kernel: who does what, shared memory, and a table of barriers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_TITLE = re.compile(r"^// Map\b")
+_COLUMN = 18  # of the text of a row, counted from its label
+_CONTINUED = " " * 12
+_BARRIERS = ("mbarrier", "barrier")
+_NAMED = re.compile(r"^enum NamedBarrier[^\n]*\{[^\n]*\n(.*?)^\};", re.MULTILINE | re.DOTALL)
+_MEMBER = re.compile(r"^ +(\w+) = ([^,]*),(?: *// (.*))?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class MapRow:
+    """A row of the map: what, and what is said of it."""
+
+    label: str
+    text: str
+
+
+@dataclass(frozen=True)
+class BarrierRow:
+    """A barrier: its names, who arrives in a phase, who waits. The comment of a named barrier says both."""
+
+    name: str
+    arrivals: str
+    waits: str
+
+
+@dataclass(frozen=True)
+class KernelMap:
+    """What a kernel computes, as text; the rows of its map; its barriers."""
+
+    summary: str
+    rows: tuple[MapRow, ...]
+    barriers: tuple[BarrierRow, ...]
+
+
+def read_map(text: str, constants: str) -> KernelMap:
+    """The map from the section of that name; named barriers from the section of constants."""
+    lines = [line.removeprefix("//").removeprefix(" ") for line in text.rstrip().splitlines()]
+    title = next((at for at, line in enumerate(text.splitlines()) if _TITLE.match(line)), len(lines))
+    rows: list[MapRow] = []
+    barriers: list[BarrierRow] = []
+    in_barriers = False
+    for line in lines[title + 1 :]:
+        if line.startswith(_CONTINUED) and rows:
+            rows[-1] = MapRow(rows[-1].label, f"{rows[-1].text} {line.strip()}")
+            continue
+        label, *cells = _cells(line.strip())
+        if label in _BARRIERS and "arrivals of a phase" in cells:
+            in_barriers = True
+        elif in_barriers and len(cells) == 2:
+            barriers.append(BarrierRow(label, *cells))
+        elif label and label != "named barriers":
+            rows.append(MapRow(label, "  ".join(cells)))
+    return KernelMap(_joined(lines[:title]), tuple(rows), (*barriers, *_named(constants)))
+
+
+def _joined(lines: list[str]) -> str:
+    """Paragraphs as one line each; indented lines, which are formulas, stay as they are."""
+    text = "\n".join(lines).strip("\n")
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+
+
+def _cells(row: str) -> list[str]:
+    """The label and the columns of a row: two blanks are between them, or the label fills its column."""
+    cells = re.split(r" {2,}", row)
+    if len(cells[0]) > _COLUMN and cells[0][_COLUMN - 1] == " ":
+        return [cells[0][:_COLUMN].rstrip(), cells[0][_COLUMN:], *cells[1:]]
+    return cells
+
+
+def _named(constants: str) -> tuple[BarrierRow, ...]:
+    match = _NAMED.search(constants)
+    members = _MEMBER.findall(match[1]) if match else []
+    return tuple(BarrierRow(f"{name} = {value}", comment, "") for name, value, comment in members)
