@@ -29,6 +29,7 @@ COMMANDS = (
     "explain",
     "inspect",
     "simulate",
+    "schema",
     "build",
     "bundle",
     "tune",

@@ -32,6 +32,10 @@ class Kind:
             raise self.misfit(error, keys, value)
         return value
 
+    def schema(self) -> dict[str, Any]:
+        """The kind in JSON Schema."""
+        return {}
+
     def misfit(self, error: MakeError, keys: Keys, value: Any) -> SpecError:
         """The error of a value of another kind."""
         allowed = (
@@ -43,10 +47,18 @@ class Kind:
 class Text(Kind):
     def __init__(self, words: str = "a text", pattern: str = "") -> None:
         self.words = words
+        self._pattern = pattern
         self._matches = re.compile(pattern).search
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, str) and self._matches(value) is not None
+
+    def schema(self) -> dict[str, Any]:
+        if not self._pattern:
+            return {"type": "string"}
+        # JSON Schema has the expressions of JavaScript.
+        pattern = self._pattern.replace(r"\A", "^").replace(r"\Z", "$")
+        return {"type": "string", "pattern": pattern, "description": self.words}
 
 
 class Flag(Kind):
@@ -54,6 +66,9 @@ class Flag(Kind):
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, bool)
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "boolean"}
 
 
 class Integer(Kind):
@@ -63,6 +78,9 @@ class Integer(Kind):
 
     def accepts(self, value: Any) -> bool:
         return type(value) is int and (self._least is None or value >= self._least)
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "integer"} | ({} if self._least is None else {"minimum": self._least})
 
 
 class Decimal(Kind):
@@ -81,6 +99,10 @@ class Decimal(Kind):
     def read(self, error: MakeError, keys: Keys, value: Any) -> float:
         return float(super().read(error, keys, value))
 
+    def schema(self) -> dict[str, Any]:
+        lowest = {"exclusiveMinimum": self._above} if self._least is None else {"minimum": self._least}
+        return {"type": "number", **lowest, "maximum": self._most}
+
 
 class Choice(Kind):
     """One of some integers and texts."""
@@ -92,12 +114,18 @@ class Choice(Kind):
     def accepts(self, value: Any) -> bool:
         return type(value) in (int, str) and value in self._values
 
+    def schema(self) -> dict[str, Any]:
+        return {"enum": [*self.choices]}
+
 
 class Null(Kind):
     """What is left out, though its key is there."""
 
     def accepts(self, value: Any) -> bool:
         return value is None
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "null"}
 
 
 class ListOf(Kind):
@@ -113,6 +141,10 @@ class ListOf(Kind):
         if not isinstance(value, list) or len(value) < self._least:
             raise self.misfit(error, keys, value)
         return tuple([self._item.read(error, (*keys, i), item) for i, item in enumerate(value)])
+
+    def schema(self) -> dict[str, Any]:
+        least = {"minItems": self._least} if self._least else {}
+        return {"type": "array", "items": self._item.schema(), **least}
 
 
 class MapOf(Kind):
@@ -133,6 +165,11 @@ class MapOf(Kind):
                 self._key.read(error, (*keys, key), key)
         return {key: self._value.read(error, (*keys, key), item) for key, item in value.items()}
 
+    def schema(self) -> dict[str, Any]:
+        names = {"propertyNames": self._key.schema()} if self._key is not None else {}
+        least = {"minProperties": self._least} if self._least else {}
+        return {"type": "object", "additionalProperties": self._value.schema(), **names, **least}
+
 
 class Either(Kind):
     """A value of one of several kinds, the first that accepts it."""
@@ -150,6 +187,9 @@ class Either(Kind):
             if member.accepts(value):
                 return member.read(error, keys, value)
         raise self.misfit(error, keys, value)
+
+    def schema(self) -> dict[str, Any]:
+        return {"anyOf": [member.schema() for member in self._members]}
 
 
 REQUIRED: Any = object()
@@ -189,6 +229,15 @@ class Record(Kind):
             if key not in read:
                 raise error(keys, f"the key `{key}` is missing")
         return self._make(**read)
+
+    def schema(self) -> dict[str, Any]:
+        required = [key for key in self.fields if key not in self._defaults]
+        return {
+            "type": "object",
+            "properties": {key: field.kind.schema() for key, field in self.fields.items()},
+            **({"required": required} if required else {}),
+            "additionalProperties": False,
+        }
 
 
 def fields_of(cls: type) -> dict[str, Field]:

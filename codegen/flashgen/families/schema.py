@@ -113,7 +113,7 @@ class Range(NamedTuple):
     step: int
 
 
-_RANGE = Record(
+RANGE = Record(
     {"from": Field(COUNT), "to": Field(COUNT), "step": Field(POSITIVE)},
     lambda **ends: Range(ends["from"], ends["to"], ends["step"]),
 )
@@ -247,7 +247,7 @@ def tune_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Kind]) -> R
     """A row of ``tune``: conditions, and for tile keys the values to try."""
     fields = {}
     for key, kind in keys.items():
-        further = (_RANGE,) if kind is COUNT else ()
+        further = (RANGE,) if kind is COUNT else ()
         fields[key] = Field(Either(_some_of(kind), *further), None)
     return conditions(domain, fields)
 

@@ -77,6 +77,9 @@ class _File(NamedTuple):
     commit: Annotated[tuple[_CommitRow, ...], ListOf(record(_CommitRow))] = ()
 
 
+ROW, FILE = record(_Row), record(_File)
+
+
 class Scores(NamedTuple):
     """The modifications of some folders by name, and the pairs (variant, modification) that are committed."""
 
@@ -117,7 +120,7 @@ def read_scores(path: Path, *, keywords: Collection[str]) -> Scores:
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error}") from error
     document = Document(path, text)
-    file = document.convert((), document.value, record(_File))
+    file = document.convert((), document.value, FILE)
     reserved = reserved_names().union(keywords)
     by_name = {name: _declared(document, name, row, reserved) for name, row in file.scores.items()}
     for i, row in enumerate(file.commit):
@@ -153,7 +156,7 @@ def _declared(document: Document, name: str, declaration: Any, reserved: frozens
         raise document.error(keys, f"`{name}` is a value of an axis; kernels would share names")
     if name.startswith(FORMULA):
         raise document.error(keys, f"names with {FORMULA} belong to formulas without a file; choose another")
-    row = document.convert(keys, declaration, record(_Row))
+    row = document.convert(keys, declaration, ROW)
     params = tuple(checked_param(document, keys, name, type, reserved) for name, type in row.params.items())
     return Score(name, row.score, params, checked_tree(document, keys, row.score, params))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import InternalError, NoCompilerError
@@ -159,16 +160,13 @@ def _folds(source: str, lines: Sequence[SourceLine]) -> list[dict[str, Any]]:
     return folds
 
 
-def _linked(text: str) -> Any:
+def _linked(text: str) -> str:
     """An instruction as HTML: the target of a branch is a link to its label."""
-    from markupsafe import Markup, escape
-
     label = _TARGET.search(text)
     if label is None:
         return escape(text)
-    before, after = text[: label.start(1)], text[label.end(1) :]
-    target = label[1].replace(".", "T")
-    return Markup('{}<a href="#{}">{}</a>{}').format(before, target, label[1], after)
+    link = f'<a href="#{label[1].replace(".", "T")}">{label[1]}</a>'
+    return f"{escape(text[: label.start(1)])}{link}{escape(text[label.end(1) :])}"
 
 
 def _facts(variant: Variant, kernel: Compiled | None) -> list[tuple[str, str]]:

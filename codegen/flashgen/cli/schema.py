@@ -1,0 +1,32 @@
+"""`flashgen schema`: the JSON Schema of spec files, for editors."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command(
+    "schema",
+    short_help="The JSON Schema of specs and scores, for an editor.",
+    epilog="""
+\b
+Examples:
+  flashgen schema > spec.json
+  flashgen schema scores > scores.json
+
+An editor with yaml-language-server then completes and checks a spec that begins with the line
+
+\b
+  # yaml-language-server: $schema=spec.json
+""",
+)
+@click.argument("kind", type=click.Choice(["spec", "scores"]), default="spec")
+def command(kind: str) -> None:
+    """Print the JSON Schema of a spec, or of a file scores.yaml.
+
+    Loading checks more: what the axes of a file allow its tiles, parameters and conditions to say.
+    """
+    from flashgen.cli.output import print_json
+    from flashgen.families.jsonschema import schemas
+
+    print_json(schemas()[kind])
