@@ -118,7 +118,7 @@ def test_the_card_tells_where_it_comes_from(tiny, flashgen):
         ((NAME, "--head-dim", 64), 2, ["leave out --head-dim"]),
         ((NAME, "--arch", "x"), 2, ["sm_90"]),
         ((NAME, "--source", "--ptx"), 2, ["one view at a time, not --source and --ptx"]),
-        ((NAME, "--source", "--section", "rolls"), 2, ["no part 'rolls'", "params, verbs, roles"]),
+        ((NAME, "--source", "--section", "rolls"), 2, ["no part 'rolls'; it has header"]),
         ((NAME, "--section", "roles"), 2, ["give it with --source"]),
         ((NAME, "--flat", "--html", "kernel.html"), 2, ["one view at a time, not --flat and --html"]),
         ((NAME, "--html", "no/such/kernel.html"), 2, ["there is no folder 'no/such'"]),

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from flashgen.families.load import load_specs
-from flashgen.source.order import SECTIONS, from_the_top, sections
+from flashgen.source.order import SECTIONS, from_the_top, seams, sections
 from flashgen.source.render import render
 
 TEMPLATE = """\
@@ -203,6 +203,14 @@ def test_every_line_of_a_shipped_kernel_is_in_one_section(spec, fresh_seed):
         assert 'extern "C" __global__' in texts["roles"]
         assert not re.search(r"^(__device__|template).*\{$", texts["verbs"], re.MULTILINE)
         assert texts["assertions"].startswith("static_assert(")
+
+
+def test_a_seam_is_what_is_between_its_marks():
+    text = "// one\n// ==== visible: which keys\nint a;\n\n// ====\n// ====\nint b;\n// ==== score\n// ====\n"
+    parts = seams(text)
+    assert [(part.name, part.first_line) for part in parts] == [("visible", 2), ("score", 8)]
+    assert parts[0].text == "// ==== visible: which keys\nint a;\n\n// ====\n"
+    assert seams("// ==== visible: without an end\n") == ()
 
 
 def test_sections_of_a_kernel_that_is_not_in_reading_order():

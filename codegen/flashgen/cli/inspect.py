@@ -55,8 +55,8 @@ so. With --arch only those count that dispatch prefers there.
     "parts",
     multiple=True,
     metavar="PART",
-    help="With --source: only this part: header, map, constants, params, verbs, roles, definitions or "
-    "assertions. The roles are the algorithm. Repeatable.",
+    help="With --source: only this part: header, map, constants, params, verbs, roles (the algorithm), "
+    "definitions, assertions, or a seam, such as visible. Repeatable.",
 )
 @click.option("--flat", is_flag=True, help="The CUDA source with flashgen's own headers in it: one file.")
 @click.option("--ptx", is_flag=True, help="The PTX that NVRTC makes of it.")
@@ -223,18 +223,14 @@ def _source(variant: Variant, flat: bool) -> str:
 
 def _parts(variant: Variant, source: str, names: Sequence[str]) -> str:
     """Parts of a source, in its order."""
-    from flashgen.source.order import SECTIONS, sections
+    from flashgen.source.order import seams, sections
 
-    unknown = [name for name in names if name not in SECTIONS]
-    if unknown:
-        raise click.BadParameter(
-            f"there is no part {unknown[0]!r}; there are {', '.join(SECTIONS)}", param_hint="--section"
-        )
-    parts = sections(source)
-    lacking = [name for name in names if name not in {part.name for part in parts}]
+    parts = (*sections(source), *seams(source))
+    present = [*dict.fromkeys(part.name for part in parts)]
+    lacking = [name for name in names if name not in present]
     if lacking:
-        raise click.ClickException(
-            f"{variant.name} has no part {lacking[0]!r}; it has {', '.join(part.name for part in parts)}"
+        raise click.BadParameter(
+            f"{variant.name} has no part {lacking[0]!r}; it has {', '.join(present)}", param_hint="--section"
         )
     return "\n".join(part.text.strip("\n") + "\n" for part in parts if part.name in names)
 

@@ -28,6 +28,8 @@ _DEFAULT = re.compile(r" = (?:[^,()]|\([^()]*\))+(?=[,)])")
 _PTX_BEGIN, _PTX_END = "#ifndef FLASHGEN_SIMULATOR", "#endif"
 
 
+_SEAM = re.compile(r"^// ==== (\w+)\b.*\n(?:.*\n)*?// ====\n", re.MULTILINE)
+
 # The parts of a kernel's file in their order, and what each has. Every line is in one of them.
 SECTIONS: dict[str, str] = {
     "header": "what the kernel is, and what it was rendered from",
@@ -100,7 +102,7 @@ def from_the_top(text: str, *roles: str) -> str:
 
 
 def sections(source: str) -> tuple[Section, ...]:
-    """The parts of a rendered kernel, which together are its text.
+    """The parts of a rendered kernel, which together are its text, as a reader looks for them.
 
     A kernel whose template does not use `from_the_top` may have several parts of one name.
     """
@@ -117,6 +119,16 @@ def sections(source: str) -> tuple[Section, ...]:
     return tuple(
         Section(name, first + 1, "".join(lines[first:end]))
         for (name, first), end in zip(starts, ends, strict=True)
+    )
+
+
+def seams(source: str) -> tuple[Section, ...]:
+    """The parts of a rendered kernel that begin with a line ``// ==== name: what it is`` and end with a line
+    ``// ====``, which are both in the text. A seam may have several parts: of prototypes and of functions.
+    """
+    return tuple(
+        Section(match[1], source.count("\n", 0, match.start()) + 1, match[0])
+        for match in _SEAM.finditer(source)
     )
 
 
