@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
 import pytest
 
 from flashgen.errors import BadParam
+from flashgen.families.params import score_params
+from flashgen.families.scores import read_scores
 from flashgen.operators.derivative import derivative
 from flashgen.operators.formula import MAX_DEPTH, FormulaError, evaluate, number, parse
 from flashgen.operators.roundoff import evaluate_with_error
@@ -59,6 +62,38 @@ def test_a_deep_formula_takes_a_moment(function):
         above, below = (evaluate(score.tree, values | {"score": x + d}, np) for d in (1e-6, -1e-6))
         numeric, exact = (above - below) / 2e-6 + 0 * x, evaluate(slope, values, np) + 0 * x
         assert np.mean(np.abs(numeric - exact) < 1e-3) > 0.5
+    assert time.process_time() - begin < 3
+
+
+# Formulas whose derivatives, written out, are much longer than they are.
+LONG = [
+    nested("({0}) * ({0})", 9),
+    nested("({0}) / (({0}) + 1.5)", 8),
+    nested("({0}) * ({0}) * q", 6),
+    nested("max({0}, {0} * {0})", 5),
+    "*".join(f"(score + {n}.5)" for n in range(48)),
+    nested("tanh({0}) * ({0})", 9),
+]
+
+
+@pytest.mark.parametrize("text", LONG, ids=lambda text: text[-12:])
+def test_what_a_derivative_repeats_is_not_written_out(text, tmp_path):
+    """From the file to the kernel's text, and the call on the CPU."""
+    (tmp_path / "scores.yaml").write_text(f"scores:\n  long: {{score: '{text}'}}\n")
+    begin = time.process_time()
+    score = read_scores(tmp_path / "scores.yaml").by_name["long"]
+    for dtype in ("fp16", "fp32"):
+        for differentiated in (False, True):
+            assert len(score_functions(score, dtype, differentiated)) < 100 * len(text)
+            params = score_params(score, dtype, differentiated)
+            assert sum(len(param.doc or "") for param in params) < 100 * len(text)
+    with np.errstate(all="ignore"):
+        score.constants({"softmax_scale": 0.1}, "fp16", differentiated=True)
+        values = {"score": np.linspace(-1, 1, 5), "q": 1, "kv": 1, "h": 1, "b": 0}
+        evaluate(derivative(score.tree), values, np)
+    with contextlib.suppress(BadParam):  # whose message has the formula
+        score.check({"softmax_scale": np.inf}, "fp16", differentiated=True)
+    assert len(repr(derivative(score.tree))) < 100_000
     assert time.process_time() - begin < 3
 
 

@@ -69,7 +69,7 @@ def score_params(score: Score, dtype: str, differentiated: bool = False) -> tupl
     with strides and sizes, the scalars that the kernel reads as they are, and its constants.
     """
     # Only a call with a modification waits for what knows formulas.
-    from flashgen.operators.formula import text
+    from flashgen.operators.formula import short_text
     from flashgen.operators.scores import TYPES
 
     params: list[Param] = []
@@ -84,5 +84,5 @@ def score_params(score: Score, dtype: str, differentiated: bool = False) -> tupl
     params += [Param(p.name, TYPES[p.type][2]) for p in score.scalars if p.name in read]
     if "softmax_scale" in read:
         params.append(Param("softmax_scale", "float"))
-    params += [Param(name, "float", text(it)) for name, it in lowered.constants.items()]
+    params += [Param(name, "float", short_text(it)) for name, it in lowered.constants.items()]
     return tuple(params)

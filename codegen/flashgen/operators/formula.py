@@ -81,7 +81,7 @@ class Node:
         return Node, (self.op, self.args, self.value, self.type)
 
     def __repr__(self) -> str:
-        return f"Node({text(self) if self.size < MAX_SIZE else f'{self.op} of {self.size} operations'})"
+        return f"Node({short_text(self)})"
 
     def walk(self) -> Iterator[Node]:
         """This node and all below it, each once, in the order in which the formula has them."""
@@ -273,16 +273,20 @@ def text(node: Node) -> str:
         return repr(node.value)
     if node.op == "name":
         return str(node.value)
-    args = [text(arg) for arg in node.args]
     if node.op == "load":
-        return f"{node.value}[{', '.join(args)}]"
+        return f"{node.value}[{', '.join(map(text, node.args))}]"
     if node.op == "neg":
         return f"-{_grouped(node.args[0])}"
-    if node.op.isalpha() and node.op not in ("and", "or", "not"):
-        return f"{node.op}({', '.join(args)})"
     if node.op == "not":
         return f"not {_grouped(node.args[0])}"
-    return f" {node.op} ".join(_grouped(arg) for arg in node.args)
+    if node.op.isalpha() and node.op not in ("and", "or"):
+        return f"{node.op}({', '.join(map(text, node.args))})"
+    return f" {node.op} ".join(map(_grouped, node.args))
+
+
+def short_text(node: Node) -> str:
+    """A formula as it is written, or how long it is where a derivative repeats too much to be written out."""
+    return text(node) if node.size <= MAX_SIZE else f"a formula of {node.size:,} operations"
 
 
 def _grouped(node: Node) -> str:

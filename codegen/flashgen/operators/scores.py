@@ -18,7 +18,7 @@ import numpy as np
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import Argument, shown
 from flashgen.operators.derivative import derivative
-from flashgen.operators.formula import MAX_DEPTH, MAX_SIZE, Node, evaluate, text
+from flashgen.operators.formula import MAX_DEPTH, MAX_SIZE, Node, evaluate, short_text
 from flashgen.operators.lowering import Lowered, lower
 from flashgen.operators.roundoff import evaluate_with_error
 
@@ -156,7 +156,7 @@ class Score:
             is_param = node.op == "name" and node.value in names
             return Node("name", (), arg(node.value), node.type) if is_param else None
 
-        return text(tree.replaced(reference))
+        return short_text(tree.replaced(reference))
 
 
 def chained(scores: Sequence[Score]) -> Score:
