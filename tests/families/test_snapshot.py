@@ -1,3 +1,4 @@
+import json
 import os
 import pickle
 import re
@@ -155,6 +156,37 @@ def test_what_is_no_snapshot_is_neither_run_nor_used(tiny, cache, payload, monke
     assert not Path("planted").exists()
     monkeypatch.setattr("flashgen.families.check.check", unchecked)
     assert load_spec(tiny, cache).content == checked
+
+
+ENTRIES = {
+    "nothing": b"",
+    "no JSON": b"garbage",
+    "deep": b"[" * 100_000,
+    "numbers": b"[1, 2]",
+    "one list": b"[[]]",
+    "no points": b"[[], [3]]",
+    "no tiles": b'[[], [[["POINT"], 3]]]',
+    "no resources": b'[[], [[["POINT"], [[0, false, 7]]]]]',
+    "other resources": b'[[[[1, 2]]], [[["POINT"], [[0, false, 0]]]]]',
+    "no row": b'[[[]], [[["POINT"], [[999, false, 0]]]]]',
+}
+
+
+@pytest.mark.parametrize("entries", ENTRIES)
+def test_entries_that_are_none_are_replaced(tiny, cache, entries):
+    """They are read when a call looks at them, later than the rest."""
+    key = snapshot.snapshot_key(whole_text(tiny, tiny.read_bytes()))
+    checked = load_spec(tiny, cache).content
+    first = cache.get(key).partition(b"\n")[0]
+    point = next(iter(checked.entries))
+    stored = ENTRIES[entries].replace(b'["POINT"]', json.dumps(point).encode())
+    cache.put(key, first + b"\n" + stored)
+    with pytest.warns(CacheWarning, match="is not a snapshot"):
+        assert load_spec(tiny, cache).content.entries[point] == checked.entries[point]
+    assert load_spec(tiny, cache).content == checked
+    cache.put(key, b"[" * 100_000 + b"\n" + stored)
+    with pytest.warns(CacheWarning, match="is not a snapshot"):
+        assert load_spec(tiny, cache).content == checked
 
 
 def test_a_folder_that_cannot_be_written(tiny, tmp_path):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # The rooms whose code decides what a text means.
 _ROOMS = ("operators", "families")
+# What reading a stored text raises that `encode` did not write.
+_WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def recall(text: bytes, cache: CubinCache, check: Callable[[], Content]) -> Content:
@@ -38,17 +40,23 @@ def recall(text: bytes, cache: CubinCache, check: Callable[[], Content]) -> Cont
     An exception of ``check`` passes through. Processes that ask at once may each check the text.
     """
     key = snapshot_key(text)
+
+    def checked() -> Content:
+        content = check()
+        cache.put(key, encode(content))
+        return content
+
+    def replaced(error: Exception) -> Content:
+        warnings.warn(f"{key} is not a snapshot of a spec ({error}); replaced", CacheWarning, stacklevel=4)
+        return checked()
+
     stored = cache.get(key)
-    if stored is not None:
-        try:
-            return decode(stored)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            warnings.warn(
-                f"{key} is not a snapshot of a spec ({error}); replaced", CacheWarning, stacklevel=2
-            )
-    content = check()
-    cache.put(key, encode(content))
-    return content
+    if stored is None:
+        return checked()
+    try:
+        return decode(stored, replaced)
+    except _WRONG as error:
+        return replaced(error)
 
 
 def snapshot_key(text: bytes) -> str:
@@ -69,8 +77,10 @@ def encode(content: Content) -> bytes:
     return b"\n".join(json.dumps(line, separators=(",", ":")).encode() for line in lines)
 
 
-def decode(stored: bytes) -> Content:
-    """The content that `encode` made these bytes of. Its entries are read when they are first looked at."""
+def decode(stored: bytes, replaced: Callable[[Exception], Content]) -> Content:
+    """The content that `encode` made these bytes of. Its entries are read when they are first looked at:
+    where they turn out to be wrong, they are those of ``replaced``, which gets the error.
+    """
     first, _, entries = stored.partition(b"\n")
     plain = json.loads(first)
     if not isinstance(plain, list) or not entries:
@@ -81,16 +91,18 @@ def decode(stored: bytes) -> Content:
         dispatch=Dispatch._make(content.dispatch),
         rows=tuple(TileRow._make(row) for row in content.rows),
         workspace=tuple(Buffer._make(buffer) for buffer in content.workspace),
-        entries=_Entries(entries),
+        entries=_Entries(entries, len(content.rows), replaced),
     )
 
 
 class _Entries(Mapping[Point, tuple[Entry, ...]]):
     """The entries of a snapshot. A call looks at a few specs of many, and there at a few points."""
 
-    def __init__(self, stored: bytes) -> None:
-        self._stored = stored
+    def __init__(self, stored: bytes, num_rows: int, replaced: Callable[[Exception], Content]) -> None:
+        self._stored, self._num_rows = stored, num_rows
         self._resources: dict[int, tuple[Resources, ...]] = {}
+        self._replaced = replaced
+        self._instead: Mapping[Point, tuple[Entry, ...]] | None = None  # where what is stored is wrong
 
     @cached_property
     def _parsed(self) -> tuple[list[Any], dict[Point, Any]]:
@@ -98,9 +110,27 @@ class _Entries(Mapping[Point, tuple[Entry, ...]]):
         taken, tiles = json.loads(self._stored)
         return taken, {tuple(point): of_point for point, of_point in tiles}
 
+    def _sound(self, read: Callable[[], Any]) -> Any:
+        """What ``read`` makes of the stored entries; None where they are wrong, and `_instead` is there."""
+        if self._instead is None:
+            try:
+                return read()
+            except KeyError:  # no point of the spec
+                raise
+            except _WRONG as error:
+                self._instead = self._replaced(error).entries
+        return None
+
     def __getitem__(self, point: Point) -> tuple[Entry, ...]:
+        entries = self._sound(lambda: self._at(point))
+        return self._instead[point] if entries is None else entries
+
+    def _at(self, point: Point) -> tuple[Entry, ...]:
         of_point = self._parsed[1][point]
-        return tuple([Entry(row, committed, self._taken(index)) for row, committed, index in of_point])
+        entries = tuple([Entry(row, committed, self._taken(index)) for row, committed, index in of_point])
+        if not all(0 <= entry.row < self._num_rows for entry in entries):
+            raise ValueError(f"the tiles at {point} are not in its table")
+        return entries
 
     def _taken(self, index: int) -> tuple[Resources, ...]:
         """What the steps take with a tile, which is the same at many points."""
@@ -111,10 +141,14 @@ class _Entries(Mapping[Point, tuple[Entry, ...]]):
         return resources
 
     def __iter__(self) -> Iterator[Point]:
-        return iter(self._parsed[1])
+        return iter(self._points())
 
     def __len__(self) -> int:
-        return len(self._parsed[1])
+        return len(self._points())
+
+    def _points(self) -> Mapping[Point, Any]:
+        points = self._sound(lambda: self._parsed[1])
+        return self._instead if points is None else points
 
 
 def _step(plain: tuple[Any, ...]) -> Step:
