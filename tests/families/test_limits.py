@@ -119,6 +119,49 @@ def test_too_many_combinations_of_axes(edit_spec):
         load_spec(path)
 
 
+def many(count, text):
+    return "".join(f"  - {text}\n".replace("N", str(n)) for n in range(count))
+
+
+BOMBS = {
+    "targets": (
+        "targets:\n",
+        "targets:\n"
+        + "".join(f"  t{n}: {{min_arch: sm_80, max_smem: 1, compile_for: [sm_80]}}\n" for n in range(9999)),
+        r"tiny.yaml:\d+: tiles: 24 combinations of axes, 10,001 targets",
+    ),
+    "names of tiles": (
+        "tiles:\n",
+        "tiles:\n" + many(12000, "{name: nN, block_m: 64, block_n: 32, warps: 4, stages: 1, min_blocks: 2}"),
+        r"tiny.yaml:\d+: tiles: 24 combinations of axes, 2 targets, 12,002 names of tiles",
+    ),
+    "a range": (
+        "block_m: [64, 128]",
+        f"block_m: {{from: 0, to: {(1 << 63) - 1}, step: 1}}",
+        r"tune\[0\]: .* tiles to try",
+    ),
+    "values": (
+        "block_m: [64, 128], block_n: {from: 32, to: 112, step: 40}",
+        f"block_m: {list(range(3000))}, block_n: {list(range(3000))}",
+        r"tune\[0\]: .* 18,000,000 tiles to try; at most 10,000",
+    ),
+    "rows": ("tune:\n", "tune:\n" + many(9000, "{warps: [1, 2]}"), r"tune\[5000\]: .* 10,002 tiles to try"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_too_many_kernels(bomb, edit_spec):
+    old, new, says = BOMBS[bomb]
+    with pytest.raises(SpecError, match=says):
+        load_spec(edit_spec(old, new))
+
+
+def test_many_rows_of_one_name_take_a_moment(edit_spec):
+    row = "{head_dim: 64, dtype: fp16, block_m: 64, block_n: 32, warps: 4, stages: 1, min_blocks: 2}"
+    with pytest.raises(SpecError, match="the row never applies"):
+        load_spec(edit_spec("tiles:\n", "tiles:\n" + many(5000, row)))
+
+
 def test_integers_of_many_digits(edit_spec):
     path = edit_spec("threads: 32 * warps", f"threads: {'9' * 400}")
     with pytest.raises(SpecError, match=r"tiny.yaml:\d+: the integer 9+... has more than 64 bits"):

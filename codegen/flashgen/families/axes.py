@@ -14,8 +14,9 @@ from flashgen.families.schema import AXIS_VALUES, DEFAULT_AXIS, NAME, File
 if TYPE_CHECKING:
     from flashgen.families.yamlfile import Document
 
-# The most combinations of values: all shipped specs together have some 5,000.
-MAX_POINTS = 50_000
+# The most combinations of values, and the most kernels that they may make with targets, names of tiles and
+# steps: a shipped spec has at most 1,280 and 7,680.
+MAX_POINTS = MAX_KERNELS = 50_000
 Value = str | int
 Values = tuple[Value, ...]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 from flashgen.families.model import as_values
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
     from flashgen.families.model import Point
     from flashgen.families.yamlfile import Document
+
+
+MAX_TILES = 10_000  # of all rows; a shipped spec has some 200
 
 
 class SearchSpace:
@@ -33,6 +37,12 @@ class SearchSpace:
         kind = tune_row(domain, tile_kinds(file))
         rows = [document.convert(("tune", i), row, kind) for i, row in enumerate(file.tune)]
         self._choices = [_choices(document, i, row, file.tile_keys) for i, row in enumerate(rows)]
+        tiles = 0
+        for i, choices in enumerate(self._choices):
+            tiles += math.prod(map(_count, choices.values()))
+            if tiles > MAX_TILES:
+                why = f"with the rows before it {tiles:,} tiles to try; at most {MAX_TILES:,} are allowed"
+                raise document.error(("tune", i), why)
         self._matching = Matcher(domain, rows)
         used = 0
         for point in points if rows else ():
@@ -55,6 +65,11 @@ class SearchSpace:
                     tried = {**tile, **dict(zip(choices, values, strict=True))}
                     tiles.setdefault(tuple(tried.values()), tried)
         return list(tiles.values())
+
+
+def _count(values: Sequence[int | str]) -> int:
+    """How many values there are; ``len`` has a limit for a range."""
+    return (values[-1] - values[0]) // values.step + 1 if isinstance(values, range) else len(values)
 
 
 def _choices(document: Document, index: int, row: Any, keys: Iterable[str]) -> dict[str, Sequence[int | str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flashgen.families.axes import MAX_KERNELS
 from flashgen.families.kinds import Choice, Field, Kind, optional
 from flashgen.families.model import Entry, as_values
 from flashgen.families.schema import RESERVED, File, Target, conditions, tile_kinds, tile_row
@@ -47,12 +48,22 @@ class TileTable:
         self._matching = Matcher(domain, self.rows)
         self._excluded = Matcher(domain, self._load("exclude", conditions(domain)))
         name = Field(optional(Choice(self._by_name)), None)
-        self._commit = self._load("commit", conditions(domain, {"name": name}))
-        self._committed = Matcher(domain, self._commit)
+        commit = self._load("commit", conditions(domain, {"name": name}))
+        self._committed = Matcher(domain, commit)
+        self._commits = {
+            name: _bits(i for i, row in enumerate(commit) if row["name"] in (None, name))
+            for name in self._by_name
+        }
         self._used: set[int] = set()
+        points = axes.points()
+        kernels = len(points) * len(targets) * len(self._by_name) * len(steps)
+        if kernels > MAX_KERNELS:
+            why = f"{len(points):,} combinations of axes, {len(targets):,} targets, "
+            why += f"{len(self._by_name):,} names of tiles and {len(steps):,} steps make {kernels:,} kernels"
+            raise document.error(("tiles",), f"{why}; at most {MAX_KERNELS:,} are allowed")
         self.entries: dict[Point, tuple[Entry, ...]] = {
             point: self._tiles_at(point)
-            for point in ((*values, target) for values in axes.points() for target in targets)
+            for point in ((*values, target) for values in points for target in targets)
             if not self._excluded.at(point)
         }
         for index in range(len(self.rows)):
@@ -91,10 +102,7 @@ class TileTable:
                 self._used.add(index)
                 error = partial(self._document.error, ("tiles", index))
                 steps = self.resources(self._tiles[index], point, error)
-                listed = committed and any(
-                    committed >> i & 1 and row["name"] in (None, name) for i, row in enumerate(self._commit)
-                )
-                entries.append(Entry(index, bool(listed), steps))
+                entries.append(Entry(index, bool(committed & self._commits[name]), steps))
             elif name == DEFAULT_TILE:
                 why = f"no row without a name serves {self.describe(point)}; add a row, or exclude the point"
                 raise self._document.error(("tiles",), why)
@@ -164,6 +172,14 @@ def check_names(document: Document, file: File, axes: Mapping[str, Sequence[Any]
                 )
 
 
+def _bits(indices: Iterable[int]) -> int:
+    """The number with these bits."""
+    bits = 0
+    for index in indices:
+        bits |= 1 << index
+    return bits
+
+
 class Matcher:
     """Rows that each restrict some axes, asked many times which of them hold at a point.
 
@@ -174,10 +190,9 @@ class Matcher:
         self._all = (1 << len(rows)) - 1
         self._bits: list[dict[Any, int]] = []
         for axis, values in domain.items():
-            bits = dict.fromkeys(values, 0)
+            bits = dict.fromkeys(values, _bits(i for i, row in enumerate(rows) if row[axis] is None))
             for index, row in enumerate(rows):
-                limit = row[axis]
-                for value in values if limit is None else as_values(limit):
+                for value in () if row[axis] is None else as_values(row[axis]):
                     bits[value] |= 1 << index
             self._bits.append(bits)
 
