@@ -180,8 +180,6 @@ __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
 // The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
-// Whether the block of keys at `first_key` is within `every`, the keys of every query
-__device__ bool sees_whole_block(const KeyRange& every, int first_key);
 // Masks the scores of keys that their query does not attend to
 __device__ void apply_mask_of_rows(const Params& params, float (&scores)[kBlockM / 2], int lane_query, int lane_key);
 
@@ -543,7 +541,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
         float ds[kBlockM / 2];  // dP, then dS
         mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, dout_own, shared + kStepOffsetV + ring.stage * kStepBytesV);
-        if (!sees_whole_block(every, first_key)) {
+        if (first_key + kBlockM > every.end) {
             apply_mask_of_rows(params, p, tile.first_row + warp_row + lane / 4, first_key + lane % 4 * 2);
         }
         for_each_score(p, [&](int query, int, float& score) { score = exp2_approx(fmaf(score, params.scale_log2, -lse[query / 8])); });
@@ -756,11 +754,6 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
             keys_of_query(params, query_of_row(params, first_row)).end};
-}
-
-// Whether the block of keys at `first_key` is within `every`, the keys of every query: nothing of it is hidden.
-__device__ __forceinline__ bool sees_whole_block(const KeyRange& every, int first_key) {
-    return first_key + kBlockM <= every.end;
 }
 
 // Masks the scores of keys that their query does not attend to. `lane_query` and `lane_key` are the lane's first ones.
