@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import warnings
 import zipfile
 
 import pytest
@@ -14,6 +15,7 @@ from flashgen import __version__
 from flashgen.errors import (
     BadParam,
     CacheWarning,
+    CompileError,
     InternalError,
     NoHostCompilerError,
     SpecError,
@@ -23,6 +25,7 @@ from flashgen.families.load import load_spec
 from flashgen.families.scores import read_scores
 from flashgen.families.tuned import find, path_for
 from flashgen.host import paths
+from flashgen.simulator import library
 from flashgen.toolchain import cache as caches
 from flashgen.toolchain import disassemble, obtain
 from flashgen.toolchain.bundle import MAX_ENTRY, MAX_MANIFEST, Bundle
@@ -214,6 +217,57 @@ def test_garbage_under_the_key_of_a_kernel_is_built_anew(garbage, tmp_path, monk
     assert not cached
     assert obtain.recall(variant, "sm_80") == made
     assert obtain.obtain(variant, "sm_80") == (made, True)
+
+
+@pytest.mark.parametrize("garbage", ["the kernel", "the engine", "both"])
+def test_garbage_under_the_keys_of_the_simulator_is_built_anew(garbage, tmp_path, monkeypatch):
+    """The simulator loads it as a library, and links it."""
+    source = 'extern "C" __global__ void kernel(const Params params) {}'
+
+    def build(compiler, options, inputs, output, name):
+        if output.suffix == ".so" and not inputs[1].read_bytes().startswith(b"\x7fELF"):
+            raise CompileError("file not recognized")
+        output.write_bytes(b"\x7fELF " + name.encode())
+
+    def opened(path, name, digest):
+        if path.read_bytes() != b"\x7fELF kernel":
+            raise InternalError(f"{name} cannot be loaded")
+        return path.read_bytes()
+
+    compiler = library.hostcompiler.HostCompiler(("c++",), "1")
+    monkeypatch.setattr(library.hostcompiler, "find", lambda: compiler)
+    monkeypatch.setattr(library.hostcompiler, "build", build)
+    monkeypatch.setattr(library, "Library", opened)
+    cache = CubinCache(tmp_path)
+
+    def load():
+        monkeypatch.setattr(library, "_loaded", {})
+        return library.load(source, "kernel", cache)
+
+    expected = load()
+    keys = [file.name for file in cache._folder.entries()]
+    kernel, engine = sorted(keys, key=lambda key: cache.get(key) != expected)
+    if garbage == "the engine":
+        cache._folder.remove(kernel)
+    else:
+        cache.put(kernel, b"garbage")
+    if garbage != "the kernel":
+        cache.put(engine, b"garbage")
+    with pytest.warns(
+        CacheWarning, match=r"is not (kernel|the simulator's engine) \(.*\); it is built again"
+    ):
+        assert load() == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load() == expected
+    assert cache.get(engine).startswith(b"\x7fELF")
+
+
+def test_a_library_of_something_else_is_no_library_of_the_simulator():
+    import _ctypes
+
+    with pytest.raises(InternalError, match="k can be loaded but is no library of the simulator"):
+        library.Library(paths.Path(_ctypes.__file__), "k", "digest")
 
 
 def doctor():

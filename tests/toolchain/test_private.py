@@ -437,6 +437,7 @@ def test_a_bundle_serves_what_its_manifest_lists_and_no_more(made):
     assert opened.get(SECOND) is None
 
 
+MADE = b"\x7fELF made here"
 SOURCE = 'extern "C" __global__ void kernel(const Params params) {}'
 
 
@@ -446,7 +447,7 @@ def test_the_simulator_takes_no_code_from_a_bundle(tmp_path, monkeypatch, part):
 
     def build(compiler, options, inputs, output, name):
         made_here.append(name)
-        output.write_bytes(b"made here")
+        output.write_bytes(MADE)
 
     compiler = library.hostcompiler.HostCompiler(("c++",), "1")
     monkeypatch.setattr(library.hostcompiler, "find", lambda: compiler)
@@ -462,7 +463,7 @@ def test_the_simulator_takes_no_code_from_a_bundle(tmp_path, monkeypatch, part):
 
     monkeypatch.setattr(CubinCache, "get", spied)
     first = CubinCache(tmp_path / "first")
-    assert library.load(SOURCE, "kernel", first) == b"made here"
+    assert library.load(SOURCE, "kernel", first) == MADE
     kernel, engine = looked_for[0], looked_for[-1]
     assert kernel != engine
     monkeypatch.setattr(library, "_loaded", {})
@@ -471,10 +472,10 @@ def test_the_simulator_takes_no_code_from_a_bundle(tmp_path, monkeypatch, part):
     bundle.write(planted, "nvrtc 13.0", {key: b"planted"}, [bundle.Held("kernel", "sm_90", key)])
     del made_here[:]
     cache = CubinCache(tmp_path / "second", bundles=bundle.active(str(planted)))
-    assert library.load(SOURCE, "kernel", cache) == b"made here"
+    assert library.load(SOURCE, "kernel", cache) == MADE
     assert "kernel" in made_here
     assert "the simulator's engine" in made_here
-    assert get(cache, key) == b"made here"
+    assert get(cache, key) == MADE
     assert get(CubinCache(tmp_path / "third", bundles=cache.bundles), key) == b"planted"
 
 

@@ -12,11 +12,12 @@ import functools
 import hashlib
 import platform
 import re
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashgen.errors import InternalError
+from flashgen.errors import CacheWarning, InternalError
 from flashgen.host import forks, paths
 from flashgen.simulator import hostcompiler
 from flashgen.toolchain import cache as caches
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from flashgen.toolchain.cache import CubinCache
 
 ABI = 7
+_ELF = b"\x7fELF"
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 
@@ -208,6 +210,9 @@ class RawReport(ctypes.Structure):
     )
 
 
+_FUNCTIONS = ("flashgen_simulator_abi", "flashgen_params_size", "flashgen_simulate")
+
+
 class Library:
     """A compiled kernel. ``simulate`` takes pointers to a Launch and a RawReport; threads may share it.
 
@@ -223,6 +228,8 @@ class Library:
                 f"{name} compiles for the simulator but cannot be loaded: {error}"
                 + (f"; {advice}" if advice else "")
             ) from error
+        if not all(hasattr(loaded, function) for function in _FUNCTIONS):
+            raise InternalError(f"{name} can be loaded but is no library of the simulator")
         if (version := loaded.flashgen_simulator_abi()) != ABI:
             raise InternalError(f"the simulator's engine has interface {version}; this package wants {ABI}")
         loaded.flashgen_params_size.restype = ctypes.c_uint64
@@ -256,7 +263,10 @@ def load(source: str, name: str, cache: CubinCache | None = None) -> Library:
     if library is not None:
         return library
 
+    built: list[bool] = []
+
     def build() -> bytes:
+        built.append(True)
         with paths.temporary_folder() as folder:
             # Messages name the file alone: the folder is gone when they are read. Stripped, an object takes
             # a twentieth of the room.
@@ -264,13 +274,30 @@ def load(source: str, name: str, cache: CubinCache | None = None) -> Library:
             return _build(compiler, source, name, definitions, Path(folder), options, cache).read_bytes()
 
     # This is host code, and runs in this process: none of it comes from a bundle.
-    payload = (cache or caches.default()).get_or_build(key, build, bundled=False)
+    cache = cache or caches.default()
+    payload = cache.get_or_build(key, build, bundled=False)
+    try:
+        library = _opened(payload, key, name, digest)
+    except InternalError as error:
+        if built:
+            raise
+        _warn_of_garbage(key, name, error)
+        payload = build()
+        cache.put(key, payload)
+        library = _opened(payload, key, name, digest)
+    with _guard:
+        return _loaded.setdefault(key, library)
+
+
+def _opened(payload: bytes, key: str, name: str, digest: str) -> Library:
     with paths.temporary_folder() as folder:
         path = Path(folder, f"{name}-{key[:12]}.so")
         path.write_bytes(payload)
-        library = Library(path, name, digest)
-    with _guard:
-        return _loaded.setdefault(key, library)
+        return Library(path, name, digest)
+
+
+def _warn_of_garbage(key: str, name: str, why: object) -> None:
+    warnings.warn(f"{key} is not {name} ({why}); it is built again", CacheWarning, stacklevel=4)
 
 
 def load_in(folder: Path, source: str, name: str) -> Library:
@@ -322,7 +349,13 @@ def _engine(compiler: HostCompiler, cache: CubinCache | None) -> bytes:
             return output.read_bytes()
 
     key = _key(compiler, _ENGINE_OPTIONS, ("engine", _tree_digest()))
-    return (cache or caches.default()).get_or_build(key, build, bundled=False)
+    cache = cache or caches.default()
+    engine = cache.get_or_build(key, build, bundled=False)
+    if not engine.startswith(_ELF):
+        _warn_of_garbage(key, "the simulator's engine", "it is no object file")
+        engine = build()
+        cache.put(key, engine)
+    return engine
 
 
 def _definitions(source: str, name: str) -> tuple[str, ...]:
