@@ -15,14 +15,10 @@ TENSOR_MAP = "tensor_map"
 VECTOR_WIDTH = "_vector_width"
 # C type -> (size in bytes, struct code, numpy code)
 C_TYPES: dict[str, tuple[int, str, str]] = {
-    "const element*": (8, "Q", "<u8"),
-    "element*": (8, "Q", "<u8"),
-    "const float*": (8, "Q", "<u8"),
-    "float*": (8, "Q", "<u8"),
-    "const uint8_t*": (8, "Q", "<u8"),
-    "uint8_t*": (8, "Q", "<u8"),
-    "const int32_t*": (8, "Q", "<u8"),
-    "int32_t*": (8, "Q", "<u8"),
+    f"{const}{pointed}*": (8, "Q", "<u8")
+    for pointed in ("element", "float", "uint8_t", "int32_t")
+    for const in ("const ", "")
+} | {
     "int64_t": (8, "q", "<i8"),
     "uint64_t": (8, "Q", "<u8"),
     "int32_t": (4, "i", "<i4"),
@@ -75,13 +71,13 @@ def score_params(score: Score, dtype: str, differentiated: bool = False) -> tupl
     params: list[Param] = []
     lowered = score.lowered(dtype, differentiated)
     for array in score.arrays:
-        ctype = {"f32": "const float*", "i32": "const int32_t*"}[array.type]
+        ctype = f"const {TYPES[array.type].ctype}*"
         params.append(Param(array.name, ctype, f"({', '.join(array.symbols)})"))
         params += [Param(name, "int64_t") for name in array.argument().stride_names()]
         size_names = (symbol for symbol in array.symbols if symbol.startswith(f"{array.name}_"))
         params += [Param(symbol, "int32_t") for symbol in size_names]
     read = frozenset().union(*(tree.reads() for tree in lowered.trees))
-    params += [Param(p.name, TYPES[p.type][2]) for p in score.scalars if p.name in read]
+    params += [Param(p.name, TYPES[p.type].ctype) for p in score.scalars if p.name in read]
     if "softmax_scale" in read:
         params.append(Param("softmax_scale", "float"))
     params += [Param(name, "float", short_text(it)) for name, it in lowered.constants.items()]

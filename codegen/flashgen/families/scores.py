@@ -165,8 +165,8 @@ def checked_tree(source: Source, keys: Keys, formula: str, params: tuple[ScorePa
     """The tree of a formula that reads the score and these parameters, all of which it must read. Raises the
     error of ``source``.
     """
-    names = dict(NAMES) | {p.name: TYPES[p.type][0] for p in params if not p.dimensions}
-    arrays = {p.name: (p.dimensions, TYPES[p.type][0]) for p in params if p.dimensions}
+    names = dict(NAMES) | {p.name: TYPES[p.type].formula for p in params if not p.dimensions}
+    arrays = {p.name: (p.dimensions, TYPES[p.type].formula) for p in params if p.dimensions}
     try:
         tree = parse(formula, names, arrays)
     except FormulaError as error:

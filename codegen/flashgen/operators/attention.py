@@ -292,7 +292,7 @@ class AttentionProblem(Problem):
     def _scalars_of_score(self) -> dict[str, Number]:
         """By name; an integer that no call has given yet is 0, since a struct has no other word for it."""
         return {
-            param.name: 0 if param.type == "i32" and math.isnan(value) else value
+            param.name: 0 if param.is_integer and math.isnan(value) else value
             for param, value in zip(self.score.scalars, self.score_scalars, strict=True)
         }
 

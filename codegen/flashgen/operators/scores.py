@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flashgen.errors import BadParam, arg
-from flashgen.operators.arguments import Argument, shown
+from flashgen.operators.arguments import DTYPE_BYTES, Argument, shown
 from flashgen.operators.derivative import derivative
 from flashgen.operators.formula import MAX_DEPTH, MAX_SIZE, Node, evaluate, short_text
 from flashgen.operators.lowering import Lowered, lower
@@ -31,11 +31,26 @@ if TYPE_CHECKING:
 NAMES = {"score": "float", "q": "int", "kv": "int", "h": "int", "b": "int"}
 # The dimensions of an array that have a size of the call; any other is as long as the caller's array.
 DIMENSIONS = {"b": "batch", "h": "num_heads_q", "q": "seqlen_q", "kv": "seqlen_kv"}
-# A type as a spec names it: the type in a formula, the dtype of an array, the type in C.
-TYPES = {"f32": ("float", "fp32", "float"), "i32": ("int", "int32", "int32_t")}
 # How the names of modifications begin that are formulas without a file; a digest of the formula follows.
 FORMULA = "formula_"
-_LARGEST = {"f32": 3.0e38, "i32": 2**30}
+
+
+class ParamType(NamedTuple):
+    """The type of a parameter: in a formula, of the elements of an array, and in C; and how large a number
+    may be.
+    """
+
+    formula: str
+    dtype: str
+    ctype: str
+    largest: float
+
+
+# By the names that a spec gives them.
+TYPES = {
+    "f32": ParamType("float", "fp32", "float", 3.0e38),
+    "i32": ParamType("int", "int32", "int32_t", 2**30),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +68,15 @@ class ScoreParam:
         """The symbols of the dimensions: one of the operator's, or one of its own."""
         return tuple(DIMENSIONS.get(dimension, f"{self.name}_{dimension}") for dimension in self.dimensions)
 
+    @property
+    def is_integer(self) -> bool:
+        return TYPES[self.type].formula == "int"
+
     def argument(self) -> Argument:
         """The array as an argument of the operator."""
-        dtype = TYPES[self.type][1]
-        return Argument(self.name, "input", " ".join(self.symbols), (dtype,), "broadcast", alignment=4)
+        dtype = TYPES[self.type].dtype
+        shape, alignment = " ".join(self.symbols), DTYPE_BYTES[dtype]
+        return Argument(self.name, "input", shape, (dtype,), "broadcast", alignment)
 
 
 @dataclass(frozen=True)
@@ -99,18 +119,18 @@ class Score:
 
     def number(self, param: ScoreParam, value: Any) -> float:
         """A scalar of a call, checked. Raises BadParam."""
-        number_type = numbers.Integral if param.type == "i32" else numbers.Real
+        number_type = numbers.Integral if param.is_integer else numbers.Real
         if not isinstance(value, number_type) or isinstance(value, bool):
-            kind = "an integer" if param.type == "i32" else "a number"
+            kind = "an integer" if param.is_integer else "a number"
             is_array = hasattr(value, "shape")
             what = f"has type {type(value).__name__}" if is_array else f"is {value!r}"
             raise BadParam(f"{arg(param.name)} {what}; the score {self.title} needs {kind}")
         try:
-            number = int(value) if param.type == "i32" else float(value)
+            number = int(value) if param.is_integer else float(value)
         except OverflowError:  # an integer beyond fp64
             number = math.inf
-        if not abs(number) <= _LARGEST[param.type]:
-            most = f"{_LARGEST[param.type]:g}"
+        if not abs(number) <= TYPES[param.type].largest:
+            most = f"{TYPES[param.type].largest:g}"
             raise BadParam(f"{arg(param.name)} is {shown(value)}; it must be finite, at most {most}")
         return number
 
@@ -132,7 +152,7 @@ class Score:
     def check(self, scalars: Mapping[str, float], dtype: str, differentiated: bool = False) -> None:
         """That the constants of the kernel are finite. Raises BadParam."""
         for name, value in self.constants(scalars, dtype, differentiated).items():
-            if abs(value) <= _LARGEST["f32"]:
+            if abs(value) <= TYPES["f32"].largest:
                 continue
             lowered = self.lowered(dtype, differentiated)
             whole = name == "scale_log2"
@@ -145,7 +165,7 @@ class Score:
             )
             raise BadParam(
                 f"the score {self.title}, {self._shown(self.tree)}, cannot be computed with {settings}: "
-                f"{formula}, a constant of its kernels, may be at most {_LARGEST['f32']:g}"
+                f"{formula}, a constant of its kernels, may be at most {TYPES['f32'].largest:g}"
             )
 
     def _shown(self, tree: Node) -> str:
@@ -218,11 +238,13 @@ def modification_of(
     tables = {}
     for param in score.arrays:
         array, extents = arrays[param.name], param.argument().extents(problem.sizes)
-        if param.type == "f32" and not single:
-            array = array.to(xp.float64) if xp.__name__ == "torch" else array.astype(xp.float64)
+        if param.is_integer or not single:
+            # Kernels compute integers in 32 bits.
+            wide = xp.int32 if param.is_integer else xp.float64
+            array = array.to(wide) if xp.__name__ == "torch" else array.astype(wide, copy=False)
         tables[param.name] = xp.broadcast_to(array, extents)
     scalars = {
-        param.name: np.float32(value) if single and param.type == "f32" else value
+        param.name: np.float32(value) if single and not param.is_integer else value
         for param, value in zip(score.scalars, problem.score_scalars, strict=True)
     }
     return ScoreOfCall(score, scalars, tables, problem.seqlen_kv - problem.seqlen_q)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen import errors
 from flashgen.errors import BadParam, DeviceTypeNotSupported
-from flashgen.operators.arguments import ArrayView
+from flashgen.operators.arguments import DTYPE_BYTES, DTYPE_NAMES, ArrayView, dtype_name
 from flashgen.runtime.streams import stream_pointer
 
 if TYPE_CHECKING:
@@ -81,14 +81,8 @@ class TorchKind:
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
         self._made = {"fp32": torch.float32, "uint8": torch.uint8, "int32": torch.int32}
-        self._dtypes = {
-            torch.float16: "fp16",
-            torch.bfloat16: "bf16",
-            torch.float32: "fp32",
-            torch.bool: "bool",
-            torch.uint8: "uint8",
-            torch.int32: "int32",
-        }
+        names = (name for name in (*DTYPE_NAMES, *DTYPE_BYTES) if hasattr(torch, name))
+        self._dtypes = {getattr(torch, name): dtype_name(name) for name in names}
 
     def layout(self, x: Any) -> tuple:
         return self.read((x,))[0][0]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.operators import operator_of
+from flashgen.operators.arguments import dtype_name
+from flashgen.operators.scores import TYPES
 from flashgen.simulator.example import ALIGNMENT, GUARD_ROWS, random_rows, view_of
 
 if TYPE_CHECKING:
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from flashgen.operators.scores import Score
     from flashgen.simulator.example import Shape
 
-_VIEWED = {"float32": "fp32", "int32": "int32"}
 # Entries of a page table that no length reaches.
 _GARBAGE = 1 << 30
 
@@ -33,8 +34,8 @@ def score_arrays_of(
     for param in score.arrays if score else ():
         random_sizes = {symbol: int(rng.integers(1, 21)) for symbol in param.symbols}
         extents = tuple((random_sizes | sizes)[symbol] for symbol in param.symbols)
-        if param.type == "i32":
-            arrays.append(rng.integers(-3, 4, extents, np.int32))
+        if param.is_integer:
+            arrays.append(rng.integers(-3, 4, extents, TYPES[param.type].dtype))
         else:
             arrays.append(rng.standard_normal(extents, np.float32))
     return tuple(arrays)
@@ -42,13 +43,13 @@ def score_arrays_of(
 
 def score_views(arrays: Sequence[np.ndarray]) -> list[ArrayView]:
     """The views of these arrays of a score modification."""
-    return [view_of(x, _VIEWED[x.dtype.name]) for x in arrays]
+    return [view_of(x, dtype_name(x.dtype.name)) for x in arrays]
 
 
 def score_scalars_of(rng: np.random.Generator, score: Score | None) -> tuple[float, ...]:
     """Random numbers of a score modification, none of them 0."""
-    kinds = [param.type for param in score.scalars] if score else []
-    return tuple(int(rng.integers(1, 9)) if kind == "i32" else float(rng.uniform(0.5, 8)) for kind in kinds)
+    are_integers = [param.is_integer for param in score.scalars] if score else []
+    return tuple(int(rng.integers(1, 9)) if it else float(rng.uniform(0.5, 8)) for it in are_integers)
 
 
 def inputs_read(
@@ -71,7 +72,7 @@ def inputs_read(
 
 def array_views(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayView]:
     """The views of these arrays."""
-    return {name: view_of(x, _VIEWED[x.dtype.name]) for name, x in arrays.items()}
+    return {name: view_of(x, dtype_name(x.dtype.name)) for name, x in arrays.items()}
 
 
 def random_mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.operators.formula import Node, number, text
 from flashgen.operators.lowering import key_slope
+from flashgen.operators.scores import TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +55,8 @@ _WORDS = {
 }
 _INT_CALLS = {"abs": "abs", "min": "min", "max": "max"}
 _SIGNS = {"and": "&&", "or": "||"}
+# How an element of an array is loaded, by its type in C.
+_LOADS = {"float": "__uint_as_float(load_global_32({}))", "int32_t": "int(load_global_32({}))"}
 
 
 def score_functions(score: Score, dtype: str, differentiated: bool = False) -> str:
@@ -386,8 +389,8 @@ def _joined(node: Node, args: list[str]) -> str:
 def _element(array: ScoreParam, indices: list[str]) -> str:
     strides = array.argument().stride_names()
     terms = [f"{index} * params.{stride}" for index, stride in zip(indices, strides, strict=False)]
-    loaded = f"load_global_32({' + '.join((f'params.{array.name}', *terms, indices[-1]))})"
-    return f"__uint_as_float({loaded})" if array.type == "f32" else f"int({loaded})"
+    address = " + ".join((f"params.{array.name}", *terms, indices[-1]))
+    return _LOADS[TYPES[array.type].ctype].format(address)
 
 
 def _literal(value: float) -> str:
