@@ -4,8 +4,8 @@
 
 GRID is a grid of `flashgen bench`, by default backward; its cases without lengths are timed. A kernel has no
 input until the earlier kernels have run. So the program times calls of the first kernel, of the first two,
-and so on up to all, in the same interleaved rounds. A kernel adds the difference. In dependent launches this is
-less than its time alone, as it begins while the previous kernel ends.
+and so on up to all, in the same interleaved rounds. A kernel adds the difference. In dependent launches this
+is less than its time alone, as it begins while the previous kernel ends.
 """
 
 import argparse

@@ -32,7 +32,7 @@ def test_a_formula_gives_the_kernel_of_its_line_in_a_file(formula, kernel, tmp_p
     params = FORMULAS[formula]
     path = tmp_path / "scores.yaml"
     path.write_text(f"scores:\n  mine: {{score: {formula!r}, params: {params}}}\n".replace("'", '"'))
-    named = read_scores(path).by_name["mine"]
+    named = read_scores(path, keywords=()).by_name["mine"]
     types = {
         name: declared if isinstance(declared, str) else declared[-1] for name, declared in params.items()
     }
@@ -64,7 +64,7 @@ def test_no_line_of_a_file_has_the_name_of_a_formula(tmp_path):
     path = tmp_path / "scores.yaml"
     path.write_text(f"scores:\n  {score.name}: {{score: score * 3}}\n")
     with pytest.raises(SpecError, match="belong to formulas without a file"):
-        read_scores(path)
+        read_scores(path, keywords=())
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,6 @@ def test_what_is_wrong_with_a_formula_is_said_with_its_column(formula, message):
 
 
 def test_every_shipped_modification_can_be_written_as_its_formula():
-    for score in load_scores().by_name.values():
+    for score in load_scores(keywords=()).by_name.values():
         types = {param.name: param.type for param in score.params}
         assert score_of_formula(score.text, types, keywords=()).tree is score.tree
