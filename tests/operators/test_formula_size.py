@@ -81,7 +81,7 @@ def test_what_a_derivative_repeats_is_not_written_out(text, tmp_path):
     """From the file to the kernel's text, and the call on the CPU."""
     (tmp_path / "scores.yaml").write_text(f"scores:\n  long: {{score: '{text}'}}\n")
     begin = time.process_time()
-    score = read_scores(tmp_path / "scores.yaml").by_name["long"]
+    score = read_scores(tmp_path / "scores.yaml", keywords=()).by_name["long"]
     for dtype in ("fp16", "fp32"):
         for differentiated in (False, True):
             assert len(score_functions(score, dtype, differentiated)) < 100 * len(text)
