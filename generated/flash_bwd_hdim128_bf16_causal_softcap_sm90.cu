@@ -3,7 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none, score softcap
-// tile      block_m 64, block_n 128, stages 2
+// tile      block_m 64, block_n 128, stages 2, cluster 1, producer_registers 24, consumer_registers 240, lse early, dv
+//           early, starts turns, held_k 0, held_v 0, dq_address free, mask_bounds computed, steps all
 // block     384 threads, 165944 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_sm90.yaml
@@ -341,11 +342,12 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
 // A consumer warpgroup: dK and dV of 64 keys, and its part of each step's dQ: 64 rows, or the kDqColumns columns of its panel of K.
 template <int kDqColumns>
 __device__ __forceinline__ void consume(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers,
-                                        int consumer) {
+                                        int consumer)
+{
     const int lane = threadIdx.x % 32;
     const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the block; modulo kBlockM, its first row of dQ
-    const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
-    const shared_address v_own = k_own + kVOffset;
+    const shared_address k_smem = shared + 64 * consumer * kPanelRowBytes;  // of the consumer's 64 keys
+    const shared_address v_smem = k_smem + kVOffset;
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
@@ -354,7 +356,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
     // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) {
         int key = block.first_key + warp_key;
-        opaque(key);  // ranges that are known before the loop would be held in registers
+        opaque(key);  // the compiler would compute the bounds before the loop, and hold them in registers
         return first_query < queries_of_key(params, key + 15).begin || first_query + kBlockM > queries_of_key(params, key).end;
     };
 
@@ -363,18 +365,19 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
     Step previous = step;
-    // dQ = dS K, with dS of both consumers.
+    const shared_address k_rows = k_smem, v_rows = v_smem;
+    // Issues dQ = dS K of the columns of this consumer's panel of K, with dS of both consumers.
     auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
         mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
     };
 
-    // Where the lane's elements of dQ of a step go.
-    auto own_dq_of = [&](const Step& done) {
+    // Where the lane adds its part of dQ of a step.
+    auto dq_address_of = [&](const Step& done) {
         return dq_of(params, block, done, consumer * kPanelColumns, warp_key % 64, lane);
     };
     // Adds this warp's part of dQ of a step.
-    auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {
-        add_dq(own, dq);
+    auto add_dq_of_warp = [&](float* address, const float (&dq)[kDqColumns / 2]) {
+        add_dq(address, dq);
     };
 
     // Consumers start steps in turn, so that one's MMAs run while the other computes P and dS. Otherwise they may come to do the same at
@@ -389,14 +392,14 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         barrier_sync(kStartBarrier + consumer, 128 * kConsumers);
         float p[kBlockM / 2];  // S^T, then P^T
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
-        mma_scores<kHeadDim>(p, k_own, q_smem);
+        mma_scores<kHeadDim>(p, k_rows, q_smem);
         // 2. dP^T = V dO^T: wait for dO, issue.
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
-        mma_scores<kHeadDimV>(ds, v_own, dout_smem);
+        mma_scores<kHeadDimV>(ds, v_rows, dout_smem);
         // The other consumer may start its step. Consumer 1 skips its last hand-off: consumer 0 has finished.
         if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);
-        // 3. Wait for S^T. P^T: score, mask, exponentials.
+        // 3. Wait for S^T and dP^T. The score modification; dP^T becomes (dP^T - delta) times its derivative. P^T: mask, exponentials.
         wgmma_wait<0>();
         pin_registers(p);
         pin_registers(ds);
@@ -407,23 +410,21 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
             apply_mask(params, p, block.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
         compute_p(p, QueryValues{shared + kLseOffset + ring.stage * kQueryValueBytes, lane}, params.scale_log2);
-        // 4. Wait for dP^T. dS^T = P^T (dP^T - delta). dV += P^T dO is issued as soon as registers allow.
         PackedScores<kBlockM> packed_p, packed_ds;
+        // 4. dV += P^T dO: issue. dS^T = P^T times what dP^T has become.
         packed_p.set(p);
         mma_gradient(dv, packed_p, dout_smem);
         weigh(ds, p);
         packed_ds.set(ds);
-
-        // 5. dS^T to shared memory, for both consumers.
-        // All warps have written dS of step i - 1, and read dS of step i - 2, whose buffer step i takes. For i = 0 the wait returns at
-        // once: of a new mbarrier the phase of parity 1 counts as ended.
+        // 5. dS^T to shared memory, for both consumers. Wait until all warps have written dS of step i - 1, and so have read dS of step
+        // i - 2, whose buffer this step takes. For i = 0 the wait returns at once: the phase of parity 1 of a new mbarrier counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
         // 6. dQ = dS K of the previous step: issue. The first step has no previous dS. It runs the same MMAs, reads shared memory from K on
         // as dS, and discards the result: with conditional MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
-        float* own_dq = own_dq_of(previous);
+        float* dq_sums = dq_address_of(previous);
         // 7. dK += dS^T Q: issue. Wait for dQ, with dK in flight. Release dS.
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
@@ -432,7 +433,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         release(barriers.ds_ready());
         pin_registers(dq);
         // 8. Add dQ to memory while dK runs. Wait for dK. Release Q and dO.
-        if (i > 0) add_own_dq(own_dq, dq);
+        if (i > 0) add_dq_of_warp(dq_sums, dq);
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
@@ -448,16 +449,16 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes);
         wgmma_wait<0>();
         pin_registers(dq);
-        add_own_dq(own_dq_of(previous), dq);
+        add_dq_of_warp(dq_address_of(previous), dq);
     }
     barrier_arrive(kAddedBarrier, kAddedThreads);
-    // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
+    // dV is staged over the consumer's V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K for dQ.
     release(barriers.ds_ready());  // this warp no longer reads K
     const int first_key = block.first_key + 64 * consumer;
     const int kv_head = kv_head_of(params, block);
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_key, kv_head, block.batch, kStoreBarrier + consumer, lane);
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_smem, first_key, kv_head, block.batch, kStoreBarrier + consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_key, kv_head, block.batch, kStoreBarrier + consumer, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_smem, first_key, kv_head, block.batch, kStoreBarrier + consumer, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 

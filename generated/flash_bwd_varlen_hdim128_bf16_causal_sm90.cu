@@ -3,7 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none
-// tile      block_m 64, block_n 128, stages 2
+// tile      block_m 64, block_n 128, stages 2, cluster 1, producer_registers 24, consumer_registers 240, lse early, dv
+//           early, starts turns, held_k 0, held_v 0, dq_address free, mask_bounds computed, steps all
 // block     384 threads, 165944 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_varlen_sm90.yaml
@@ -327,13 +328,13 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
 
 // A consumer warpgroup: dK and dV of 64 keys, and its part of each step's dQ: 64 rows, or the kDqColumns columns of its panel of K.
 template <int kDqColumns>
-__device__ __forceinline__ void consume(const Params& all, const KeyBlock& block, shared_address shared, const Barriers& barriers,
-                                        int consumer) {
+__device__ __forceinline__ void consume(const Params& all, const KeyBlock& block, shared_address shared, const Barriers& barriers, int consumer)
+{
     const Params params = of_sequence(all, block);
     const int lane = threadIdx.x % 32;
     const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the block; modulo kBlockM, its first row of dQ
-    const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
-    const shared_address v_own = k_own + kVOffset;
+    const shared_address k_smem = shared + 64 * consumer * kPanelRowBytes;  // of the consumer's 64 keys
+    const shared_address v_smem = k_smem + kVOffset;
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
@@ -350,18 +351,19 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
     Step step = first_step(params, block, queries);
     Step previous = step;
     if (count > 0 && has_unseen_keys(params, block)) clear_unseen_keys(params, block, shared, barriers);
-    // dQ = dS K, with dS of both consumers.
+    const shared_address k_rows = k_smem, v_rows = v_smem;
+    // Issues dQ = dS K of the columns of this consumer's panel of K, with dS of both consumers.
     auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
         mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
     };
 
-    // Where the lane's elements of dQ of a step go.
-    auto own_dq_of = [&](const Step& done) {
+    // Where the lane adds its part of dQ of a step.
+    auto dq_address_of = [&](const Step& done) {
         return dq_of(params, block, done, consumer * kPanelColumns, warp_key % 64, lane);
     };
     // Adds this warp's part of dQ of a step.
-    auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {
-        add_dq(own, dq);
+    auto add_dq_of_warp = [&](float* address, const float (&dq)[kDqColumns / 2]) {
+        add_dq(address, dq);
     };
 
     // Consumers start steps in turn, so that one's MMAs run while the other computes P and dS. Otherwise they may come to do the same at
@@ -379,11 +381,11 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         QueryValues lse;
         lse.load(shared + kLseOffset + ring.stage * kQueryValueBytes, lane);
-        mma_scores<kHeadDim>(p, k_own, q_smem);
+        mma_scores<kHeadDim>(p, k_rows, q_smem);
         // 2. dP^T = V dO^T: wait for dO, issue.
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
-        mma_scores<kHeadDimV>(ds, v_own, dout_smem);
+        mma_scores<kHeadDimV>(ds, v_rows, dout_smem);
         // The other consumer may start its step. Consumer 1 skips its last hand-off: consumer 0 has finished.
         if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);
         // 3. Wait for S^T. P^T: score, mask, exponentials.
@@ -395,7 +397,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         compute_p(p, lse, params.scale_log2);
         QueryValues delta;
         delta.load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, lane);
-        // 4. Wait for dP^T. dS^T = P^T (dP^T - delta). dV += P^T dO is issued as soon as registers allow.
+        // 4. dV += P^T dO: issue. Wait for dP^T, with dV in flight. dS^T = P^T (dP^T - delta).
         PackedScores<kBlockM> packed_p, packed_ds;
         packed_p.set(p);
         mma_gradient(dv, packed_p, dout_smem);
@@ -403,17 +405,15 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         pin_registers(ds);
         compute_ds(ds, p, delta);
         packed_ds.set(ds);
-
-        // 5. dS^T to shared memory, for both consumers.
-        // All warps have written dS of step i - 1, and read dS of step i - 2, whose buffer step i takes. For i = 0 the wait returns at
-        // once: of a new mbarrier the phase of parity 1 counts as ended.
+        // 5. dS^T to shared memory, for both consumers. Wait until all warps have written dS of step i - 1, and so have read dS of step
+        // i - 2, whose buffer this step takes. For i = 0 the wait returns at once: the phase of parity 1 of a new mbarrier counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
         // 6. dQ = dS K of the previous step: issue. The first step has no previous dS. It runs the same MMAs, reads shared memory from K on
         // as dS, and discards the result: with conditional MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
-        float* own_dq = own_dq_of(previous);
+        float* dq_sums = dq_address_of(previous);
         // 7. dK += dS^T Q: issue. Wait for dQ, with dK in flight. Release dS.
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
@@ -422,7 +422,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         release(barriers.ds_ready());
         pin_registers(dq);
         // 8. Add dQ to memory while dK runs. Wait for dK. Release Q and dO.
-        if (i > 0) add_own_dq(own_dq, dq);
+        if (i > 0) add_dq_of_warp(dq_sums, dq);
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
@@ -438,14 +438,14 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes);
         wgmma_wait<0>();
         pin_registers(dq);
-        add_own_dq(own_dq_of(previous), dq);
+        add_dq_of_warp(dq_address_of(previous), dq);
     }
-    // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
+    // dV is staged over the consumer's V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K for dQ.
     release(barriers.ds_ready());  // this warp no longer reads K
-    const KeyBlock stored = load_key_block(params, block_index());  // anew, as the loop has no registers for what it does not use
-    store_dv(params, stored, dv, v_own, 64 * consumer, lane);
+    const KeyBlock stored = load_key_block(params, block_index());  // again, as the loop has no registers for its rows
+    store_dv(params, stored, dv, v_smem, 64 * consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
-    store_dk(params, stored, dk, k_own, 64 * consumer, lane);
+    store_dk(params, stored, dk, k_smem, 64 * consumer, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

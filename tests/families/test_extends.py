@@ -1,3 +1,5 @@
+import textwrap
+
 import pytest
 
 from flashgen.errors import SpecError
@@ -45,6 +47,13 @@ def test_only_what_differs_is_said(write):
     }  # fmt: skip
 
 
+# Of the parameter in the first step of flash_bwd_sm90.
+DELTA_LINE = next(
+    number
+    for number, line in enumerate((specs_dir() / "flash_bwd_sm90.yaml").read_text().splitlines(), 1)
+    if "dlse, delta," in line
+)
+
 AXES = """\
 extends: flash_fwd_sm80
 axes:
@@ -60,6 +69,24 @@ steps:
   - name: convert
     threads: 128
 """
+
+
+def test_values_and_defaults_of_tile_keys_that_are_left_out_are_dropped(write):
+    base = """\
+        extends: flash_fwd_v1
+        tile_keys: [block_m, block_n, warps, turns]
+        tile_values: {turns: [taken, none]}
+        tile_defaults: {block_n: 64, turns: none}
+        """
+    write("wide", textwrap.dedent(base))
+    narrow = """\
+        extends: wide
+        tile_keys: [block_m, block_n, warps]
+        tiles: [{head_dim: 64, block_m: 64, warps: 4}]
+        """
+    spec = load_spec(write("narrow", textwrap.dedent(narrow)))
+    tiles = {variant.tile for variant in spec.variants() if variant.head_dim == 64}
+    assert tiles == {(("block_m", 64), ("block_n", 64), ("warps", 4))}
 
 
 def test_a_step_has_what_it_does_not_say_from_the_one_of_its_name(write):
@@ -133,7 +160,8 @@ def test_a_changed_base_is_seen_through_the_cache(tiny_folder, edit_spec, tmp_pa
         (AXES.format("head_dim_v: {default: [64]}"), r"wide.yaml:3: axes.head_dim_v.default: found \[64\]"),
         (AXES.format("dtype: [fp32]").replace("sm80", "sm90"),
          r"wide.yaml:3: axes.dtype: the size of `fp32` is missing; give it in `element_bytes`"),
-        (STEPS + "workspace: {}\n", r"bwd_sm90.yaml:54: steps\[0\].params\[4\]: `delta` is no parameter of"),
+        (STEPS + "workspace: {}\n",
+         rf"bwd_sm90.yaml:{DELTA_LINE}: steps\[0\].params\[4\]: `delta` is no parameter of"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_file_and_line_that_is_wrong(text, message, write):

@@ -185,6 +185,18 @@ WRONG = {
         "tile_values:",
         ["tile_values.loop: ", "no tile key", "block_m, block_n"],
     ),
+    "default of a tile key that is none": (
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]",
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]\ntile_defaults: {loop: 1}",
+        "tile_defaults:",
+        ["tile_defaults.loop: ", "no tile key", "block_m, block_n"],
+    ),
+    "default that is no value of its tile key": (
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]",
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]\ntile_defaults: {stages: many}",
+        "tile_defaults:",
+        ["tile_defaults.stages: found 'many'; expected an integer"],
+    ),
     "tile value that is none of the names": (
         "tile_keys: [block_m, block_n, warps, stages, min_blocks]",
         "tile_keys: [block_m, block_n, warps, stages, min_blocks]\ntile_values: {stages: [one, two]}",

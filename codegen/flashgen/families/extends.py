@@ -1,8 +1,9 @@
 """Specs that extend another: ``extends: flash_fwd_sm80``, and only what differs.
 
-A key that the file has takes the place of the other's. Of ``axes`` each axis does, and of a step that both
-have by name each key. Lists of rows are joined: the file's own come first, so they win; then the other's
-rows, as far as they fit the axes and targets that are left.
+A key that the file has replaces the other's. Of ``axes`` each axis does, and of a step that both have by name
+each key. The values and defaults of tile keys that the file leaves out are dropped. Lists of rows are joined:
+the file's own come first, so they win; then the other's rows, as far as they fit the axes and targets that
+are left.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class Extended(Document):
         if "element_bytes" not in overrides and isinstance(merged.get("element_bytes"), dict):
             sizes = merged["element_bytes"]
             merged["element_bytes"] = {key: sizes[key] for key in sizes if key in domain.get("dtype", sizes)}
+        for part in ("tile_values", "tile_defaults"):
+            if part not in overrides and isinstance(merged.get(part), dict):
+                keys = merged.get("tile_keys", ())
+                merged[part] = {key: value for key, value in merged[part].items() if key in keys}
         for key in _ROWS:
             self._join(key, domain)
         if "features" not in overrides and isinstance(merged.get("features"), dict):

@@ -9,6 +9,7 @@ from flashgen.families.kinds import (
     ANYTHING,
     EXPRESSION,
     FLAG,
+    REQUIRED,
     Choice,
     Either,
     Field,
@@ -188,6 +189,7 @@ class File(NamedTuple):
     workspace: Annotated[Mapping[str, BufferRow], MapOf(BUFFER, NAME)] = {}
     description: Annotated[str, Text()] = ""
     tile_values: Annotated[Mapping[str, tuple[str, ...]], MapOf(ListOf(SHORT_NAME, least=1), NAME)] = {}
+    tile_defaults: Annotated[Mapping[str, Any], _MAPPING] = {}
     exclude: Annotated[tuple[Any, ...], _LIST] = ()
     commit: Annotated[tuple[Any, ...], _LIST] = ()
     tune: Annotated[tuple[Any, ...], _LIST] = ()
@@ -231,16 +233,22 @@ def expression_names(file: File, axes: Iterable[str]) -> frozenset[str]:
     return frozenset((*axes, *file.tile_keys, "element_bytes", "max_smem"))
 
 
-def tile_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Kind], no_spills: bool) -> Record:
+def tile_row(
+    domain: Mapping[str, Sequence[Any]],
+    keys: Mapping[str, Kind],
+    defaults: Mapping[str, Any],
+    no_spills: bool,
+) -> Record:
     """A row of the tile table: conditions, the tile keys, and what else a row may say.
 
-    ``no_spills`` is what holds for a row that does not say it.
+    ``defaults`` are the values of tile keys that a row may leave out, ``no_spills`` of the key of that name.
     """
     further = {
         "name": Field(optional(SHORT_NAME), None),
         "no_spills": Field(Either(FLAG, _ARCHS), no_spills),
     }
-    return conditions(domain, {key: Field(kind) for key, kind in keys.items()} | _OF_TILES | further)
+    tile = {key: Field(kind, defaults.get(key, REQUIRED)) for key, kind in keys.items()}
+    return conditions(domain, tile | _OF_TILES | further)
 
 
 def tune_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Kind]) -> Record:

@@ -42,7 +42,12 @@ class TileTable:
         self._document, self._file, self._axes = document, file, axes.values
         self._targets, self._element_bytes, self._steps = targets, element_bytes, steps
         domain = {**axes.values, "target": tuple(targets)}
-        self.rows = self._load("tiles", tile_row(domain, tile_kinds(file), file.no_spills))
+        kinds = tile_kinds(file)
+        defaults = {
+            key: document.convert(("tile_defaults", key), value, kinds[key])
+            for key, value in file.tile_defaults.items()
+        }
+        self.rows = self._load("tiles", tile_row(domain, kinds, defaults, file.no_spills))
         self._tiles = [{key: row[key] for key in file.tile_keys} for row in self.rows]
         self._by_name = self._names()
         self._matching = Matcher(domain, self.rows)
@@ -153,10 +158,11 @@ def check_names(document: Document, file: File, axes: Mapping[str, Sequence[Any]
         if name in seen:
             raise document.error(keys, f"`{name}` is already an axis or a tile key")
         seen.add(name)
-    for key in file.tile_values:
-        if key not in file.tile_keys:
-            why = f"no tile key; the tile keys are {', '.join(file.tile_keys)}"
-            raise document.error(("tile_values", key), why)
+    for part, keys in (("tile_values", file.tile_values), ("tile_defaults", file.tile_defaults)):
+        for key in keys:
+            if key not in file.tile_keys:
+                why = f"no tile key; the tile keys are {', '.join(file.tile_keys)}"
+                raise document.error((part, key), why)
     owners = {
         TUNED_TILE: "tiles",
         **dict.fromkeys(file.targets, "targets"),

@@ -157,6 +157,8 @@ def folders_for(spec_dir: str) -> tuple[str, ...]:
 
 def header_comment(variant: Variant) -> str:
     """The comment at the top of a generated file: what the kernel is, and from what it was rendered."""
+    import textwrap
+
     axes = ", ".join(f"{axis} {value}" for axis, value in variant.axes)
     tile = ", ".join(f"{key} {value}" for key, value in variant.tile)
     rows = {
@@ -169,7 +171,8 @@ def header_comment(variant: Variant) -> str:
         "template": variant.template,
     }
     lines = [variant.name, "", RENDERED_BY, ""]
-    lines += [f"{key:<10}{value}" for key, value in rows.items()]
+    for key, value in rows.items():
+        lines += textwrap.wrap(value, 120, initial_indent=f"{key:<10}", subsequent_indent=" " * 10)
     return "\n".join(f"// {line}".rstrip() for line in lines)
 
 
