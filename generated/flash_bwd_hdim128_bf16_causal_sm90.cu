@@ -3,33 +3,43 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none
-// tile      block_m 64, block_n 128, stages 2, cluster 1, producer_registers 24, consumer_registers 240, lse early, dv
-//           early, starts turns, held_k 0, held_v 0, dq_address free, mask_bounds computed, steps all
+// tile      block_m 64, block_n 128, stages 2, dout_stages 2, cluster 1, producer_registers 24, consumer_registers 240,
+//           lse early, dv early, starts turns, held_k 0, held_v 0, dq_address free, mask_bounds computed, steps all
 // block     384 threads, 165944 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_sm90.yaml
 // template  flash_bwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// A thread block has kBlockN keys of a head and takes them through all queries that attend to them, a block of queries a step:
+// A thread block computes dK and dV of kBlockN keys of a head. It goes through the queries that attend to them, kBlockM a step:
 //
 //     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q                           dQ += dS K
 //
-// S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
-// to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
+// S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers. All
+// thread blocks of a head add their dQ to dq_accum in global memory, which is fp32. The convert kernel rounds it.
 //
 // Map
-//   warpgroup 0       produce(): one thread loads Q and dO by TMA. kProducerRegisters = 24 a thread
-//   warpgroups 1, 2   consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
-//   shared memory     K, kKBytes = 32768; V, kVBytes = 32768; kStages = 2 buffers of Q, kQBytes = 16384, and of dO, kDoutBytes = 16384;
-//                     two of dS, kDsBytes = 16384; LSE and delta of each stage; then the mbarriers. dK and dV are stored by way of K and V
-//   mbarrier          arrivals of a phase                                 who waits
-//   q_full, dout_full 1, and the bytes of TMA: the producer               consumers
-//   empty             4 kConsumers: lane 0 of each consumer warp          producer
-//   ds_ready          4 kConsumers: lane 0 of each consumer warp          consumers
-//   named barriers    see NamedBarrier
-//   warp 3            clear_ahead(), then count_added(): clears dQ of a later head, and counts this thread block when its dQ is added
+//   warpgroup 0          the producer, kProducerRegisters = 24 a thread
+//     thread 0             produce(): loads Q and dO of each step by TMA
+//     warp 3               clear_ahead(): clears dQ of a later head; count_added(): counts this thread block when its dQ is added
+//   warpgroups 1, 2      consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
+//
+//   SharedStorage        bytes
+//   k                    32768        K; at the end dK, on its way to TMA
+//   v                    32768        V; at the end dV
+//   q                    16384  x 2   Q of a step
+//   dout                 16384  x 2   dO of a step
+//   ds                   16384  x 2   dS^T of a step, and of the step before
+//   lse_log2, delta      256    x 2   of the queries of a step
+//
+//   barrier              arrivals of a phase                                          who waits
+//   q_full, dout_full    1: the producer, and the bytes of TMA                        consumers
+//   empty                4 kConsumers: lane 0 of each warp, after its last MMA        producer warpgroup
+//   ds_ready             4 kConsumers: lane 0 of each warp, dS written and read       consumers
+//   kStoreBarrier        128: the threads of a consumer, dK or dV is in k or v        the same, before TMA reads it
+//   kStartBarrier        256: the other consumer, which has issued S and dP           a consumer, before its S and dP
+//   kAddedBarrier        kAddedThreads: the consumers, all their dQ is added          count_added()
 
 using element = bf16;
 
@@ -48,33 +58,50 @@ constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
 enum NamedBarrier : int {  // __syncthreads() has the number 0
-    kStoreBarrier = 1,  // + consumer: dK or dV of the warpgroup is in shared memory, 128 threads
-    kStartBarrier = 3,  // + consumer: it may start a step. The other consumer arrives, 2 x 128 threads
-    kAddedBarrier = 5,  // dQ is added: the consumers arrive, count_added() waits, kAddedThreads
+    kStoreBarrier = 1,  // + consumer
+    kStartBarrier = 3,  // + consumer, which waits
+    kAddedBarrier = 5,
 };
 
-// K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
+// Shared memory holds panels of 64 columns: rows of 128 bytes, which TMA swizzles.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and dO
-constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
-constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
-constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
-constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
-// dS^T of a step, a row of 64 queries to a key. Two steps have a buffer each, as dQ of a step is computed in the next one.
-constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
-constexpr int kDsBytes = kBlockM / 64 * kDsPanelBytes;
-constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
 
-constexpr int kVOffset = kKBytes;
-constexpr int kQOffset = kVOffset + kVBytes;
-constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
-constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
-constexpr int kLseOffset = kDsOffset + 2 * kDsBytes;
-constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
-constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
-constexpr int kSharedBytes = kBarrierOffset + 8 * (1 + 3 * kStages);
+// The mbarriers. The map above says who arrives and who waits.
+struct Mbarriers {
+    uint64_t ds_ready;            // dS of a step is written, and dS of the step before is read
+    uint64_t q_full[kStages];     // Q and LSE have arrived; with the first one K
+    uint64_t dout_full[kStages];  // dO and delta have arrived; with the first one V
+    uint64_t empty[kStages];      // no warp reads the stage
+};
+
+// Begins at a multiple of 1024 bytes, where the pattern of the swizzle does.
+struct SharedStorage {
+    element k[kPanels][kBlockN][kPanelColumns];   // dK leaves through it
+    element v[kPanelsV][kBlockN][kPanelColumns];  // dV leaves through it
+    element q[kStages][kPanels][kBlockM][kPanelColumns];
+    element dout[kStages][kPanelsV][kBlockM][kPanelColumns];
+    element ds[2][kBlockM / 64][kBlockN][64];  // dS^T of a step, and of the step before, whose dQ is computed meanwhile
+    float lse_log2[kStages][kBlockM];
+    float delta[kStages][kBlockM];
+    Mbarriers mbarriers;
+};
+
+constexpr int kKBytes = sizeof(SharedStorage::k);
+constexpr int kVBytes = sizeof(SharedStorage::v);
+constexpr int kQBytes = sizeof(SharedStorage::q) / kStages;
+constexpr int kDoutBytes = sizeof(SharedStorage::dout) / kStages;
+constexpr int kDsBytes = sizeof(SharedStorage::ds) / 2;
+constexpr int kDsPanelBytes = kDsBytes / (kBlockM / 64);  // of 64 queries
+constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
+constexpr int kVOffset = offsetof(SharedStorage, v);
+constexpr int kQOffset = offsetof(SharedStorage, q);
+constexpr int kDoutOffset = offsetof(SharedStorage, dout);
+constexpr int kDsOffset = offsetof(SharedStorage, ds);
+constexpr int kLseOffset = offsetof(SharedStorage, lse_log2);
+constexpr int kDeltaOffset = offsetof(SharedStorage, delta);
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -174,17 +201,17 @@ __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& qu
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
-// The mbarriers of a thread block. A buffer is full when TMA has written its bytes; K and V arrive with the first Q and dO. A stage, of Q and
-// dO, is empty when every consumer warp has released it.
+// Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer warp has
+// released it.
 struct Barriers {
     shared_address first;
 
-    // Every consumer warp has written its part of a step's dS, and is done with that of the step before. It completes once more after the
-    // last step: no warp reads K.
-    __device__ __forceinline__ shared_address ds_ready() const { return at(0); }
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(1 + stage); }
-    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(1 + kStages + stage); }
-    __device__ __forceinline__ shared_address empty(int stage) const { return at(1 + 2 * kStages + stage); }
+    // Complete when every consumer warp has written its part of a step's dS and has read dS of the step before. It completes once more after
+    // the last step: no warp reads K.
+    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 
@@ -309,8 +336,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
 
 // A consumer warpgroup: dK and dV of 64 keys, and its part of each step's dQ: 64 rows, or the kDqColumns columns of its panel of K.
 template <int kDqColumns>
-__device__ __forceinline__ void consume(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers,
-                                        int consumer)
+__device__ __forceinline__ void consume(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers, int consumer)
 {
     const int lane = threadIdx.x % 32;
     const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the block; modulo kBlockM, its first row of dQ
@@ -434,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 flash_bwd_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
-    const Barriers barriers = {shared + kBarrierOffset};
+    const Barriers barriers = {shared_address(shared + offsetof(SharedStorage, mbarriers))};
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
@@ -462,9 +488,8 @@ flash_bwd_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
 
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) {
-            produce(params, block, shared, barriers);
-        } else if (threadIdx.x / 32 == 3) {
+        if (threadIdx.x == 0) produce(params, block, shared, barriers);
+        else if (threadIdx.x / 32 == 3) {
             clear_ahead(params, block, threadIdx.x % 32);
             count_added(params, block, threadIdx.x % 32);
         }
@@ -895,8 +920,9 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kCons
 static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
 static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
+static_assert(kDsPanelBytes % 1024 == 0 && kQBytes % 1024 == 0 && kDoutBytes % 1024 == 0, "panels begin where the swizzle does");
 static_assert(kDsBytes <= kKBytes + kVBytes, "the first step reads what is loaded, K and perhaps V, as dS");
-static_assert(kSharedBytes + 1024 == 165944, "launcher and kernel agree on shared memory");
+static_assert(sizeof(SharedStorage) + 1024 == 165944, "the launcher allocates this, and room to begin at a multiple of 1024");
 static_assert(sizeof(Params) == 896 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 640);
 static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);

@@ -114,7 +114,7 @@ FAULTS = (
         "",
     ),
     fault(
-        "K in place of V", HELD, CAUSAL, (WRONG,), "v_rows.load(v_own, lane);", "v_rows.load(k_own, lane);"
+        "K in place of V", HELD, CAUSAL, (WRONG,), "v_rows.load(v_smem, lane);", "v_rows.load(k_smem, lane);"
     ),
     fault(
         "columns exchanged in registers",
@@ -249,8 +249,8 @@ FAULTS = (
         SKIPS,
         SKIPPED,
         PHASES,
-        "query_block * kBlockM < own_end &&",
-        "query_block * kBlockM + 64 < own_end &&",
+        "query_block * kBlockM < end_query &&",
+        "query_block * kBlockM + 64 < end_query &&",
     ),
     fault("dS of a first step that is skipped", SKIPS, SKIPPED, (*ASYNC, WRONG), "store_zero_ds(0);", ""),
     fault(
@@ -285,7 +285,7 @@ FAULTS = (
         SKIPS,
         SKIPPED,
         (WRONG,),
-        "        add_own_dq(own_dq_of(previous), dq);\n        previous = step;\n",
+        "        add_dq_of_warp(dq_address_of(previous), dq);\n        previous = step;\n",
         "        previous = step;\n",
     ),
     # A dense mask.
@@ -391,15 +391,15 @@ FAULTS = (
         ROWS,
         SHAPE,
         (WRONG,),
-        "if (i > 0) add_own_dq(own_dq, dq);",
-        "add_own_dq(own_dq, dq);",
+        "if (i > 0) add_dq_of_warp(dq_sums, dq);",
+        "add_dq_of_warp(dq_sums, dq);",
     ),
     fault(
         "dQ of the last step is not",
         ROWS,
         SHAPE,
         (WRONG,),
-        "        add_own_dq(own_dq_of(previous), dq);\n    }\n",
+        "        add_dq_of_warp(dq_address_of(previous), dq);\n    }\n",
         "    }\n",
     ),
     fault(

@@ -47,6 +47,7 @@ _INSIDE = re.compile(INSIDE)
 _OTHER_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"((?!flashgen/|\$\{)[^"\n]*)"', re.MULTILINE)
 # Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
 _SPACES = " \t"
+_NO_BREAK = "\xa0"  # a space at which no line of the header comment ends
 _VALUE = r"\$\{[^}]*\}"
 _PRINTED = re.compile(r"\$\{\s*(\w+)\s*\}")
 # Delimiters of statements and comments within this module, which neither C++ nor PTX has.
@@ -160,7 +161,7 @@ def header_comment(variant: Variant) -> str:
     import textwrap
 
     axes = ", ".join(f"{axis} {value}" for axis, value in variant.axes)
-    tile = ", ".join(f"{key} {value}" for key, value in variant.tile)
+    tile = ", ".join(f"{key}{_NO_BREAK}{value}" for key, value in variant.tile)
     rows = {
         "axes": axes,
         "tile": tile + (f" ({variant.tile_name})" if variant.tile_name else ""),
@@ -173,7 +174,7 @@ def header_comment(variant: Variant) -> str:
     lines = [variant.name, "", RENDERED_BY, ""]
     for key, value in rows.items():
         lines += textwrap.wrap(value, 120, initial_indent=f"{key:<10}", subsequent_indent=" " * 10)
-    return "\n".join(f"// {line}".rstrip() for line in lines)
+    return "\n".join(f"// {line}".rstrip() for line in lines).replace(_NO_BREAK, " ")
 
 
 def headers(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None = None) -> dict[str, str]:
