@@ -37,16 +37,16 @@ struct Params {
     float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
-// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
+// In the workspace a head has whole units of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
 __device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
 __device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
-// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
-// flashgen/ptx.cuh), elsewhere element e of all lanes is contiguous.
+// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
+// are contiguous. Elsewhere element e of all lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`

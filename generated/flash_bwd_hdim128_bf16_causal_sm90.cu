@@ -128,16 +128,16 @@ struct Params {
     float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
-// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
+// In the workspace a head has whole units of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
 __device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
 __device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
-// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
-// flashgen/ptx.cuh), elsewhere element e of all lanes is contiguous.
+// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
+// are contiguous. Elsewhere element e of all lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
@@ -180,7 +180,7 @@ __device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, 
 // Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
 __device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
 
-// What a thread block computes: dK and dV of kBlockN keys of a kv head, summed over its query heads or over a part of them, and their share
+// The keys of a thread block. It computes their dK and dV, summed over the query heads of their kv head or over a part of these, and their part
 // of dQ.
 struct KeyBlock {
     int batch;
@@ -238,7 +238,7 @@ struct RingPosition {
     }
 };
 
-// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros
+// Starts loading kRows rows of a head, panel by panel
 template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
     int first_row, int head, int batch);
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
@@ -270,36 +270,37 @@ template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds,
 template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem);
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
 __device__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane);
-// Where a lane's elements of dQ of a step go, of the columns from `first_column` on
+// Where a lane adds its elements of dQ of a step, from `first_column` on
 __device__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row, int lane);
 // Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum
-template <int kCount> __device__ void add_dq(float* own, const float (&dq)[kCount]);
-// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
-// swizzled as these were
+template <int kCount> __device__ void add_dq(float* address, const float (&dq)[kCount]);
+// Writes a warp's 16 rows of a gradient, times `factor` and rounded, to `staging`
 template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane);
-// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any longer
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`
 template <int kColumns> __device__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
     shared_address staging, int first_row, int head, int batch, int barrier, int lane);
-__device__ int head_of_grid(const Params& params, const KeyBlock& block);  // The head of the grid that a block of keys is of
+// The number of a block's head in the grid, counted over the batch
+__device__ int head_of_grid(const Params& params, const KeyBlock& block);
 __device__ int num_heads_of_grid(const Params& params);  // Heads of the grid, over the batch
-__device__ int rows_of_head(const Params& params);
-__device__ void clear_ahead(const Params& params, const KeyBlock& block, int lane);  // Clears a part of dq_accum of a later head
+__device__ int rows_of_head(const Params& params);  // Rows of dq_accum of a head of the grid
+// Clears this thread block's part of dq_accum of a later head
+__device__ void clear_ahead(const Params& params, const KeyBlock& block, int lane);
 __device__ void await_cleared(const Params& params, const KeyBlock& block);  // Waits until dq_accum of the head is clear
 
 constexpr int kAddedThreads = 128 * kConsumers + 32;  // at kAddedBarrier
 
-__device__ void count_added(const Params& params, const KeyBlock& block, int lane);  // Counts the thread block once it has added its last dQ
-__device__ int num_steps(const Params&, const QueryBlocks& queries);
+__device__ void count_added(const Params& params, const KeyBlock& block, int lane);  // Counts the thread block when all its dQ is added
+__device__ int num_steps(const Params&, const QueryBlocks& queries);  // The number of steps of a thread block
 
-// Where TMA finds the rows of Q and dO of a step, and where their LSE and delta begin.
+// Where TMA finds Q and dO of a step, and where their LSE and delta begin.
 struct StepRows {
     int head;
     int batch;
     int row;
-    int64_t unit_row;
+    int64_t unit_row;  // of lse_log2 and delta
 };
 
-__device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);  // Where the rows of a step are
+__device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);  // The rows of a step
 // Starts loading Q and LSE of a step
 __device__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
     int more = 0);
@@ -310,11 +311,12 @@ __device__ void load_dout(const Params& params, const StepRows& rows, shared_add
 // What arrives with the first dO: V.
 constexpr int kBytesWithDout = kVBytes;
 
-// Starts the first loads of a thread block, before the barrier at which its warps meet
+// Starts the first loads of a thread block
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
 
-// The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
-// Where dq_accum is cleared by other thread blocks, it waits for the zeros first; dO of a single step is loaded after them.
+// The producer thread. start_loads() has loaded the first step.
+//   each step   wait until the stage is empty; load Q, LSE, dO and delta.
+// Where other thread blocks clear dq_accum, it waits first until dq_accum is clear.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);
@@ -322,8 +324,8 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
     Step step = first_step(params, block, queries);
     await_cleared(params, block);
     if (count == 1) load_dout(params, rows_of(params, block, step), shared, barriers, 0, kBytesWithDout);
-    // The second buffers begin empty: the phase before the first has ended. A single buffer of dO has the first step in it.
-#pragma unroll 1  // few registers are left to the producer warpgroup, whose other warps have work of their own
+    // The wait for a stage that no step has used returns at once: the phase of parity 1 of a new mbarrier counts as ended.
+#pragma unroll 1  // the producer warpgroup has few registers
     for (int left = count - 1; left > 0; --left) {
         step = next_step(step, queries);
         ring.advance();
@@ -576,18 +578,17 @@ __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float
 }
 
 // The block of keys of a thread block.
-// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. A section has few
-// heads, so that several blocks of a head run at a time and share its queries in L2.
-// The most queries attend to the first keys. So long blocks fill up what the short ones of the section before leave, and the last blocks of
-// the grid are short.
+// Heads are launched in groups of heads_per_section. In a group the first keys of each head come first, then the next ones: under a diagonal the
+// most queries attend to the first keys, so the last blocks of the grid are short. A group has few heads, so that several blocks of a head run
+// at a time and share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
-    const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
-    const int index_in_section = index - first_head * params.num_row_blocks;
+    const int group_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
+    const int index_in_group = index - first_head * params.num_row_blocks;
     KeyBlock block;
-    const int blocks_ahead = index_in_section / section_heads;  // of its head
-    const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
-    block.first_key = blocks_ahead * kBlockN;
+    const int blocks_before = index_in_group / group_heads;  // of its head
+    const int head_of_batch = first_head + index_in_group - blocks_before * group_heads;
+    block.first_key = blocks_before * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
     block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
     return block;
@@ -611,7 +612,7 @@ __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) 
 // all others, whatever these hold: 0 * NaN would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
-// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros.
+// Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
 template <int kPanelCount, int kRows>
 __device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
                                           int head, int batch) {
@@ -752,7 +753,7 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_sm
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
-    const int key = warp_key + lane % 16;  // whose address this lane gives
+    const int key = warp_key + lane % 16;  // stmatrix takes the address of a row from each lane
 #pragma unroll
     for (int query = 0; query < kBlockM; query += 16) {
         // Keys 0 to 7 and 8 to 15 of eight queries, then of the next eight. Lanes 0 to 15 give the rows of the first eight.
@@ -761,29 +762,28 @@ __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared
     }
 }
 
-// Where a lane's elements of dQ of a step go, of the columns from `first_column` on. The step's rows of the warp begin at `warp_row`.
+// Where a lane adds its elements of dQ of a step, from `first_column` on. `warp_row` is the warp's first row of the step.
 __device__ __forceinline__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row,
                                         int lane) {
     const int row = step.block * kBlockM + warp_row;
-    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
-    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
-    return own;
+    float* address = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
+    opaque(address);  // one address, computed while MMAs run; the reds add constant offsets to it
+    return address;
 }
 
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first tile go.
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `address` is the lane's place in the first tile.
 template <int kCount>
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
+__device__ __forceinline__ void add_dq(float* address, const float (&dq)[kCount]) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
-        red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+        red_add_128(address + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
     }
 }
 
-// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
-// swizzled as these were.
+// Writes a warp's 16 rows of a gradient, times `factor` and rounded, to `staging`: swizzled panels of kBlockN rows, from the warpgroup's row on.
 template <int kColumns>
 __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
-    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // stmatrix takes the address of a row from each lane
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
         uint32_t matrices[4];
@@ -796,14 +796,14 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
     }
 }
 
-// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
-// longer. One thread of the warpgroup, whose named barrier is `barrier`, starts the TMA stores.
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`.
+// No warp reads `staging` any more. `barrier` is the warpgroup's named barrier; one thread starts the TMA stores.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
                                                int first_row, int head, int batch, int barrier, int lane) {
     stage_gradient<kColumns>(sums, factor, staging, lane);
     fence_proxy_async();  // TMA would not see the writes otherwise
-    barrier_sync(barrier, 128);  // all rows of the warpgroup are there
+    barrier_sync(barrier, 128);  // all rows of the warpgroup are written
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
@@ -813,12 +813,12 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
-// The head of the grid that a block of keys is of.
-// dQ is added to memory that has to be 0 first. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. Each
-// later head is cleared by the thread blocks of the head that comes clear_distance before it. Each clears one part while it computes.
-// clear_distance is more than a section, so the thread blocks that clear have lower indices in the grid than those that wait, and
-// clearing itself waits for nothing. So there is no deadlock if the hardware starts thread blocks by increasing index, as it does, though
-// CUDA does not promise it. clear_distance is little more than a section, so that most zeros are still in L2 when dQ is added to them.
+// The number of a block's head in the grid, counted over the batch.
+// dq_accum must be 0 before dQ is added to it. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. CTAs of head
+// h clear head h + clear_distance, one part each, while they compute.
+// clear_distance is more than a group of heads that share L2, so the CTAs that clear have lower indices in the grid than the CTAs that wait, and
+// clearing waits for nothing. So there is no deadlock if the hardware starts CTAs by increasing index. It does, but CUDA does not promise it.
+// clear_distance is little more than such a group, so that most zeros are still in L2 when dQ is added to them.
 __device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock& block) {
     return block.batch * params.num_heads_kv + block.kv_head;
 }
@@ -826,17 +826,18 @@ __device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock
 // Heads of the grid, over the batch.
 __device__ __forceinline__ int num_heads_of_grid(const Params& params) { return params.batch_size * params.num_heads_kv; }
 
+// Rows of dq_accum of a head of the grid.
 __device__ __forceinline__ int rows_of_head(const Params& params) { return unit_rows(params); }
 
-// Clears a part of dq_accum of a later head.
-// Called by a warp of the producer warpgroup: clears this thread block's part of a later head, in rows of tiles as dq_tiles has them.
+// Clears this thread block's part of dq_accum of a later head.
+// A warp of the producer warpgroup calls it. A part is whole rows of tiles.
 __device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock& block, int lane) {
     const int head = head_of_grid(params, block) + params.clear_distance;
     if (head >= num_heads_of_grid(params)) return;
     const int tile_rows = rows_of_head(params) / 16;
-    const int own_tile_rows = (tile_rows + params.num_row_blocks - 1) / params.num_row_blocks;
-    const int begin = block.first_key / kBlockN * own_tile_rows;
-    const int end = min(begin + own_tile_rows, tile_rows);
+    const int part_rows = (tile_rows + params.num_row_blocks - 1) / params.num_row_blocks;
+    const int begin = block.first_key / kBlockN * part_rows;
+    const int end = min(begin + part_rows, tile_rows);
     constexpr int kTilesPerRow = kHeadDim / 8;
     float* zeros = params.dq_accum + (int64_t(head) * tile_rows + begin) * (kTilesPerRow * kTileElements) + 4 * lane;
 #pragma unroll 4
@@ -849,26 +850,27 @@ __device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock
 }
 
 // Waits until dq_accum of the head is clear.
-// Called by the producer thread before it loads Q of the second step, in which consumers add dQ of the first. Their waits for that Q pass the
-// acquire on to them; where there is a single step, those for its dO.
+// The producer thread calls it before it loads Q of the second step, in which consumers add dQ of the first step. Their wait for that Q passes the
+// acquire on to them. Where there is a single step, their wait for its dO does.
 __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlock& block) {
     const int head = head_of_grid(params, block);
     if (head < params.clear_distance) return;
     while (int(load_acquire_32(params.cleared + head)) != params.num_row_blocks) {}
 }
 
-// Counts the thread block once it has added its last dQ. The convert kernel rounds dQ of a head when all thread blocks of the head are counted,
-// while thread blocks of later heads still run. A warp of the producer warpgroup calls it. A thread block without steps counts too. A full
-// count implies that the head is cleared: the first query or the last one attends to a key, so some thread block has steps, and it waited
-// for the zeros before it added.
+// Counts the thread block when all its dQ is added. A warp of the producer warpgroup calls it.
+// The convert kernel rounds dQ of a head when all thread blocks of the head are counted, while thread blocks of later heads still run. A thread
+// block without steps counts too. A full count implies cleared: the first query or the last one attends to a key, so some thread block has
+// steps, and it waited for the clear.
 __device__ __forceinline__ void count_added(const Params& params, const KeyBlock& block, int lane) {
     barrier_sync(kAddedBarrier, kAddedThreads);
     if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);
 }
 
+// The number of steps of a thread block.
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
-// Where the rows of a step are.
+// The rows of a step.
 __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
     StepRows rows;
     rows.head = head_of(params, block, step);
@@ -878,7 +880,7 @@ __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock
     return rows;
 }
 
-// Starts loading Q and LSE of a step. `more`: bytes of other loads that the same barrier awaits.
+// Starts loading Q and LSE of a step. `more` counts the bytes of further loads that complete on the same barrier.
 __device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
                                        int stage, int more) {
     const shared_address full = barriers.q_full(stage);
@@ -896,11 +898,12 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
     bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Starts the first loads of a thread block, before the barrier at which its warps meet: K and Q, with which S of the first step begins,
-// then V, in a cluster the peer's K, and dO. K's bytes count at q_full(0), the others at dout_full(0). They may come before load_q() and
-// load_dout() announce them: without the arrival of these the phase cannot end. Without steps nothing is loaded.
-// With a single step consumers wait for no later load before they add dQ, so where dq_accum is cleared by other thread blocks, produce() loads
-// dO of this step, when dq_accum is clear.
+// Starts the first loads of a thread block: K and Q, V and dO of the first step.
+// One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0), V on dout_full(0), and so does the
+// peer's K of a cluster. Their bytes may arrive before load_q() and load_dout() announce them: the phase cannot end without the arrival of the
+// announcing thread. A thread block without steps loads nothing.
+// Where other thread blocks clear dq_accum, a load tells the consumers that it is clear: Q of the second step, or dO where there is one step. So
+// produce() loads that dO, after its wait.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);

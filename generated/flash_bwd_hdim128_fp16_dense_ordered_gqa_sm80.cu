@@ -136,16 +136,16 @@ struct Params {
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
-// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
+// In the workspace a head has whole units of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
 __device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
 __device__ int64_t first_unit_row(const Params& params, int batch, int head);  // The row of the workspace that a head begins with
 
-// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
-// flashgen/ptx.cuh), elsewhere element e of all lanes is contiguous.
+// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
+// are contiguous. Elsewhere element e of all lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
@@ -186,12 +186,12 @@ __device__ void apply_mask(const Params& params, Scores& scores, shared_address 
 __device__ void exponentiate(Scores& scores, float scale_log2, shared_address lse, int lane);
 __device__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane);  // Turns dP^T into dS^T = P^T * (dP^T - delta)
 
-// What a thread block computes: dK and dV of kBlockN keys of a kv head, summed over its query heads or over a part of them, and their share
+// The keys of a thread block. It computes their dK and dV, summed over the query heads of their kv head or over a part of these, and their part
 // of dQ.
 struct KeyBlock {
     int batch;
-    int group_part;  // heads_per_part query heads; counted over the kv heads of the batch entry
-    int index;  // among the blocks of its head
+    int group_part;  // of heads_per_part query heads, counted over the kv heads of the batch entry
+    int index;  // of the block in its head
     int first_key;
 };
 
@@ -364,9 +364,8 @@ __device__ void add_dq(const Params& params, const KeyBlock& block, const Step& 
 __device__ void mma_other_queries(Gradients& gradients, shared_address smem, shared_address q, shared_address dout, int warp_key, int part,
     int lane);
 
-// With group_parts above 1, what a thread block has summed over its part of the query heads goes to the workspace in fp32, and the sum
-// kernel adds up the parts. Tiles of 16 keys by 8 columns lie as those of dq_accum do where one red adds four elements: the elements of a
-// lane are contiguous.
+// With group_parts above 1, a thread block sums dK and dV over a part of the query heads and writes them to the workspace in fp32. The sum kernel
+// adds the parts. Tiles are 16 keys by 8 columns, and the elements of a lane are contiguous.
 
 // The tiles of the 16 keys that begin at `key`
 template <int kColumns> __device__ float* part_tiles(const Params& params, float* parts, const KeyBlock& block, int key);
@@ -571,17 +570,17 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
 __device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
 
 // The block of keys of a thread block.
-// Blocks of a head add to dQ in the order of their launch, the last keys first (turn_of). Heads are launched in sections of about as
-// many blocks as run at a time, and in a section the last block of each head comes first, then the one before it. So when a block
-// starts, those of its head that are ahead of it have a lead, and it seldom waits.
+// Blocks of a head add to dQ in the order of their launch, the last keys first (turn_of). Heads are launched in groups of heads_per_section,
+// about as many blocks as run at a time. In a group the last block of each head comes first, then the block before it. So when a block starts,
+// the earlier blocks of its head have a lead, and it seldom waits.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
-    const int section_heads = min(params.heads_per_section, params.batch_size * heads_of_grid(params) - first_head);
-    const int index_in_section = index - first_head * params.num_row_blocks;
+    const int group_heads = min(params.heads_per_section, params.batch_size * heads_of_grid(params) - first_head);
+    const int index_in_group = index - first_head * params.num_row_blocks;
     KeyBlock block;
-    const int blocks_ahead = index_in_section / section_heads;  // of its head
-    const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
-    block.index = params.num_row_blocks - 1 - blocks_ahead;
+    const int blocks_before = index_in_group / group_heads;  // of its head
+    const int head_of_batch = first_head + index_in_group - blocks_before * group_heads;
+    block.index = params.num_row_blocks - 1 - blocks_before;
     block.first_key = block.index * kBlockN;
     block.batch = head_of_batch / heads_of_grid(params);
     block.group_part = head_of_batch - block.batch * heads_of_grid(params);

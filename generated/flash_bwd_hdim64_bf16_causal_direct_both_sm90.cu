@@ -284,10 +284,9 @@ struct PackedScores {
 
 // Starts a gradient += A B, 64 rows x 64 of a warpgroup
 __device__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem);
-// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
-// swizzled as these were
+// Writes a warp's 16 rows of a gradient, times `factor` and rounded, to `staging`
 template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane);
-// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any longer
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`
 template <int kColumns> __device__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
     shared_address staging, int first_row, int head, int batch, int barrier, int lane);
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
@@ -865,11 +864,10 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores<kBl
     wgmma_commit();
 }
 
-// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
-// swizzled as these were.
+// Writes a warp's 16 rows of a gradient, times `factor` and rounded, to `staging`: swizzled panels of kBlockN rows, from the warpgroup's row on.
 template <int kColumns>
 __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
-    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // stmatrix takes the address of a row from each lane
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
         uint32_t matrices[4];
@@ -882,14 +880,14 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
     }
 }
 
-// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
-// longer. One thread of the warpgroup, whose named barrier is `barrier`, starts the TMA stores.
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`.
+// No warp reads `staging` any more. `barrier` is the warpgroup's named barrier; one thread starts the TMA stores.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
                                                int first_row, int head, int batch, int barrier, int lane) {
     stage_gradient<kColumns>(sums, factor, staging, lane);
     fence_proxy_async();  // TMA would not see the writes otherwise
-    barrier_sync(barrier, 128);  // all rows of the warpgroup are there
+    barrier_sync(barrier, 128);  // all rows of the warpgroup are written
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {

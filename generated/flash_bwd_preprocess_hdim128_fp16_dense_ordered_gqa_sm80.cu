@@ -49,7 +49,7 @@ struct Params {
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
 };
 
-// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
+// In the workspace a head has whole units of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
 __device__ int unit_rows(const Params& params);  // Rows of a head in the workspace

@@ -37,21 +37,21 @@ struct Params {
     float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
-// The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
-// their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
-// units of 16 rows, as tiles have: those past the sequence are neither cleared nor added to.
+// In the workspace each sequence of a head has whole units of rows. LSE and delta are read by blocks of queries, so their units are whole blocks,
+// and no block reads rows of another sequence. dQ takes kHeadDim times the memory, so its units are the 16 rows of a tile. Tiles past the sequence
+// are neither cleared nor added to.
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 
 template <int kUnit> __device__ int64_t unit_rows(const Params& params);  // Rows of a head in the workspace
-// The row of a head that a sequence begins with, from row `begin` of its entry of q
+// The row of a head that a sequence begins with
 template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
 __device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
 
-// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
-// flashgen/ptx.cuh), elsewhere element e of all lanes is contiguous.
+// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
+// are contiguous. Elsewhere element e of all lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
@@ -144,12 +144,12 @@ __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     return (rows / kUnit + params.batch_size) * kUnit;
 }
 
-// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
-// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
+// The row of a head that a sequence begins with. `begin` is its first row in q.
+// The sequences before it fill at most (rows before) / kUnit + (sequences before) units, so no sum over sequences is needed.
 template <int kUnit>
 __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
-    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
-    return (rows_ahead / kUnit + sequence) * kUnit;
+    const int64_t rows_before = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
+    return (rows_before / kUnit + sequence) * kUnit;
 }
 
 // The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.

@@ -130,22 +130,22 @@ struct Params {
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
-// The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
-// their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
-// units of 16 rows, as tiles have: those past the sequence are neither cleared nor added to.
+// In the workspace each sequence of a head has whole units of rows. LSE and delta are read by blocks of queries, so their units are whole blocks,
+// and no block reads rows of another sequence. dQ takes kHeadDim times the memory, so its units are the 16 rows of a tile. Tiles past the sequence
+// are neither cleared nor added to.
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 
 template <int kUnit> __device__ int64_t unit_rows(const Params& params);  // Rows of a head in the workspace
-// The row of a head that a sequence begins with, from row `begin` of its entry of q
+// The row of a head that a sequence begins with
 template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
 __device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
 __device__ int64_t first_unit_row(const Params& params, int, int head);  // The row of LSE and delta that a head begins with
 
-// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
-// flashgen/ptx.cuh), elsewhere element e of all lanes is contiguous.
+// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
+// are contiguous. Elsewhere element e of all lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
@@ -254,7 +254,7 @@ struct RingPosition {
     }
 };
 
-// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros
+// Starts loading kRows rows of a head, panel by panel
 template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
     int first_row, int head, int batch);
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
@@ -294,33 +294,32 @@ __device__ void clear_tail_of_step(const Params& params, const Step& step, share
     const RingPosition<kStages>& ring);
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
 __device__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane);
-// Where a lane's elements of dQ of a step go, of the columns from `first_column` on
+// Where a lane adds its elements of dQ of a step, from `first_column` on
 __device__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row, int lane);
 // Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum
-template <int kCount> __device__ void add_dq(float* own, const float (&dq)[kCount]);
-// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
-// swizzled as these were
+template <int kCount> __device__ void add_dq(float* address, const float (&dq)[kCount]);
+// Writes a warp's 16 rows of a gradient, times `factor` and rounded, to `staging`
 template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane);
-// Writes those of a warp's 16 rows of dK or dV, times `factor` and rounded, that are below `rows`, and the columns below `columns`
+// Writes a warp's 16 rows of dK or dV, times `factor` and rounded
 template <int kColumns> __device__ void store_gradient(element* destination, int64_t row_stride, const float (&sums)[kColumns / 2],
     float factor, shared_address staging, int rows, int columns, int lane);
 // Writes a warpgroup's 64 rows of dV, which begin at row `first` of a block of keys
 __device__ void store_dv(const Params& params, const KeyBlock& block, const float (&dv)[kHeadDimV / 2], shared_address staging, int first,
     int lane);
-// Likewise of dK
+// Writes a warpgroup's 64 rows of dK, as store_dv() writes dV
 __device__ void store_dk(const Params& params, const KeyBlock& block, const float (&dk)[kHeadDim / 2], shared_address staging, int first,
     int lane);
-__device__ int num_steps(const Params&, const QueryBlocks& queries);
+__device__ int num_steps(const Params&, const QueryBlocks& queries);  // The number of steps of a thread block
 
-// Where TMA finds the rows of Q and dO of a step, and where their LSE and delta begin.
+// Where TMA finds Q and dO of a step, and where their LSE and delta begin.
 struct StepRows {
     int head;
     int batch;
     int row;
-    int64_t unit_row;
+    int64_t unit_row;  // of lse_log2 and delta
 };
 
-__device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);  // Where the rows of a step are
+__device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);  // The rows of a step
 // Starts loading Q and LSE of a step
 __device__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
     int more = 0);
@@ -331,17 +330,18 @@ __device__ void load_dout(const Params& params, const StepRows& rows, shared_add
 // What arrives with the first dO: V.
 constexpr int kBytesWithDout = kVBytes;
 
-// Starts the first loads of a thread block, before the barrier at which its warps meet
+// Starts the first loads of a thread block
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
 
-// The producer thread: Q and dO of each step but the first, with their rows' LSE and delta, as fast as buffers become empty.
-// Where dq_accum is cleared by other thread blocks, it waits for the zeros first; dO of a single step is loaded after them.
+// The producer thread. start_loads() has loaded the first step.
+//   each step   wait until the stage is empty; load Q, LSE, dO and delta.
+// Where other thread blocks clear dq_accum, it waits first until dq_accum is clear.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
-    // The second buffers begin empty: the phase before the first has ended. A single buffer of dO has the first step in it.
+    // The wait for a stage that no step has used returns at once: the phase of parity 1 of a new mbarrier counts as ended.
     for (int left = count - 1; left > 0; --left) {
         step = next_step(step, queries);
         ring.advance();
@@ -519,12 +519,12 @@ __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     return (rows / kUnit + params.batch_size) * kUnit;
 }
 
-// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
-// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
+// The row of a head that a sequence begins with. `begin` is its first row in q.
+// The sequences before it fill at most (rows before) / kUnit + (sequences before) units, so no sum over sequences is needed.
 template <int kUnit>
 __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
-    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
-    return (rows_ahead / kUnit + sequence) * kUnit;
+    const int64_t rows_before = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
+    return (rows_before / kUnit + sequence) * kUnit;
 }
 
 // The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
@@ -642,7 +642,7 @@ __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const
 // The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
-// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros.
+// Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
 template <int kPanelCount, int kRows>
 __device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
                                           int head, int batch) {
@@ -827,7 +827,7 @@ __device__ __forceinline__ void clear_tail_of_step(const Params& params, const S
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
-    const int key = warp_key + lane % 16;  // whose address this lane gives
+    const int key = warp_key + lane % 16;  // stmatrix takes the address of a row from each lane
 #pragma unroll
     for (int query = 0; query < kBlockM; query += 16) {
         // Keys 0 to 7 and 8 to 15 of eight queries, then of the next eight. Lanes 0 to 15 give the rows of the first eight.
@@ -836,31 +836,30 @@ __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared
     }
 }
 
-// Where a lane's elements of dQ of a step go, of the columns from `first_column` on. The step's rows of the warp begin at `warp_row`.
+// Where a lane adds its elements of dQ of a step, from `first_column` on. `warp_row` is the warp's first row of the step.
 __device__ __forceinline__ float* dq_of(const Params& params, const KeyBlock& block, const Step& step, int first_column, int warp_row,
                                         int lane) {
     const int row = step.block * kBlockM + warp_row;
-    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
-    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
-    if (row >= params.seqlen_q) own = nullptr;  // rows of others, or the end of dq_accum
-    return own;
+    float* address = dq_tiles(params, block.batch, head_of(params, block, step), row) + first_column / 8 * kTileElements + 4 * lane;
+    opaque(address);  // one address, computed while MMAs run; the reds add constant offsets to it
+    if (row >= params.seqlen_q) address = nullptr;  // rows of another sequence, or past the end of dq_accum
+    return address;
 }
 
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first tile go.
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `address` is the lane's place in the first tile.
 template <int kCount>
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
-    if (own == nullptr) return;  // all rows lie past the sequence
+__device__ __forceinline__ void add_dq(float* address, const float (&dq)[kCount]) {
+    if (address == nullptr) return;  // all rows are past the sequence
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
-        red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+        red_add_128(address + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
     }
 }
 
-// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
-// swizzled as these were.
+// Writes a warp's 16 rows of a gradient, times `factor` and rounded, to `staging`: swizzled panels of kBlockN rows, from the warpgroup's row on.
 template <int kColumns>
 __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
-    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // stmatrix takes the address of a row from each lane
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
         uint32_t matrices[4];
@@ -873,15 +872,15 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
     }
 }
 
-// Writes those of a warp's 16 rows of dK or dV, times `factor` and rounded, that are below `rows`, and the columns below `columns`: the rows
-// behind them are of the next sequence, where TMA would write too. They go through `staging`, so that global memory sees whole rows in
-// 16-byte vectors.
+// Writes a warp's 16 rows of dK or dV, times `factor` and rounded: the rows below `rows`, the columns below `columns`.
+// Rows after them belong to the next sequence, and TMA would write there too. The rows go through `staging`, so that each store is 16 bytes of a
+// row.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(element* destination, int64_t row_stride, const float (&sums)[kColumns / 2], float factor,
                                                shared_address staging, int rows, int columns, int lane) {
     const int warp_row = threadIdx.x % 128 / 32 * 16;
     stage_gradient<kColumns>(sums, factor, staging, lane);
-    __syncwarp();  // the warp reads only rows it wrote itself
+    __syncwarp();  // the warp reads only its rows of staging
     const int vector = lane % 8;  // of 16 bytes, in a panel
     destination += 8 * vector;
 #pragma unroll
@@ -902,27 +901,28 @@ __device__ __forceinline__ void store_gradient(element* destination, int64_t row
 __device__ __forceinline__ void store_dv(const Params& params, const KeyBlock& block, const float (&dv)[kHeadDimV / 2], shared_address staging,
                                          int first, int lane) {
     const int row = block.first_key + first;
-    element* own = params.dv + block.batch * params.dv_batch_stride + block.kv_head * params.dv_head_stride +
+    element* rows = params.dv + block.batch * params.dv_batch_stride + block.kv_head * params.dv_head_stride +
                    (block.first_row_kv + row) * params.dv_row_stride;
-    store_gradient<kHeadDimV>(own, params.dv_row_stride, dv, 1.0f, staging, block.stored_rows - row, params.head_dim_v, lane);
+    store_gradient<kHeadDimV>(rows, params.dv_row_stride, dv, 1.0f, staging, block.stored_rows - row, params.head_dim_v, lane);
 }
 
-// Likewise of dK.
+// Writes a warpgroup's 64 rows of dK, as store_dv() writes dV.
 __device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& block, const float (&dk)[kHeadDim / 2], shared_address staging,
                                          int first, int lane) {
     const int row = block.first_key + first;
-    element* own = params.dk + block.batch * params.dk_batch_stride + block.kv_head * params.dk_head_stride +
+    element* rows = params.dk + block.batch * params.dk_batch_stride + block.kv_head * params.dk_head_stride +
                    (block.first_row_kv + row) * params.dk_row_stride;
-    store_gradient<kHeadDim>(own, params.dk_row_stride, dk, params.softmax_scale, staging, block.stored_rows - row, params.head_dim, lane);
+    store_gradient<kHeadDim>(rows, params.dk_row_stride, dk, params.softmax_scale, staging, block.stored_rows - row, params.head_dim, lane);
 }
 
+// The number of steps of a thread block.
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
-// Where the rows of a step are.
+// The rows of a step.
 __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
     StepRows rows;
     rows.head = head_of(params, block, step);
-    // To TMA packed sequences are rows of a single entry.
+    // For TMA, packed sequences are the rows of one batch entry.
     rows.batch = params.cu_seqlens_q == nullptr ? block.batch : 0;
     rows.row = block.first_row_q + step.block * kBlockM;
     rows.unit_row = first_unit_row(params, rows.batch, rows.head) +
@@ -930,7 +930,7 @@ __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock
     return rows;
 }
 
-// Starts loading Q and LSE of a step. `more`: bytes of other loads that the same barrier awaits.
+// Starts loading Q and LSE of a step. `more` counts the bytes of further loads that complete on the same barrier.
 __device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
                                        int stage, int more) {
     const shared_address full = barriers.q_full(stage);
@@ -948,11 +948,12 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
     bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Starts the first loads of a thread block, before the barrier at which its warps meet: K and Q, with which S of the first step begins,
-// then V, in a cluster the peer's K, and dO. K's bytes count at q_full(0), the others at dout_full(0). They may come before load_q() and
-// load_dout() announce them: without the arrival of these the phase cannot end. Without steps nothing is loaded.
-// With a single step consumers wait for no later load before they add dQ, so where dq_accum is cleared by other thread blocks, produce() loads
-// dO of this step, when dq_accum is clear.
+// Starts the first loads of a thread block: K and Q, V and dO of the first step.
+// One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0), V on dout_full(0), and so does the
+// peer's K of a cluster. Their bytes may arrive before load_q() and load_dout() announce them: the phase cannot end without the arrival of the
+// announcing thread. A thread block without steps loads nothing.
+// Where other thread blocks clear dq_accum, a load tells the consumers that it is clear: Q of the second step, or dO where there is one step. So
+// produce() loads that dO, after its wait.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
     const int count = num_steps(params, queries);

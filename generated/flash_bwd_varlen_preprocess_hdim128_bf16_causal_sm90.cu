@@ -63,14 +63,14 @@ struct Params {
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
 };
 
-// The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
-// their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
-// units of 16 rows, as tiles have: those past the sequence are neither cleared nor added to.
+// In the workspace each sequence of a head has whole units of rows. LSE and delta are read by blocks of queries, so their units are whole blocks,
+// and no block reads rows of another sequence. dQ takes kHeadDim times the memory, so its units are the 16 rows of a tile. Tiles past the sequence
+// are neither cleared nor added to.
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 
 template <int kUnit> __device__ int64_t unit_rows(const Params& params);  // Rows of a head in the workspace
-// The row of a head that a sequence begins with, from row `begin` of its entry of q
+// The row of a head that a sequence begins with
 template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
 __device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
 __device__ int64_t first_unit_row(const Params& params, int, int head);  // The row of LSE and delta that a head begins with
@@ -238,12 +238,12 @@ __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     return (rows / kUnit + params.batch_size) * kUnit;
 }
 
-// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
-// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
+// The row of a head that a sequence begins with. `begin` is its first row in q.
+// The sequences before it fill at most (rows before) / kUnit + (sequences before) units, so no sum over sequences is needed.
 template <int kUnit>
 __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
-    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
-    return (rows_ahead / kUnit + sequence) * kUnit;
+    const int64_t rows_before = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
+    return (rows_before / kUnit + sequence) * kUnit;
 }
 
 // The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.

@@ -47,14 +47,14 @@ FAULTS = (
     plain(
         "nobody clears the last rows of a head",
         (WRONG,),
-        "min(begin + own_tile_rows, tile_rows);",
-        "min(begin + own_tile_rows, tile_rows - 8);",
+        "min(begin + part_rows, tile_rows);",
+        "min(begin + part_rows, tile_rows - 8);",
     ),
     plain(
         "a part is cleared past the end of its head",
         (WRONG, "global bounds", "global access"),
-        "min(begin + own_tile_rows, tile_rows);",
-        "begin + own_tile_rows;",
+        "min(begin + part_rows, tile_rows);",
+        "begin + part_rows;",
     ),
     plain("another head is cleared", STUCK, "+ params.clear_distance;", "+ params.clear_distance + 1;"),
     plain(

@@ -25,8 +25,8 @@ OUT_OF_TURN = ("global bounds", "global access")
 STUCK = ("deadlock",)
 UNORDERED = ("race",)
 
-_LAUNCHED = "params.num_row_blocks - 1 - blocks_ahead"
-_LAUNCHED_PAIR = "params.num_row_blocks - 2 - 2 * pairs_ahead"
+_LAUNCHED = "params.num_row_blocks - 1 - blocks_before"
+_LAUNCHED_PAIR = "params.num_row_blocks - 2 - 2 * pairs_before"
 _POLLS = "while (!has_turn(params, block, step)) {}"
 # It would be found polling, before a consumer that does not await its turn has added.
 _GIVES_UP = "if (!has_turn(params, block, step)) return;"
@@ -61,9 +61,9 @@ class TurnFault(Fault):
         if step.step == "main":
             source = watched(source, self.variant)
             if self.backwards:
-                launched, opposite = _LAUNCHED, "blocks_ahead"
+                launched, opposite = _LAUNCHED, "blocks_before"
                 if self.variant == PAIR:
-                    launched, opposite = _LAUNCHED_PAIR, "2 * pairs_ahead"
+                    launched, opposite = _LAUNCHED_PAIR, "2 * pairs_before"
                 assert source.count(launched) == 1
                 source = source.replace(launched, opposite).replace(_POLLS, _GIVES_UP)
         return source
@@ -111,7 +111,7 @@ FAULTS = (
     ampere("a turn is not passed on", STUCK,
            "if (lane == 0) pass_turn(", "if (lane == 32) pass_turn("),
     ampere("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
-    ampere("those waited for are launched later", STUCK, _LAUNCHED, "blocks_ahead"),
+    ampere("those waited for are launched later", STUCK, _LAUNCHED, "blocks_before"),
     ampere("a turn is passed without a release", UNORDERED,
            "store_release_32(turns_of(", "store_global_32(turns_of("),
     ampere("a turn is found without an acquire", UNORDERED,
