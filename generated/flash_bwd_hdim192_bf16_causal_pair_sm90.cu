@@ -3,7 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, gqa mha, dq_order none
-// tile      block_m 64, block_n 64, stages 2, dout_stages 2, cluster 2 (pair)
+// tile      block_m 64, block_n 64, stages 2, dout_stages 2, cluster 2, dq early, held_k 128, held_v 64,
+//           producer_registers 24, consumer_registers 240 (pair)
 // block     384 threads, 215136 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_wide_sm90.yaml
@@ -21,20 +22,20 @@
 // Map
 //   warpgroup 0       produce(): one thread loads Q and dO by TMA. kProducerRegisters = 24 a thread
 //   warpgroup 1       consume_dv(): S, P, dV and some columns of dQ. kConsumerRegisters = 240 a thread
-//   warpgroup 2       consume_dk(): dP, dS, dK and other columns of dQ
-//   shared memory     K, kKBytes = 24576; V, kVBytes = 24576; kStages = 2 buffers of Q, kQBytes = 24576; kDoutStages = 2 of dO, kDoutBytes = 24576;
-//                     two of dS, kDsBytes = 16384; P, kPBytes = 16384; LSE, delta and the mbarriers. dK and dV are stored by way of K and V
+//   warpgroup 2       consume_dk(): dP, dS, dK and other columns of dQ. kConsumerRegisters = 240 a thread
+//   shared memory     SharedStorage: K, 24576 bytes; V, 24576; 2 x Q, 24576; 2 x dO, 24576; 2 x dS, 16384; P, 16384;
+//                     LSE and delta of each stage; mbarriers. At the end dK is staged over K, dV over V
+//   cluster           2 thread blocks with neighbouring blocks of keys. They go through the steps together and send each other their dS. Each
+//                     computes half of the columns of dQ over the keys of both, so that half as much is added to memory. For that it has
+//                     16384 bytes of the peer's K
 //   mbarrier          arrivals of a phase                                 who waits
-//   q_full, dout_full 1, and the bytes of TMA: the producer               consumers
+//   q_full            1, and the bytes of TMA: the producer               consumers
+//   dout_full         1, and the bytes of TMA: the producer               consumers
 //   empty             8: lane 0 of each consumer warp                     producer
 //   p_full            4: lane 0 of each warp of consume_dv()              consume_dk()
 //   ds_ready          8: lane 0 of each consumer warp                     consumers
-//   named barriers    see NamedBarrier
-//   cluster           2 thread blocks with neighbouring blocks of keys. They go through the steps together and send each other their dS. Each
-//                     computes half of the columns of dQ over the keys of both, so that half as much is added to memory. After dS, shared memory
-//                     has kPeerKBytes = 16384 of the peer's K
-//   ds_received       1, and the bytes of the peer's dS                   consumers
-//   slot_free         8: lane 0 of each consumer warp of the peer         consume_dk(), before it sends dS
+//   ds_received       1, and the bytes that the peer sends                consumers
+//   slot_free         8: lane 0 of each consumer warp of the peer         consume_dk(), before it overwrites dS
 //   warp 3            clear_ahead(), then count_added(): clears dQ of a later head, and counts this thread block when its dQ is added
 
 using element = bf16;
@@ -54,39 +55,55 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
+constexpr int kPanelColumns = 64;  // of a panel of shared memory
+constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
+constexpr int kPanels = kHeadDim / kPanelColumns;  // of Q and K
+constexpr int kPanelsV = kHeadDimV / kPanelColumns;  // of V and dO
+constexpr int kPeerPanels = 2;  // of the peer's K: those that hold this thread block's half of the columns of dQ
+
+// The mbarriers of a thread block, in shared memory. The table above says who arrives and who waits.
+struct Mbarriers {
+    uint64_t p_full;                   // P of a step is written
+    uint64_t ds_ready;                 // P is read, dS is written, dQ of the step before is computed
+    uint64_t q_full[kStages];          // Q and LSE have arrived; with the first one K
+    uint64_t dout_full[kDoutStages];   // dO and delta have arrived; with the first one V and the peer's K
+    uint64_t empty[kStages];           // no warp reads the stage
+    uint64_t ds_received[2];           // dS of a step has come from the peer; step i uses slot i % 2
+    uint64_t slot_free[2];             // the peer has read dS that was sent to this slot
+};
+
+// Shared memory of a thread block. Rows of K, V, Q, dO and dS are in panels of 64 columns: 128 bytes a row, under the 128-byte swizzle. Two
+// steps have a buffer of dS each, as dQ of a step is computed in the next one.
+struct SharedStorage {
+    element k[kPanels][kBlockN][kPanelColumns];
+    element v[kPanelsV][kBlockN][kPanelColumns];
+    element q[kStages][kPanels][kBlockM][kPanelColumns];
+    element dout[kDoutStages][kPanelsV][kBlockM][kPanelColumns];
+    element ds[2][2][kBlockN][kBlockM];  // dS^T of the thread block's keys, then of the peer's
+    element peer_k[kPeerPanels][kBlockN][kPanelColumns];
+    float p[kBlockM * kBlockN];  // P of a step, not yet rounded
+    float lse_log2[kStages][kBlockM];
+    float delta[kDoutStages][kBlockM];
+    Mbarriers mbarriers;
+};
+
+constexpr int kKBytes = sizeof(SharedStorage::k);
+constexpr int kVBytes = sizeof(SharedStorage::v), kVOffset = offsetof(SharedStorage, v);
+constexpr int kQBytes = sizeof(SharedStorage::q) / kStages, kQOffset = offsetof(SharedStorage, q);
+constexpr int kDoutBytes = sizeof(SharedStorage::dout) / kDoutStages, kDoutOffset = offsetof(SharedStorage, dout);
+constexpr int kDsBytes = sizeof(SharedStorage::ds) / 2, kDsOffset = offsetof(SharedStorage, ds);
+constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;  // of 64 queries
+constexpr int kOwnDsBytes = kDsBytes / 2;
+constexpr int kPeerKBytes = sizeof(SharedStorage::peer_k), kPeerKOffset = offsetof(SharedStorage, peer_k);
+constexpr int kPOffset = offsetof(SharedStorage, p);
+constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
+constexpr int kLseOffset = offsetof(SharedStorage, lse_log2);
+constexpr int kDeltaOffset = offsetof(SharedStorage, delta);
+
 enum NamedBarrier : int {  // __syncthreads() has the number 0
     kStoreBarrier = 1,  // + consumer: dK or dV of the warpgroup is in shared memory, 128 threads
     kAddedBarrier = 5,  // dQ is added: the consumers arrive, count_added() waits, kAddedThreads
 };
-
-// K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
-constexpr int kPanelColumns = 64;
-constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
-constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
-constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and dO
-constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
-constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
-constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
-constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
-// dS^T of a step, a row of 64 queries to a key. Two steps have a buffer each, as dQ of a step is computed in the next one.
-constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
-constexpr int kOwnDsBytes = kBlockM / 64 * kDsPanelBytes;
-constexpr int kDsBytes = 2 * kOwnDsBytes;  // of the thread block's own keys, then of its peer's
-constexpr int kPeerPanels = 2;  // of the peer's K: those that hold this thread block's half of the columns of dQ
-constexpr int kPeerKBytes = kPeerPanels * kBlockN * kPanelRowBytes;
-constexpr int kPBytes = kBlockM * kBlockN * sizeof(float);  // P of a step, not yet rounded
-constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
-
-constexpr int kVOffset = kKBytes;
-constexpr int kQOffset = kVOffset + kVBytes;
-constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
-constexpr int kDsOffset = kDoutOffset + kDoutStages * kDoutBytes;
-constexpr int kPeerKOffset = kDsOffset + 2 * kDsBytes;
-constexpr int kPOffset = kPeerKOffset + kPeerKBytes;
-constexpr int kLseOffset = kPOffset + kPBytes;
-constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
-constexpr int kBarrierOffset = kDeltaOffset + kDoutStages * kQueryValueBytes;
-constexpr int kSharedBytes = kBarrierOffset + 8 * (6 + 3 * kStages);
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -187,25 +204,22 @@ __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& qu
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
-// The mbarriers of a thread block. A buffer is full when TMA has written its bytes, and empty when every consumer warp has released it. K
-// arrives with the first Q, V and the peer's K with the first dO. Where dO has as many buffers as Q, one stage has both.
+// Addresses of the mbarriers. A buffer is full when TMA has written its bytes, and empty when every consumer warp has released it.
 struct Barriers {
     shared_address first;
 
-    // Each warp of the dV consumer has written its part of P of a step.
-    __device__ __forceinline__ shared_address p_full() const { return at(0); }
-    // Each warp of the dK consumer has read P and written its part of dS, and all warps of both have finished dQ of the step before. It
-    // completes once more after the last step: no warp reads K.
-    __device__ __forceinline__ shared_address ds_ready() const { return at(1); }
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(2 + stage); }
-    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(2 + kStages + stage); }
-    __device__ __forceinline__ shared_address empty(int stage) const { return at(2 + 2 * kStages + stage); }
-
-    // dS of a step has come from the peer. Step i uses slot i % 2.
-    __device__ __forceinline__ shared_address ds_received(int slot) const { return at(2 + 3 * kStages + slot); }
-    // Each consumer warp of the peer has finished the dQ that reads dS sent to this slot: the slot there, and the buffer here that it was
-    // copied from, may be overwritten.
-    __device__ __forceinline__ shared_address slot_free(int slot) const { return at(4 + 3 * kStages + slot); }
+    // Complete when the dV consumer has written P of a step.
+    __device__ __forceinline__ shared_address p_full() const { return at(offsetof(Mbarriers, p_full) / 8); }
+    // Complete when the dK consumer has read P of a step and has written its dS, and both have computed dQ of the step before. It completes
+    // once more after the last step: no warp reads K.
+    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
+    __device__ __forceinline__ shared_address ds_received(int slot) const { return at(offsetof(Mbarriers, ds_received) / 8 + slot); }
+    // Complete when the peer has computed the dQ that reads dS of this slot. Then this thread block may overwrite the slot there, and the buffer
+    // here that dS was copied from.
+    __device__ __forceinline__ shared_address slot_free(int slot) const { return at(offsetof(Mbarriers, slot_free) / 8 + slot); }
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 
@@ -249,6 +263,8 @@ __device__ QueryBlocks find_query_blocks_of_pair(const Params& params, const Key
 __device__ int first_peer_panel(const KeyBlock& block);  // The first of the panels of the peer's K
 // Starts loading kPeerPanels panels of the peer's K
 __device__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full);
+// Tells the peer that the dS that it sent to a slot has been read
+__device__ void free_slot(const Barriers& barriers, int slot, const KeyBlock& block, int lane);
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
 
@@ -346,6 +362,8 @@ constexpr int kBytesWithDout = kVBytes + kPeerKBytes;
 
 // Starts the first loads of a thread block
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
+// Whether some query of the block that begins with `first_query` does not attend to some of a warp's 16 keys
+__device__ bool needs_mask(const Params& params, int first_key, int first_query);
 
 // Of the columns of dQ a thread block computes half, over the keys of both. Its dK consumer has the outer panel of these, its dV consumer
 // the rest. Rank 0: [0, 64) and [64, 96); rank 1: [128, 192) and [96, 128).
@@ -365,6 +383,24 @@ __device__ DqColumns columns_from(int first, const KeyBlock& block, shared_addre
 template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns);
 // Sends a warp's 16 keys of dS, which lie at `rows`, to the same place behind dS of the peer's own keys
 __device__ void send_ds(shared_address rows, shared_address ds_received, int peer);
+// Adds a warp's part of dQ of step `i`, at any time
+template <int kCount> __device__ void add_dq_of_step(const Barriers&, int, float* own, const float (&dq)[kCount], int);
+
+// Timeline of step i. Time runs down, an arrow is an mbarrier, a double one crosses the cluster. MMAs run in the order in which they are
+// issued. The peer does the same with its keys.
+//
+//     consume_dv(), warpgroup 1                          consume_dk(), warpgroup 2                             peer
+//     P^T(i) from S^T(i), write P(i)    -- p_full -->    wait for P(i)
+//                                                        dS^T(i) from P^T(i) and dP^T(i)
+//                                                        wait for the buffer of dS(i)    <== slot_free ==      has read dS(i - 2)
+//     wait for the peer's dS(i - 1)                      write dS(i), wait for dS(i - 1) <== ds_received ==    has sent dS(i - 1)
+//     issue dQ(i - 1)                                    issue dQ(i - 1)
+//     issue dV += P^T(i) dO(i)                           issue dK += dS^T(i) Q(i)
+//                                                        send dS(i)                       == ds_received ==>
+//     wait for dQ(i - 1), add it       <- ds_ready ->    wait for dQ(i - 1), add it       == slot_free ==>     may overwrite dS(i - 1)
+//     issue S^T(i + 1)                                   issue dP^T(i + 1)
+//     wait for dV                       -- empty -->     wait for dK. The producer loads step i + 2
+//     wait for S^T(i + 1)                                wait for dP^T(i + 1)
 
 // The producer thread. start_loads() has loaded the first step.
 //   each step   wait until the stage is empty; load Q, LSE, dO and delta.
@@ -388,34 +424,17 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
     }
 }
 
-// Two consumers share a step. MMAs are issued in this order, and waits leave the last ones in flight:
-//
-//     consumer of dV                              consumer of dK
-//     P^T from S^T of this step     --p_full->    dS^T = P^T (dP^T - delta), to shared memory
-//     dV += P^T dO, and its columns               dK += dS^T Q, and its columns
-//       of the previous step's dQ   <-ds_ready->    of the previous step's dQ
-//     S^T = K Q^T of the next step                dP^T = V dO^T of the next step
-//
 // The consumer of dV: warpgroup 1.
-__device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+__device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers)
+{
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the block, and its first row of dQ
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
-    auto free_slot = [&](int slot) {  // once for the warp: tells the peer that its dS has been read
-        if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(block)));
-    };
     const DqColumns columns = columns_from(kDqColumnsOfDk + rank_of(block) * kDqColumnsOfDv, block, shared);
     const QueryBlocks queries = find_query_blocks_of_pair(params, block);
     const int count = num_steps(params, queries);
-    // Whether some query of a block does not attend to some key of the warp.
-    auto needs_mask = [&](int first_query) {
-        int key = block.first_key + warp_row;
-        opaque(key);  // ranges that are known before the loop would be held in registers
-        return first_query < first_query_of_key(params, key + 15);
-    };
-
     float dv[kHeadDimV / 2] = {};
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
@@ -431,19 +450,18 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         wgmma_wait<0>();
         pin_registers(p);
     }
-    cluster_wait();  // the peer's barriers are initialised; p_full passes this on to the other consumer
+    cluster_wait();  // the peer's barriers are initialised; p_full passes this on to the dK consumer
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
+        const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
         // 1. P^T: score, mask, exponentials.
-        const RingPosition<kStages>& dout_ring = ring;
-        const shared_address dout_smem = shared + kDoutOffset + dout_ring.stage * kDoutBytes;
-        if (needs_mask(step.block * kBlockM)) {
+        if (needs_mask(params, block.first_key + warp_row, step.block * kBlockM)) {
             apply_mask(params, p, block.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
         compute_p(p, lse, params.scale_log2);
-        // 2. Hand P over. Wait for ds_ready: P of step i - 1 has been read, and its dS is complete. For i = 0 the wait returns at once: of a new
-        // mbarrier the phase of parity 1 counts as ended.
+        // 2. Wait until the dK consumer has read P of the previous step. Write P, release it. In the first step the wait returns at once: the
+        // phase before a new mbarrier's first counts as complete.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_p(p, shared + kPOffset);
         __syncwarp();  // all lanes have written their P, and read LSE of the stage
@@ -451,24 +469,24 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         PackedScores<kBlockM> packed_p;
         packed_p.set(p);
 
-        // 3. dV += P^T dO and dQ = dS K of the previous step: wait for dO, issue. Wait for the first of them, release its buffers. The first step
-        // has no previous dS. It runs the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs ptxas would
-        // serialise all of them.
+        // 3. dQ = dS K of the previous step and dV += P^T dO: wait for the peer's dS and for dO, issue. The first step has no previous dS. It runs
+        // the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
-        mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
+        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
         float dq[kDqColumnsOfDv / 2];
         mma_dq(dq, last_ds, columns);
         mma_gradient(dv, packed_p, dout_smem);
+        // 4. Wait for dQ, release dS of both thread blocks, add dQ to memory while dV runs.
         float* own_dq = dq_of(params, block, previous, columns.first, warp_row, lane);
         wgmma_wait<1>();
         release(barriers.ds_ready());
-        if (i > 0) free_slot((i + 1) % 2);
+        if (i > 0) free_slot(barriers, (i + 1) % 2, block, lane);
         pin_registers(dq);
-        if (i > 0) add_dq(own_dq, dq);
+        if (i > 0) add_dq_of_step(barriers, i - 1, own_dq, dq, lane);
 
-        // 4. S^T = K Q^T of the next step: wait for Q, issue. Wait for the MMAs before it, release their buffers, then wait for S^T. The last step
-        // has no next step. It runs the same MMAs, reads K instead of Q, and discards the result.
+        // 5. S^T = K Q^T of the next step: wait for Q, issue. The last step has no next step. It runs the same MMAs, reads K as Q, and discards
+        // the result.
         RingPosition<kStages> next = ring;
         next.advance();
         const bool is_last = i + 1 == count;
@@ -477,6 +495,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
             lse.load(shared + kLseOffset + next.stage * kQueryValueBytes, lane);
         }
         mma_scores<kHeadDim>(p, k_rows, is_last ? shared : shared + kQOffset + next.stage * kQBytes);
+        // 6. Wait for dV, release Q and dO. Wait for S^T.
         wgmma_wait<1>();
         pin_registers(dv);
         release(barriers.empty(ring.stage));
@@ -488,43 +507,40 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     }
 
     if (count > 0) {
+        float dq[kDqColumnsOfDv / 2];
         mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
         mbarrier_wait(barriers.ds_received((count - 1) % 2), (count - 1) / 2 % 2);
-        float dq[kDqColumnsOfDv / 2];
         mma_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, columns);
         wgmma_wait<0>();
         pin_registers(dq);
-        free_slot((count - 1) % 2);
-        add_dq(dq_of(params, block, previous, columns.first, warp_row, lane), dq);
+        free_slot(barriers, (count - 1) % 2, block, lane);
+        add_dq_of_step(barriers, count - 1, dq_of(params, block, previous, columns.first, warp_row, lane), dq, lane);
     }
     barrier_arrive(kAddedBarrier, kAddedThreads);
     release(barriers.ds_ready());  // this warp no longer reads K
-    // dV is staged over V. The other consumer no longer reads it: it stores dS of the last step behind its last MMA on V.
+    // Write dV, staged over V. No warp reads V any longer: the dK consumer writes dS of the last step after its last MMA on V.
     store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, block.first_key, kv_head_of(params, block), block.batch,
                               kStoreBarrier, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
 // The consumer of dK: warpgroup 2.
-__device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+__device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers)
+{
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the block, and its first row of dQ
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
     const int peer = peer_of(block);
-    auto free_slot = [&](int slot) {  // once for the warp: tells the peer that its dS has been read
-        if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer));
-    };
     const DqColumns columns = columns_from(rank_of(block) * (kHeadDim - kDqColumnsOfDk), block, shared);
     const QueryBlocks queries = find_query_blocks_of_pair(params, block);
     const int count = num_steps(params, queries);
-
     float dk[kHeadDim / 2] = {};
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
     Step previous = step;
-    float ds[kBlockM / 2];  // dP^T, then dS^T, then dQ of the step before
+    float ds[kBlockM / 2];  // dP^T, then dS^T
     QueryValues delta;
     HeldRows<64> v_rows;
     if (count > 0) {
@@ -538,46 +554,44 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-        // 1. Wait for P. dS^T = P^T (dP^T - delta), to shared memory.
+        // 1. Wait for P. dS^T = P^T (dP^T - delta).
         float p[kBlockM / 2];
         mbarrier_wait(barriers.p_full(), i % 2);
         load_p(p, shared + kPOffset);
         compute_ds(ds, p, delta);
         PackedScores<kBlockM> packed_ds;
         packed_ds.set(ds);
-
-        // p_full of step i implies that ds_ready of step i - 1 is complete: all warps here have written dS of step i - 1, which the MMA of dQ
-        // reads, and finished dQ of step i - 2, whose slot step i takes. slot_free says the latter of the peer, so that the copy to it has
-        // left the buffer here. For i < 2 the wait returns at once.
+        // 2. Wait until the peer has received dS of step i - 2, which is in the buffer of step i. Write dS. slot_free says that its copy has left
+        // the buffer here. p_full of step i implies that ds_ready of step i - 1 is complete, so all warps here have finished dQ of step i - 2.
+        // For i < 2 the wait returns at once.
         mbarrier_wait(barriers.slot_free(i % 2), (i / 2 + 1) % 2);
         const shared_address ds_smem = shared + kDsOffset + i % 2 * kDsBytes;
         store_ds(packed_ds, ds_smem, warp_row, lane);
 
-        // 2. dK += dS^T Q and dQ = dS K of the previous step: wait for Q, issue. Wait for the first of them, release its buffers. The first step
-        // has no previous dS. It runs the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs ptxas would
-        // serialise all of them.
+        // 3. dQ = dS K of the previous step and dK += dS^T Q: wait for the peer's dS and for Q, issue. The first step has no previous dS. It runs
+        // the MMAs of dQ all the same, reads K as dS, and discards the result: with conditional MMAs ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         mma_dq(ds, last_ds, columns);  // in the registers of dS, which is packed
         mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);
-        // For the copy below and the MMA of dQ in the next step, which would not see dS otherwise. Behind the start of this step's MMAs, it
-        // overlaps with them.
+        // 4. Send dS to the peer while the MMAs run.
+        // The fence is for the copy and for the MMAs of dQ in the next step, which would not see dS otherwise.
         fence_proxy_async();
         __syncwarp();  // all lanes have read P and delta, and written their dS
         // Bytes of the peer may have come before: without this arrival the phase cannot end.
         if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kOwnDsBytes);
         if (lane == 0) send_ds(ds_smem + warp_row * kPanelRowBytes, barriers.ds_received(i % 2), peer);
+        // 5. Wait for dQ, release P and dS of both thread blocks, add dQ to memory while dK runs.
         float* own_dq = dq_of(params, block, previous, columns.first, warp_row, lane);
         wgmma_wait<1>();
         release(barriers.ds_ready());
-        if (i > 0) free_slot((i + 1) % 2);
+        if (i > 0) free_slot(barriers, (i + 1) % 2, block, lane);
         pin_registers(ds);
-        if (i > 0) add_dq(own_dq, ds);
+        if (i > 0) add_dq_of_step(barriers, i - 1, own_dq, ds, lane);
 
-        // 3. dP^T = V dO^T of the next step: wait for dO, issue. Wait for the MMAs before it, release their buffers, then wait for dP^T. The last
-        // step has no next step. It runs the same MMAs, reads K instead of V and dO, and discards the result: the other consumer may be storing
-        // dV over V.
+        // 6. dP^T = V dO^T of the next step: wait for dO, issue. The last step has no next step. It runs the same MMAs, reads K as V and as dO,
+        // and discards the result: the dV consumer may be writing dV over V.
         RingPosition<kStages> next = ring;
         next.advance();
         const RingPosition<kStages>& dout_ring = next;
@@ -588,6 +602,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         }
         if (is_last) v_rows.smem = shared;
         mma_scores<kHeadDimV>(ds, v_rows, is_last ? shared : shared + kDoutOffset + dout_ring.stage * kDoutBytes);
+        // 7. Wait for dK, release Q and dO. Wait for dP^T.
         wgmma_wait<1>();
         pin_registers(dk);
         release(barriers.empty(ring.stage));
@@ -599,22 +614,23 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     }
 
     if (count > 0) {
+        float dq[kDqColumnsOfDk / 2];
         mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
         mbarrier_wait(barriers.ds_received((count - 1) % 2), (count - 1) / 2 % 2);
-        float dq[kDqColumnsOfDk / 2];
         mma_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, columns);
         wgmma_wait<0>();
         pin_registers(dq);
-        free_slot((count - 1) % 2);
-        add_dq(dq_of(params, block, previous, columns.first, warp_row, lane), dq);
+        free_slot(barriers, (count - 1) % 2, block, lane);
+        add_dq_of_step(barriers, count - 1, dq_of(params, block, previous, columns.first, warp_row, lane), dq, lane);
     }
     barrier_arrive(kAddedBarrier, kAddedThreads);
     release(barriers.ds_ready());  // this warp no longer reads K
     mbarrier_wait(barriers.ds_ready(), count % 2);  // nor does any other: dK is staged there
-    // Shared memory must outlive the last two copies out of it, and the peer's last arrivals at slot_free here. This warpgroup's wait is
+    // Shared memory must outlive the last two copies out of it, and the peer's last arrivals at slot_free here. The wait of this warpgroup is
     // enough, as the memory stays until the last thread of the block exits.
     if (count > 1) mbarrier_wait(barriers.slot_free(count % 2), (count - 2) / 2 % 2);
     if (count > 0) mbarrier_wait(barriers.slot_free((count - 1) % 2), (count - 1) / 2 % 2);
+    // Write dK, staged over K.
     store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, shared, block.first_key, kv_head_of(params, block), block.batch,
                              kStoreBarrier + 1, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
@@ -624,7 +640,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
-    const Barriers barriers = {shared + kBarrierOffset};
+    const Barriers barriers = {shared_address(shared + offsetof(SharedStorage, mbarriers))};
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
@@ -653,9 +669,8 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
 
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) {
-            produce(params, block, shared, barriers);
-        } else if (threadIdx.x / 32 == 3) {
+        if (threadIdx.x == 0) produce(params, block, shared, barriers);
+        else if (threadIdx.x / 32 == 3) {
             clear_ahead(params, block, threadIdx.x % 32);
             count_added(params, block, threadIdx.x % 32);
         }
@@ -820,6 +835,11 @@ __device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock
         tma_load_4d(shared + kPeerKOffset + panel * kBlockN * kPanelRowBytes, params.k, full,
                     (first_peer_panel(block) + panel) * kPanelColumns, row, kv_head_of(params, block), batch);
     }
+}
+
+// Tells the peer that the dS that it sent to a slot has been read. Once for the warp.
+__device__ __forceinline__ void free_slot(const Barriers& barriers, int slot, const KeyBlock& block, int lane) {
+    if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(block)));
 }
 
 // The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
@@ -1170,6 +1190,12 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
     if (count > 1) load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
 }
 
+// Whether some query of the block that begins with `first_query` does not attend to some of a warp's 16 keys.
+__device__ __forceinline__ bool needs_mask(const Params& params, int first_key, int first_query) {
+    opaque(first_key);  // the compiler would compute the ranges before the loop and hold them in registers
+    return first_query < first_query_of_key(params, first_key + 15);
+}
+
 // The copy of the peer's K begins with panel first_peer_panel().
 __device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& block, shared_address shared) {
     const int byte = first % kPanelColumns * sizeof(element);  // under the swizzle an operand may begin within a row
@@ -1195,12 +1221,19 @@ __device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_r
     bulk_send(map_shared(rows + kOwnDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
 }
 
+// Adds a warp's part of dQ of step `i`, at any time.
+template <int kCount>
+__device__ __forceinline__ void add_dq_of_step(const Barriers&, int, float* own, const float (&dq)[kCount], int) {
+    add_dq(own, dq);
+}
+
 static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(sizeof(SharedStorage) + 1024 == 215136, "the launcher allocates this, and room to begin at a multiple of 1,024 bytes");
+static_assert(kDsPanelBytes % 1024 == 0, "each panel begins at a multiple of 1,024 bytes, as its swizzle needs");
+static_assert(kDsBytes <= kKBytes && kDoutBytes <= kKBytes && kQBytes <= kKBytes, "K is read in place of dS, dO and Q");
 static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");
-static_assert(kDsBytes <= kKBytes && kDoutBytes <= kKBytes && kQBytes <= kKBytes, "K is read in place of dS, dO and Q");
-static_assert(kSharedBytes + 1024 == 215136, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 896 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 640);
 static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);

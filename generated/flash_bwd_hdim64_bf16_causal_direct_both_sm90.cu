@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 64, head_dim_v 64, dtype bf16, mask_type causal, gqa mha, dq_order direct
-// tile      block_m 64, block_n 64, stages 3, min_blocks 1, kinds 2 (both)
+// tile      block_m 64, block_n 64, stages 3, min_blocks 1, kinds 2, dv early, lse early, producer_registers 56 (both)
 // block     512 threads, 185344 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_direct_sm90.yaml
@@ -57,35 +57,49 @@ constexpr int kLaunchRegisters = 65536 / (kMinBlocks * kThreads) / 8 * 8;
 constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
 
-enum NamedBarrier : int {  // __syncthreads() has the number 0
-    kStoreBarrier = 1,  // + warpgroup: its gradients are in shared memory, 128 threads
-};
-
-// Rows lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
-constexpr int kPanelColumns = 64;
+constexpr int kPanelColumns = 64;  // of a panel of shared memory
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V, O and dO
 
-// Q K^T and dO V^T are the same MMAs as K Q^T and V dO^T with the operands exchanged. So both kinds of tile share one layout. The tile has
-// rows of K and V, or of Q and dO; a stage has rows of Q and dO, or of K and V. After the stages is O: a tile of keys has a buffer for
-// each stage, a tile of queries has O of its own rows there.
-constexpr int kTileBytes = kPanels * kBlockN * kPanelRowBytes;
-constexpr int kTileBytesV = kPanelsV * kBlockN * kPanelRowBytes;
-constexpr int kStepBytes = kPanels * kBlockM * kPanelRowBytes;
-constexpr int kStepBytesV = kPanelsV * kBlockM * kPanelRowBytes;
-constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta, of the queries of a step
+// The mbarriers of a tile, in shared memory. The table above says who arrives and who waits.
+struct Mbarriers {
+    uint64_t tile_full;            // rows of K, or of Q, have arrived
+    uint64_t tile_full_v;          // rows of V, or of dO and O
+    uint64_t full[kStages];        // Q, or K, of a step has arrived
+    uint64_t full_v[kStages];      // dO and O, or V
+    uint64_t lse_full[kStages];    // LSE of the queries of a step is written; of a tile of queries all LSE, in stage 0
+    uint64_t delta_full[kStages];  // likewise delta
+    uint64_t empty[kStages];       // no warp reads the stage
+};
 
-constexpr int kTileOffsetV = kTileBytes;
-constexpr int kStepOffset = kTileOffsetV + kTileBytesV;
-constexpr int kStepOffsetV = kStepOffset + kStages * kStepBytes;
-constexpr int kOutOffset = kStepOffsetV + kStages * kStepBytesV;
-constexpr int kLseOffset = kOutOffset + kStages * kStepBytesV;
-constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
-constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
-// The rows of the second tile begin at a multiple of 1,024 bytes, too.
-constexpr int kTileSharedBytes = (kBarrierOffset + 8 * (2 + 5 * kStages) + 1023) / 1024 * 1024;
-constexpr int kSharedBytes = 2 * kTileSharedBytes;
+// Shared memory of a tile. Rows are in panels of 64 columns: 128 bytes a row, under the 128-byte swizzle, which repeats every 1,024 bytes.
+// Q K^T and dO V^T are the same MMAs as K Q^T and V dO^T with the operands exchanged. So both kinds of tile share one layout: the tile has
+// rows of K and V, or of Q and dO; a stage has rows of Q and dO, or of K and V.
+struct alignas(1024) SharedStorage {
+    element tile[kPanels][kBlockN][kPanelColumns];             // K, or Q
+    element tile_v[kPanelsV][kBlockN][kPanelColumns];          // V, or dO
+    element step[kStages][kPanels][kBlockM][kPanelColumns];    // Q, or K
+    element step_v[kStages][kPanelsV][kBlockM][kPanelColumns]; // dO, or V
+    element out[kStages][kPanelsV][kBlockM][kPanelColumns];    // O of each step, or O of the tile
+    float lse_log2[kStages][kBlockM];                          // of each step, or of the tile
+    float delta[kStages][kBlockM];
+    Mbarriers mbarriers;
+};
+
+constexpr int kTileBytes = sizeof(SharedStorage::tile);
+constexpr int kTileBytesV = sizeof(SharedStorage::tile_v), kTileOffsetV = offsetof(SharedStorage, tile_v);
+constexpr int kStepBytes = sizeof(SharedStorage::step) / kStages, kStepOffset = offsetof(SharedStorage, step);
+constexpr int kStepBytesV = sizeof(SharedStorage::step_v) / kStages, kStepOffsetV = offsetof(SharedStorage, step_v);
+constexpr int kOutOffset = offsetof(SharedStorage, out);
+constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta, of the queries of a step
+constexpr int kLseOffset = offsetof(SharedStorage, lse_log2);
+constexpr int kDeltaOffset = offsetof(SharedStorage, delta);
+constexpr int kTileSharedBytes = sizeof(SharedStorage);
+
+enum NamedBarrier : int {  // __syncthreads() has the number 0
+    kStoreBarrier = 1,  // + warpgroup: its gradients are in shared memory, 128 threads
+};
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -157,13 +171,12 @@ __device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 
 struct Tile {
     bool of_keys;
     int batch;
-    int head;
+    int head;  // of K and V, or of Q
     int first_row;
 };
 
 __device__ int tiles_of_kind(const Params& params, bool of_keys);  // The tiles of one kind in the grid
-// The tile of one kind that thread block `index` has, if it has one
-__device__ Tile find_tile(const Params& params, int index, bool of_keys);
+__device__ Tile find_tile(const Params& params, int index, bool of_keys);  // Tile `index` of one kind
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 
@@ -215,20 +228,19 @@ struct KeySteps {
     }
 };
 
-// The mbarriers of a tile. A buffer is full when TMA has written its bytes. A stage is empty when every consumer warp has
-// released it. The warps that compute delta do not arrive there: consumers of a tile of keys wait for delta before they release a stage, and
-// its dO and O have been read by then. A tile of queries has no O in its stages.
+// Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage is empty when every consumer warp has released it. The
+// warps that compute delta do not arrive there: consumers of a tile of keys wait for delta before they release a stage, so its dO and O have
+// been read by then. A tile of queries has no O in its stages.
 struct Barriers {
     shared_address first;
 
-    __device__ __forceinline__ shared_address tile_full() const { return at(0); }    // K, or Q
-    __device__ __forceinline__ shared_address tile_full_v() const { return at(1); }  // V, or dO and O
-    __device__ __forceinline__ shared_address full(int stage) const { return at(2 + stage); }              // Q, or K
-    __device__ __forceinline__ shared_address full_v(int stage) const { return at(2 + kStages + stage); }  // dO and O, or V
-    // LSE, and delta, of a stage's queries are there. A tile of queries uses stage 0 alone, for LSE and delta of all its rows.
-    __device__ __forceinline__ shared_address lse_full(int stage) const { return at(2 + 2 * kStages + stage); }
-    __device__ __forceinline__ shared_address delta_full(int stage) const { return at(2 + 3 * kStages + stage); }
-    __device__ __forceinline__ shared_address empty(int stage) const { return at(2 + 4 * kStages + stage); }
+    __device__ __forceinline__ shared_address tile_full() const { return at(offsetof(Mbarriers, tile_full) / 8); }
+    __device__ __forceinline__ shared_address tile_full_v() const { return at(offsetof(Mbarriers, tile_full_v) / 8); }
+    __device__ __forceinline__ shared_address full(int stage) const { return at(offsetof(Mbarriers, full) / 8 + stage); }
+    __device__ __forceinline__ shared_address full_v(int stage) const { return at(offsetof(Mbarriers, full_v) / 8 + stage); }
+    __device__ __forceinline__ shared_address lse_full(int stage) const { return at(offsetof(Mbarriers, lse_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address delta_full(int stage) const { return at(offsetof(Mbarriers, delta_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 
@@ -331,6 +343,21 @@ template <int kRows> __device__ void put_lse(const RowValues<kRows>& values, int
 // Writes delta of a thread's rows of dO and O, which lie in panels of kRows rows
 template <int kRows> __device__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem,
     int value_thread, shared_address delta_smem);
+// Whether some query of the block that begins with `first_query` does not attend to some of a warp's 16 keys
+__device__ bool needs_mask(const Params& params, int first_key, int first_query);
+
+// Timeline of step i of a tile of keys. Time runs down, an arrow is an mbarrier. The consumers have S^T(i) from the step before.
+//
+//     produce_of_keys()                      put_values_of_steps()                        consume_keys()
+//     load Q(i)              -- full -->
+//     load dO(i), O(i)       -- full_v -->                                                wait for dO(i), issue dP^T(i)
+//                                            write lse_log2(i)      -- lse_full -->       P^T(i) from S^T(i)
+//                                            wait for dO(i), O(i)
+//                                            write delta(i)         -- delta_full -->     wait for dP^T(i), dS^T(i) from P^T(i) and dP^T(i)
+//                                                                                         issue dV += P^T(i) dO(i), dK += dS^T(i) Q(i)
+//                                                                                         wait for Q(i + 1), issue S^T(i + 1)
+//     load step i + kStages                                         <-- empty --          wait for dV and dK
+//                                                                                         wait for S^T(i + 1)
 
 // The producer thread of a tile of keys: K and V of the tile, and Q, dO and O of each step as fast as buffers become empty. What the first
 // MMAs need comes first.
@@ -428,13 +455,6 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kTileOffsetV;
     QuerySteps steps(params, tile);
-    // Whether some query of a block does not attend to some key of the warp.
-    auto needs_mask = [&](int first_query) {
-        int key = warp_key;
-        opaque(key);  // ranges that are known before the loop would be held in registers
-        return first_query < first_query_of_key(params, key + 15);
-    };
-
     float dk[kHeadDim / 2] = {};
     float dv[kHeadDimV / 2] = {};
     float p[kBlockM / 2];  // S^T, then P^T
@@ -460,7 +480,7 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
         mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, v_own, dout_smem);
         const int first_query = steps.block * kBlockM;
-        if (needs_mask(first_query)) apply_mask(params, p, warp_key + lane / 4, first_query + lane % 4 * 2);
+        if (needs_mask(params, warp_key, first_query)) apply_mask(params, p, warp_key + lane / 4, first_query + lane % 4 * 2);
         compute_p(p, lse, params.scale_log2);
         // 2. Wait for delta and dP^T. dS^T = P^T (dP^T - delta). dV += P^T dO and dK += dS^T Q: issue.
         PackedScores<kBlockM> packed_p, packed_ds;
@@ -540,7 +560,8 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
         float ds[kBlockM / 2];  // dP, then dS
         mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, dout_own, shared + kStepOffsetV + ring.stage * kStepBytesV);
-        if (first_key + kBlockM > every.end) {
+        const bool has_hidden = first_key + kBlockM > every.end;
+        if (has_hidden) {
             apply_mask_of_rows(params, p, tile.first_row + warp_row + lane / 4, first_key + lane % 4 * 2);
         }
         for_each_score(p, [&](int query, int, float& score) { score = exp2_approx(fmaf(score, params.scale_log2, -lse[query / 8])); });
@@ -583,7 +604,7 @@ flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params par
     const int kind = __shfl_sync(0xffffffff, threadIdx.x / kTileThreads, 0);
     const int thread = threadIdx.x % kTileThreads;
     const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024 + kind * kTileSharedBytes;
-    const Barriers barriers = {shared + kBarrierOffset};
+    const Barriers barriers = {shared_address(shared + offsetof(SharedStorage, mbarriers))};
     const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
     const int warpgroup = warp / 4;
 
@@ -711,9 +732,8 @@ __device__ __forceinline__ int tiles_of_kind(const Params& params, bool of_keys)
     return params.batch_size * tiles_of_batch;
 }
 
-// The tile of one kind that thread block `index` has, if it has one. The tiles of a head follow each other.
-// Under a diagonal the first keys have the most steps and the first queries the fewest: they share a thread block where a head has as many tiles
-// of both kinds.
+// Tile `index` of one kind. The tiles of a head follow each other. Under a diagonal the first keys have the most steps and the first queries
+// the fewest. They share a thread block where a head has equally many tiles of both kinds.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index, bool of_keys) {
     const int heads = of_keys ? params.num_heads_kv : params.num_heads_q;
     const int tiles_of_head = of_keys ? params.num_row_blocks : params.num_row_blocks_beside;
@@ -961,13 +981,19 @@ __device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared
     }
 }
 
+// Whether some query of the block that begins with `first_query` does not attend to some of a warp's 16 keys.
+__device__ __forceinline__ bool needs_mask(const Params& params, int first_key, int first_query) {
+    opaque(first_key);  // the compiler would compute the ranges before the loop and hold them in registers
+    return first_query < first_query_of_key(params, first_key + 15);
+}
+
+static_assert(2 * kTileSharedBytes + 1024 == 185344, "the launcher allocates two of these, and room to begin at a multiple of 1,024 bytes");
 static_assert(kBlockM % (32 * kValueWarps) == 0 && kBlockN % kBlockM == 0, "threads have equally many rows to compute delta of");
 static_assert(kStages >= 2, "rows of the next step are awaited before those of this one are released");
 static_assert(kStages * kBlockM >= kBlockN, "O, LSE and delta of a tile of queries fit where those of the stages are");
 static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kConsumerRegisters >= kProducerRegisters && kConsumerRegisters <= 256, "what setmaxnreg takes");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
-static_assert(kSharedBytes + 1024 == 185344, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 1152 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, dout) == 384 && offsetof(Params, out) == 512 && offsetof(Params, dq) == 640);
 static_assert(offsetof(Params, dk) == 768 && offsetof(Params, dv) == 896 && offsetof(Params, lse) == 1024);

@@ -3,7 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, gqa mha, dq_order none
-// tile      block_m 64, block_n 64, stages 2, dout_stages 2, cluster 2 (pair)
+// tile      block_m 64, block_n 64, stages 2, dout_stages 2, cluster 2, dq early, held_k 128, held_v 64,
+//           producer_registers 24, consumer_registers 240 (pair)
 // block     256 threads, 0 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_wide_sm90.yaml

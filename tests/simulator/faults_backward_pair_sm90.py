@@ -23,6 +23,9 @@ def fault(name: str, caught: tuple[str, ...], old: str, new: str, variant: str =
 
 RECEIVED = "        if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);\n"
 Q_FULL = "        mbarrier_wait(barriers.q_full(ring.stage), ring.parity);\n"
+LAST_READY = (
+    "        float dq[kDqColumnsOfDk / 2];\n        mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);\n"
+)
 LAST_RECEIVED = "        mbarrier_wait(barriers.ds_received((count - 1) % 2), (count - 1) / 2 % 2);\n"
 SENT = "if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kOwnDsBytes);\n"
 
@@ -38,8 +41,8 @@ FAULTS = (
     fault(
         "dS of the last step is not awaited",
         (*ASYNC, "mbarrier"),
-        LAST_RECEIVED + "        float dq[kDqColumnsOfDk / 2];\n",
-        "        float dq[kDqColumnsOfDk / 2];\n",
+        LAST_READY + LAST_RECEIVED,
+        LAST_READY,
     ),
     fault(
         "dS is sent without a proxy fence",

@@ -117,7 +117,7 @@ FAULTS = (
         PLAIN,
         SHAPE,
         ASYNC,
-        LAST_DS + "        mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);\n",
+        LAST_DS + "        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);\n",
         LAST_DS,
     ),
     fault(

@@ -93,8 +93,9 @@ NEXT = "        mbarrier_arrive(barriers.turn());  // of the next step\n"
 # Behind it the poll has found the turn: one that is passed ahead of the poll would be waited for in vain.
 BEGUN = "        mbarrier_wait(barriers.turn(), i % 2);\n"
 PASSES = "        pass_turn(params, block, step);\n"
-IN_TURN_OF_DV = "float (&dq)[kDqColumnsOfDv / 2]) {\n        mbarrier_wait(barriers.turn(), i % 2);\n"
-IN_TURN_OF_DK = IN_TURN_OF_DV.replace("OfDv", "OfDk")
+IN_TURN_OF_DV = "        if (i > 0) add_dq_of_step(barriers, i - 1, own_dq, dq, lane);\n"
+IN_TURN_OF_DK = IN_TURN_OF_DV.replace("dq, lane", "ds, lane")
+AT_ANY_TIME = "        if (i > 0) { add_dq(own_dq, dq); __syncwarp(); release(barriers.dq_added()); }\n"
 OF_PAIR = """    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
     const int count = num_steps(params, queries);
     Step step = first_step(params, block, queries);
@@ -144,9 +145,9 @@ FAULTS = (
     wide("a turn is passed when one consumer has added", (*OUT_OF_TURN, *STUCK),
          "mbarrier_init(dq_added(), 2 * kWarps);", "mbarrier_init(dq_added(), kWarps);"),
     pair("the consumer of dV does not await its turn", OUT_OF_TURN,
-         IN_TURN_OF_DV, IN_TURN_OF_DV.split("\n")[0], backwards=True),
+         IN_TURN_OF_DV, AT_ANY_TIME, backwards=True),
     pair("the consumer of dK does not await its turn", OUT_OF_TURN,
-         IN_TURN_OF_DK, IN_TURN_OF_DK.split("\n")[0], backwards=True),
+         IN_TURN_OF_DK, AT_ANY_TIME.replace("own_dq, dq", "own_dq, ds"), backwards=True),
     pair("one turn for both halves of the columns", (*OUT_OF_TURN, *STUCK), " * 2 + rank_of(block);", ";"),
     pair("turns of blocks, not of pairs", STUCK, "/ 2 - block.index / 2;", "- block.index;"),
     pair("a block of a pair that sees nothing of a step takes no turn", (*OUT_OF_TURN, *STUCK),
