@@ -99,7 +99,7 @@ struct Tile {
     int batch;
     int head;  // first query head of the group that shares a head of K and V
     int kv_head;
-    int first_row;
+    int first_row;  // below 0 where a head's first tile is not whole
 };
 
 // The KV blocks of all tiles of a set of heads (see share_of()), one tile after the other, are numbered. A thread block takes an equal share

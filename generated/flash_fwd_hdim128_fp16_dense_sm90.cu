@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, gqa mha
-// tile      block_m 128, block_n 128, q_stages 1, stages 2
+// tile      block_m 128, block_n 128, q_stages 1, stages 2, panel 64, producer_registers 88
 // block     384 threads, 173232 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_fwd_sm90.yaml
@@ -19,18 +19,32 @@
 // row_sum.
 //
 // Map
-//   warpgroup 0       produce(): loads Q, K and V by TMA. kProducerRegisters = 88 a thread
-//   warpgroups 1 ...  consume(): 64 rows each: S, softmax, O. kConsumerRegisters = 208 a thread
-//   shared memory     kQStages = 1 buffers of Q, kQBytes = 32768 each; kStages = 2 of K, kKBytes = 32768, and 2 of V, kVBytes = 32768;
-//                     then the mbarriers
-//   mbarrier          arrivals of a phase                                 who waits
-//   q_full, k_full, v_full  1, and the bytes of TMA: the producer         consumers
-//   k_empty, v_empty  4 kConsumers: lane 0 of each consumer warp          producer
-//   q_empty           the consumers, see Barriers::init()                producer
-//   named barriers    see NamedBarrier
-//   read_mask()       warps 1 to 3 of warpgroup 0: pack the mask into a ring of kMaskStages = 4 entries, after V in shared memory
-//   mask_full         32 kMaskWarps: every lane that packs                consumers, producer
-//   mask_empty        128 kConsumers + 1: every lane that reads           read_mask()
+//   warpgroup 0          the producer, kProducerRegisters = 88 a thread
+//     thread 0             produce(): loads Q, K and V by TMA
+//     warps 1 to 3         read_mask(): packs the mask into bits
+//   warpgroups 1 to 2     consume(): S, softmax and O of 64 rows, kConsumerRegisters a thread
+//
+//   SharedStorage        bytes
+//   q                    32768  x 1  Q of a tile
+//   k                    32768  x 2  K of a KV block
+//   v                    32768  x 2  V of a KV block
+//   mask                 2056   x 4  the bits of a KV block
+//
+//   barrier              arrivals of a phase                                             who waits
+//   q_full               1: the producer, and the bytes of TMA                           consumers
+//   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T          producer
+//   k_full, v_full       1: the producer, and the bytes of TMA                           consumers
+//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it   producer
+//   mask_full            32 kMaskWarps: each thread that packs                           consumers, producer
+//   mask_empty           128 kConsumers + 1: each thread that reads                      read_mask()
+//   kMaskBarrier         32 kMaskWarps: each thread that packs                           the same
+//   kTurnBarrier         256: the consumer before, and the one that waits                a consumer, before its MMAs
+//
+// Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. Of KV block n in the order
+// of visits, S(n) is Q K^T and O(n) is P V:
+//
+//   consumer c           issue S(1) O(0) | softmax(1)                        | issue S(2) O(1) | softmax(2)
+//   consumer c + 1       softmax(0)      | issue S(1) O(0) | softmax(1)                        | issue S(2) O(1)
 
 using element = fp16;
 
@@ -38,40 +52,89 @@ constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and O
 constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 128;  // keys of a KV block
-constexpr int kQStages = 1;  // Q buffers; O is stored from registers
+constexpr int kQStages = 1;  // Q buffers
 constexpr int kStages = 2;  // K buffers, and V buffers
 constexpr int kConsumers = 2;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread. setmaxnreg moves registers between the warpgroups of a thread block. At launch a thread has at most an equal share of
-// 65,536 registers, rounded down to a multiple of 8. ptxas lowers it to kConsumerRegisters where the share is larger.
+// 65,536 registers, rounded down to a multiple of 8; consumers share what the producer leaves, and take at most 240 each. ptxas
+// lowers the share at launch to kConsumerRegisters where it is larger.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 88;
-constexpr int kConsumerRegisters = 208;
+constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
+constexpr int kConsumerRegisters = kRegistersLeft < 240 ? kRegistersLeft : 240;
 
 constexpr int kMaskWarps = 3;  // of the producer warpgroup, warps that read the mask
 
 enum NamedBarrier : int {  // __syncthreads() has the number 0
-    kTurnBarrier = 1,  // + consumer: its turn to issue MMAs. The consumer before it arrives, 2 x 128 threads
-    kMaskBarrier = kTurnBarrier + kConsumers,  // a block of the mask is packed: kMaskWarps
+    kTurnBarrier = 1,  // + consumer
+    kLastTurnBarrier = kTurnBarrier + kConsumers - 1,
+    kMaskBarrier,
 };
 
-// Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
+// Shared memory holds panels of 64 columns. TMA swizzles the 128 bytes of each row.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and O
-constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
-constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
-constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
-constexpr int kKOffset = kQStages * kQBytes;
-constexpr int kVOffset = kKOffset + kStages * kKBytes;
-constexpr int kMaskOffset = kVOffset + kStages * kVBytes;
-// K and V are loaded once the mask of their block is known, so the ring of masks runs ahead of theirs.
-constexpr int kMaskStages = kStages + 2;
-constexpr int kMaskStageBytes = 16 * kBlockM + 8;
-constexpr int kBarrierOffset = kMaskOffset + kMaskStages * kMaskStageBytes;
-constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages + 2 * kMaskStages);
+constexpr int kMaskStages = kStages + 2;  // K and V are loaded once the mask of their block is known, so masks are read earlier
+
+struct alignas(8) MaskEntry {
+    uint32_t hidden[kBlockM][4];  // the bits of a row, by lane % 4
+    int32_t kv_block;             // below 0: the tile ends
+};
+
+// Begins at a multiple of 1024 bytes, where the pattern of a swizzle does.
+struct SharedStorage {
+    element q[kQStages][kPanels][kBlockM][kPanelColumns];
+    element k[kStages][kPanels][kBlockN][kPanelColumns];
+    element v[kStages][kPanelsV][kBlockN][kPanelColumns];
+    MaskEntry mask[kMaskStages];
+    uint64_t q_full[kQStages];
+    uint64_t q_empty[kQStages];
+    uint64_t k_full[kStages];
+    uint64_t k_empty[kStages];
+    uint64_t v_full[kStages];
+    uint64_t v_empty[kStages];
+    uint64_t mask_full[kMaskStages];
+    uint64_t mask_empty[kMaskStages];
+};
+constexpr int kQBytes = sizeof(SharedStorage::q[0]);
+constexpr int kKBytes = sizeof(SharedStorage::k[0]);
+constexpr int kVBytes = sizeof(SharedStorage::v[0]);
+
+// Addresses within the SharedStorage of the thread block.
+struct SharedAddresses {
+    shared_address storage;
+    shared_address barriers;  // the first one: registers hold it, and the others are a constant further
+
+    __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
+
+    // Buffers.
+    __device__ __forceinline__ shared_address q(int stage) const { return at(offsetof(SharedStorage, q), stage, kQBytes); }
+    __device__ __forceinline__ shared_address k(int stage) const { return at(offsetof(SharedStorage, k), stage, kKBytes); }
+    __device__ __forceinline__ shared_address v(int stage) const { return at(offsetof(SharedStorage, v), stage, kVBytes); }
+    __device__ __forceinline__ shared_address mask(int stage) const { return at(offsetof(SharedStorage, mask), stage, sizeof(MaskEntry)); }
+
+    // Barriers.
+    __device__ __forceinline__ shared_address q_full(int stage) const { return barrier(offsetof(SharedStorage, q_full), stage); }
+    __device__ __forceinline__ shared_address q_empty(int stage) const { return barrier(offsetof(SharedStorage, q_empty), stage); }
+    __device__ __forceinline__ shared_address k_full(int stage) const { return barrier(offsetof(SharedStorage, k_full), stage); }
+    __device__ __forceinline__ shared_address k_empty(int stage) const { return barrier(offsetof(SharedStorage, k_empty), stage); }
+    __device__ __forceinline__ shared_address v_full(int stage) const { return barrier(offsetof(SharedStorage, v_full), stage); }
+    __device__ __forceinline__ shared_address v_empty(int stage) const { return barrier(offsetof(SharedStorage, v_empty), stage); }
+    __device__ __forceinline__ shared_address mask_full(int stage) const { return barrier(offsetof(SharedStorage, mask_full), stage); }
+    __device__ __forceinline__ shared_address mask_empty(int stage) const { return barrier(offsetof(SharedStorage, mask_empty), stage); }
+
+    __device__ __forceinline__ shared_address at(int offset, int index, int element_bytes) const {
+        return storage + offset + index * element_bytes;
+    }
+
+    __device__ __forceinline__ shared_address barrier(int offset, int index) const {
+        return barriers + (offset - int(offsetof(SharedStorage, q_full)) + 8 * index);
+    }
+};
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -108,7 +171,7 @@ struct Tile {
     int batch;
     int head;
     int kv_head;
-    int first_row;
+    int first_row;  // below 0 where a head's first tile is not whole
 };
 
 __device__ Tile find_tile(const Params& params, int index);  // The tile of number `index`, in the order of the launch
@@ -142,7 +205,6 @@ __device__ uint32_t nonzero_bytes(uint32_t word);  // The top bit of each byte t
 // Of every eight keys of a row, a lane holds the scores of two: 2 t and 2 t + 1, where t = lane % 4. An entry of the ring
 // has a word for each row and t, so that a lane needs two words, and after them the index of the block. A negative index
 // ends the tile.
-constexpr int kMaskIndexOffset = 4 * 4 * kBlockM;
 
 // The bit, in the word of its row and t, of the key `key` (8 j or 8 j + 1) keys past the lane's first
 __device__ constexpr int mask_bit(int key);
@@ -154,7 +216,7 @@ struct MaskedBlock {
     uint32_t hidden[2];  // rows g and g + 8 of the warp's 16; bit set = hidden
 
     __device__ __forceinline__ void load(shared_address entry, int warp_row, int lane) {
-        index = load_shared_32(entry + kMaskIndexOffset);
+        index = load_shared_32(entry + offsetof(MaskEntry, kv_block));
         if (index < 0) return;
         hidden[0] = load_shared_32(entry + 16 * warp_row + 4 * lane);
         hidden[1] = load_shared_32(entry + 16 * (warp_row + 8) + 4 * lane);
@@ -255,42 +317,6 @@ template <bool kWhole> __device__ bool pack_mask(const Params& params, const Til
 
 // ====
 
-// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers have
-// released it: K and V every warp; Q every warp, or one thread of each warpgroup after TMA has read the O staged there.
-struct Barriers {
-    shared_address first;
-
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(stage); }
-    __device__ __forceinline__ shared_address q_empty(int stage) const { return at(kQStages + stage); }
-    __device__ __forceinline__ shared_address k_full(int stage) const { return at(2 * kQStages + stage); }
-    __device__ __forceinline__ shared_address k_empty(int stage) const { return at(2 * kQStages + kStages + stage); }
-    __device__ __forceinline__ shared_address v_full(int stage) const { return at(2 * kQStages + 2 * kStages + stage); }
-    __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
-    // The producer thread reads an entry of the mask's ring too, and every lane arrives for itself.
-    __device__ __forceinline__ shared_address mask_full(int stage) const { return at(2 * kQStages + 4 * kStages + stage); }
-    __device__ __forceinline__ shared_address mask_empty(int stage) const { return at(2 * kQStages + 4 * kStages + kMaskStages + stage); }
-
-    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
-
-    // One thread's work, before any other uses them.
-    __device__ __forceinline__ void init() const {
-        for (int stage = 0; stage < kQStages; ++stage) {
-            mbarrier_init(q_full(stage), 1);
-            mbarrier_init(q_empty(stage), 4 * kConsumers);
-        }
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(k_full(stage), 1);
-            mbarrier_init(v_full(stage), 1);
-            mbarrier_init(k_empty(stage), 4 * kConsumers);
-            mbarrier_init(v_empty(stage), 4 * kConsumers);
-        }
-        for (int stage = 0; stage < kMaskStages; ++stage) {
-            mbarrier_init(mask_full(stage), 32 * kMaskWarps);
-            mbarrier_init(mask_empty(stage), 128 * kConsumers + 1);
-        }
-    }
-};
-
 // A place in a ring of stages. The parity of a stage's barriers changes each time round.
 template <int kLength>
 struct RingPosition {
@@ -303,7 +329,38 @@ struct RingPosition {
     }
 };
 
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises the barriers with the arrivals that complete a phase of each
+
+// The tiles that a thread block of the persistent grid takes, one after the other.
+struct TileSequence {
+    int index;
+    int step;
+
+    __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
+
+    // Under a diagonal long tiles have the lowest numbers of those that are launched together. Back and forth, a thread block that drew a
+    // long one draws a short one next.
+    __device__ __forceinline__ void advance() {
+        index += step;
+        step = 2 * gridDim.x - step;
+    }
+};
+
+// KV blocks, visited from the last to the first.
+struct KvBlocks {
+    int first;
+    int last;
+};
+
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on
+__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 __device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
+__device__ int mapped_row(const Params& params, int key);  // Where the tensor maps of K and V have a key
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros
+template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+    int first_key, int head, int batch);
+// Loads K and V of a KV block, each when its buffer is empty
+__device__ void produce_kv(const Params& params, const Tile& tile, int block, const SharedAddresses& shared, RingPosition<kStages>& ring);
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
@@ -382,40 +439,32 @@ __device__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four);
 __device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
     int first_row, int lane);
 
-// KV blocks, visited from the last to the first.
-struct KvBlocks {
-    int first;
-    int last;
-};
-
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on
-__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
-
-// The tiles that a thread block of the persistent grid takes, one after the other.
-struct TileSequence {
-    int index;
-    int step;
-
-    __device__ __forceinline__ TileSequence() : index(block_index()) {
-        step = 2 * (gridDim.x - index) - 1;
+// The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
+__device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    RingPosition<kStages> ring;
+    RingPosition<kQStages> q_ring;
+    RingPosition<kMaskStages> mask_ring;
+    // The KV block that the consumers visit next, as read_mask() says.
+    auto next_block = [&] {
+        mbarrier_wait(shared.mask_full(mask_ring.stage), mask_ring.parity);
+        const int block = load_shared_32(shared.mask(mask_ring.stage) + offsetof(MaskEntry, kv_block));
+        mbarrier_arrive(shared.mask_empty(mask_ring.stage));
+        mask_ring.advance();
+        return block;
+    };
+    for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
+        const Tile tile = find_tile(params, tiles.index);
+        mbarrier_wait(shared.q_empty(q_ring.stage), q_ring.parity ^ 1);
+        load_q(params, tile, shared.q(q_ring.stage), shared.q_full(q_ring.stage));
+        q_ring.advance();
+        for (int block = next_block(); block >= 0; block = next_block()) produce_kv(params, tile, block, shared, ring);
     }
-
-    __device__ __forceinline__ void advance() {
-        index += step;
-        // Where a diagonal goes with the mask, the tiles of a section become shorter from first to last. Back and forth, a thread
-        // block that drew a long one draws a short one next.
-        step = 2 * gridDim.x - step;
-    }
-};
-
-__device__ int mapped_row(const Params& params, int key);  // Where the tensor maps of K and V have a key
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros
-template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-    int first_key, int head, int batch);
+}
 
 // A warp that reads the mask: an entry of the ring for each KV block with a visible key, and one that ends the tile. Blocks outside
 // of the range of the tile's rows are not even read. It runs ahead of the ring's readers, the producer thread and the consumer warps.
-__device__ __forceinline__ void read_mask(const Params& params, shared_address shared, const Barriers& barriers) {
+__device__ __forceinline__ void read_mask(const Params& params, const SharedAddresses& shared) {
     const int warp = threadIdx.x / 32 - 1;
     const int lane = threadIdx.x % 32;
     RingPosition<kMaskStages> ring;
@@ -425,8 +474,8 @@ __device__ __forceinline__ void read_mask(const Params& params, shared_address s
         const KeyRange every = keys_of_every(params, tile.first_row, kBlockM);
         const int end_of_tile = min(blocks.first, blocks.last + 1) - 1;  // past the last block to visit
         for (int block = blocks.last; block >= end_of_tile; --block) {
-            const shared_address entry = shared + kMaskOffset + ring.stage * kMaskStageBytes;
-            mbarrier_wait(barriers.mask_empty(ring.stage), ring.parity ^ 1);
+            const shared_address entry = shared.mask(ring.stage);
+            mbarrier_wait(shared.mask_empty(ring.stage), ring.parity ^ 1);
             if (block > end_of_tile) {
                 const int first_key = block * kBlockN;
                 const bool inside = first_key >= every.begin && first_key + kBlockN <= every.end;
@@ -436,45 +485,15 @@ __device__ __forceinline__ void read_mask(const Params& params, shared_address s
                 // An entry without a visible key is not passed on; the next block overwrites it.
                 if (!barrier_red_or(kMaskBarrier, 32 * kMaskWarps, visible)) continue;
             }
-            if (warp == 0 && lane == 0) store_shared_32(entry + kMaskIndexOffset, block > end_of_tile ? block : -1);
-            mbarrier_arrive(barriers.mask_full(ring.stage));
-            ring.advance();
-        }
-    }
-}
-
-// The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
-__device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
-    // The buffers begin empty: of their barriers, the phase before the first has ended.
-    RingPosition<kStages> ring;
-    RingPosition<kQStages> q_ring;
-    RingPosition<kMaskStages> mask_ring;
-    auto next_block = [&] {
-        mbarrier_wait(barriers.mask_full(mask_ring.stage), mask_ring.parity);
-        const int block = load_shared_32(shared + kMaskOffset + mask_ring.stage * kMaskStageBytes + kMaskIndexOffset);
-        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));
-        mask_ring.advance();
-        return block;
-    };
-    for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
-        const Tile tile = find_tile(params, tiles.index);
-        mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-        load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
-        q_ring.advance();
-        for (int block = next_block(); block >= 0; block = next_block()) {
-            mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
-            load_kv_block<kPanels>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
-                                   mapped_row(params, block * kBlockN), tile.kv_head, tile.batch);
-            mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
-            load_kv_block<kPanelsV>(shared + kVOffset + ring.stage * kVBytes, params.v, barriers.v_full(ring.stage),
-                                    mapped_row(params, block * kBlockN), tile.kv_head, tile.batch);
+            if (warp == 0 && lane == 0) store_shared_32(entry + offsetof(MaskEntry, kv_block), block > end_of_tile ? block : -1);
+            mbarrier_arrive(shared.mask_full(ring.stage));
             ring.advance();
         }
     }
 }
 
 // A consumer warpgroup: 64 rows of each tile.
-__device__ __forceinline__ void consume(const Params& params, shared_address shared, const Barriers& barriers, int consumer) {
+__device__ __forceinline__ void consume(const Params& params, const SharedAddresses& shared, int consumer) {
     const int lane = threadIdx.x % 32;
     const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first row in the tile
     RingPosition<kQStages> q_ring;
@@ -488,61 +507,60 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     if (consumer == kConsumers - 1) end_turn();
     RingPosition<kMaskStages> mask_ring;
     auto next_block = [&] {
-        mbarrier_wait(barriers.mask_full(mask_ring.stage), mask_ring.parity);
+        mbarrier_wait(shared.mask_full(mask_ring.stage), mask_ring.parity);
         MaskedBlock block;
-        block.load(shared + kMaskOffset + mask_ring.stage * kMaskStageBytes, warp_row, lane);
-        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));
+        block.load(shared.mask(mask_ring.stage), warp_row, lane);
+        mbarrier_arrive(shared.mask_empty(mask_ring.stage));
         mask_ring.advance();
         return block;
     };
-
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
         MaskedBlock block = next_block();
         const bool visible = block.index >= 0;
         const int first_row = tile.first_row + warp_row;
-        const shared_address q_smem = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
-        mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
+        const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
+        mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
         // All lanes must have seen this phase complete before lane 0 arrives on empty: a later refill could flip the parity twice, and a
         // lane still polling would wait forever.
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
 
-        if (!visible) release(barriers.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
-        // Every score passes here once, between Q . K^T and softmax.
+        if (!visible) release(shared.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
+        // Every score passes here once, between Q K^T and softmax.
         auto finish_scores = [&](float (&scores)[kBlockN / 2], const MaskedBlock& masked) {
             masked.apply_mask(scores);
         };
+
         if (visible) {
             float scores[kBlockN / 2];
-            mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+            mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
             begin_turn();
-            mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+            mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
-            // First block: wait for its S, release K. Softmax makes P.
+            // Wait for S of the first block, release K. Softmax makes P.
             wgmma_wait<0>();
             pin_registers(scores);
-            release(barriers.k_empty(k_ring.stage));
+            release(shared.k_empty(k_ring.stage));
             k_ring.advance();
             finish_scores(scores, block);
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
-
             for (block = next_block(); block.index >= 0; block = next_block()) {
                 // 1. S = Q K^T of this block: wait for K, issue.
-                mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+                mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
-                mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+                mma_qk(scores, q_smem, shared.k(k_ring.stage));
                 // 2. O += P V of the previous block: wait for V, issue.
-                mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-                mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
+                mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+                mma_pv(output, p, shared.v(v_ring.stage));
                 end_turn();
                 // 3. Wait for S, with P V in flight. Release K.
                 wgmma_wait<1>();
                 pin_registers(scores);
-                release(barriers.k_empty(k_ring.stage));
+                release(shared.k_empty(k_ring.stage));
                 k_ring.advance();
                 // 4. Softmax on S while P V runs.
                 finish_scores(scores, block);
@@ -550,7 +568,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 // 5. Wait for P V. Release V.
                 wgmma_wait<0>();
                 pin_registers(output);
-                release(barriers.v_empty(v_ring.stage));
+                release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
                 // 6. Pack P for the next P V. Rescale O where row_max has moved.
                 // exp2_approx and pack are not volatile: ptxas moves most exponentials below the wait and interleaves them with the packing.
@@ -558,13 +576,13 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 p.set(scores);
                 if (moved) rescale(output, rows);
             }
-            // O += P V of the last block: wait for V, issue, wait, release.
-            release(barriers.q_empty(q_ring.stage));
-            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
+            release(shared.q_empty(q_ring.stage));
+            mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+            // O += P V of the last block: issue, wait, release V.
+            mma_pv(output, p, shared.v(v_ring.stage));
             wgmma_wait<0>();
             pin_registers(output);
-            release(barriers.v_empty(v_ring.stage));
+            release(shared.v_empty(v_ring.stage));
             v_ring.advance();
         }
         store_tile(params, tile, output, rows, first_row, lane);
@@ -576,15 +594,14 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 flash_fwd_hdim128_fp16_dense_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
-    const Barriers barriers = {shared + kBarrierOffset};
+    const SharedAddresses shared((to_shared(shared_memory) + 1023) / 1024 * 1024);
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(params.q);
         prefetch_tensormap(params.k);
         prefetch_tensormap(params.v);
-        barriers.init();
+        init_barriers(shared);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -598,11 +615,11 @@ flash_fwd_hdim128_fp16_dense_sm90(const __grid_constant__ Params params) {
 
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(params, shared, barriers);
-        if (threadIdx.x >= 32) read_mask(params, shared, barriers);
+        if (threadIdx.x == 0) produce(params, shared);
+        if (threadIdx.x >= 32) read_mask(params, shared);
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume(params, shared, barriers, warpgroup - 1);
+        consume(params, shared, warpgroup - 1);
     }
 }
 
@@ -736,6 +753,30 @@ __device__ __forceinline__ bool pack_mask(const Params& params, const Tile& tile
 
 // ====
 
+// Initialises the barriers with the arrivals that complete a phase of each. One thread calls it, before any other uses them.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_full(stage), 1);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kMaskStages; ++stage) {
+        mbarrier_init(shared.mask_full(stage), 32 * kMaskWarps);
+        mbarrier_init(shared.mask_empty(stage), 128 * kConsumers + 1);
+    }
+}
+
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
 // Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
@@ -744,6 +785,33 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
         tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
                     tile.head, tile.batch);
     }
+}
+
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, so that TMA brings zeros for all others, whatever
+// these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params& params, int key) { return key - keys_of_query(params, 0).begin; }
+
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount>
+__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+                                              int first_key, int head, int batch) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+    }
+}
+
+// Loads K and V of a KV block, each when its buffer is empty.
+__device__ __forceinline__ void produce_kv(const Params& params, const Tile& tile, int block, const SharedAddresses& shared,
+                                           RingPosition<kStages>& ring) {
+    mbarrier_wait(shared.k_empty(ring.stage), ring.parity ^ 1);
+    load_kv_block<kPanels>(shared.k(ring.stage), params.k, shared.k_full(ring.stage), mapped_row(params, block * kBlockN), tile.kv_head,
+                           tile.batch);
+    mbarrier_wait(shared.v_empty(ring.stage), ring.parity ^ 1);
+    load_kv_block<kPanelsV>(shared.v(ring.stage), params.v, shared.v_full(ring.stage), mapped_row(params, block * kBlockN), tile.kv_head,
+                            tile.batch);
+    ring.advance();
 }
 
 // The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
@@ -979,33 +1047,12 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
 }
 
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
-    const KeyRange keys = keys_of_some(params, first_row, count);
-    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
-}
-
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, so that TMA brings zeros for all others, whatever
-// these hold: 0 * NaN would be NaN.
-__device__ __forceinline__ int mapped_row(const Params& params, int key) { return key - keys_of_query(params, 0).begin; }
-
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount>
-__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
-    }
-}
-
 static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(sizeof(SharedStorage) + 1024 == 173232, "launcher and kernel agree on shared memory");
 static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kBlockN <= 128, "a lane holds its share of a row of the mask in 32 bits");
-static_assert(kSharedBytes + 1024 == 173232, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 512 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 392 && offsetof(Params, mask) == 400);
 static_assert(offsetof(Params, out_batch_stride) == 408 && offsetof(Params, out_row_stride) == 416);

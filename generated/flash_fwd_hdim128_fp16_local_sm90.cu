@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type local, gqa mha
-// tile      block_m 192, block_n 64, q_stages 2, stages 3
+// tile      block_m 192, block_n 64, q_stages 2, stages 3, panel 64, producer_registers 32
 // block     512 threads, 197760 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_fwd_sm90.yaml
@@ -19,15 +19,28 @@
 // row_sum.
 //
 // Map
-//   warpgroup 0       produce(): loads Q, K and V by TMA. kProducerRegisters = 32 a thread
-//   warpgroups 1 ...  consume(): 64 rows each: S, softmax, O. kConsumerRegisters = 160 a thread
-//   shared memory     kQStages = 2 buffers of Q, kQBytes = 49152 each; kStages = 3 of K, kKBytes = 16384, and 3 of V, kVBytes = 16384;
-//                     then the mbarriers
-//   mbarrier          arrivals of a phase                                 who waits
-//   q_full, k_full, v_full  1, and the bytes of TMA: the producer         consumers
-//   k_empty, v_empty  4 kConsumers: lane 0 of each consumer warp          producer
-//   q_empty           the consumers, see Barriers::init()                producer
-//   named barriers    see NamedBarrier
+//   warpgroup 0          the producer, kProducerRegisters = 32 a thread
+//     thread 0             produce(): loads Q, K and V by TMA
+//   warpgroups 1 to 3     consume(): S, softmax and O of 64 rows, kConsumerRegisters a thread
+//
+//   SharedStorage        bytes
+//   q                    49152  x 2  Q of a tile
+//   k                    16384  x 3  K of a KV block
+//   v                    16384  x 3  V of a KV block
+//
+//   barrier              arrivals of a phase                                             who waits
+//   q_full               1: the producer, and the bytes of TMA                           consumers
+//   q_empty              kConsumers: one thread of each, once TMA has read O from q      producer
+//   k_full, v_full       1: the producer, and the bytes of TMA                           consumers
+//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it   producer
+//   kTurnBarrier         256: the consumer before, and the one that waits                a consumer, before its MMAs
+//   kStoreBarrier        128: the warpgroup, once its O is in q                          the same, before TMA reads O
+//
+// Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. Of KV block n in the order
+// of visits, S(n) is Q K^T and O(n) is P V:
+//
+//   consumer c           issue S(1) O(0) | softmax(1)                        | issue S(2) O(1) | softmax(2)
+//   consumer c + 1       softmax(0)      | issue S(1) O(0) | softmax(1)                        | issue S(2) O(1)
 
 using element = fp16;
 
@@ -35,34 +48,75 @@ constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and O
 constexpr int kBlockM = 192;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a KV block
-constexpr int kQStages = 2;  // Q buffers; the O of a tile is stored through the buffer of its Q
+constexpr int kQStages = 2;  // Q buffers
 constexpr int kStages = 3;  // K buffers, and V buffers
 constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread. setmaxnreg moves registers between the warpgroups of a thread block. At launch a thread has at most an equal share of
-// 65,536 registers, rounded down to a multiple of 8. ptxas lowers it to kConsumerRegisters where the share is larger.
+// 65,536 registers, rounded down to a multiple of 8; consumers share what the producer leaves, and take at most 240 each. ptxas
+// lowers the share at launch to kConsumerRegisters where it is larger.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 32;
-constexpr int kConsumerRegisters = 160;
+constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
+constexpr int kConsumerRegisters = kRegistersLeft < 240 ? kRegistersLeft : 240;
 
 enum NamedBarrier : int {  // __syncthreads() has the number 0
-    kTurnBarrier = 1,  // + consumer: its turn to issue MMAs. The consumer before it arrives, 2 x 128 threads
-    kStoreBarrier = kTurnBarrier + kConsumers,  // + consumer: O of the warpgroup is in shared memory, 128 threads
+    kTurnBarrier = 1,  // + consumer
+    kLastTurnBarrier = kTurnBarrier + kConsumers - 1,
+    kStoreBarrier,  // + consumer
 };
 
-// Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
+// Shared memory holds panels of 64 columns. TMA swizzles the 128 bytes of each row.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and O
-constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
-constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
-constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
-constexpr int kKOffset = kQStages * kQBytes;
-constexpr int kVOffset = kKOffset + kStages * kKBytes;
-constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
-constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages);
+
+// Begins at a multiple of 1024 bytes, where the pattern of a swizzle does.
+struct SharedStorage {
+    element q[kQStages][kPanels][kBlockM][kPanelColumns];
+    element k[kStages][kPanels][kBlockN][kPanelColumns];
+    element v[kStages][kPanelsV][kBlockN][kPanelColumns];
+    uint64_t q_full[kQStages];
+    uint64_t q_empty[kQStages];
+    uint64_t k_full[kStages];
+    uint64_t k_empty[kStages];
+    uint64_t v_full[kStages];
+    uint64_t v_empty[kStages];
+};
+constexpr int kQBytes = sizeof(SharedStorage::q[0]);
+constexpr int kKBytes = sizeof(SharedStorage::k[0]);
+constexpr int kVBytes = sizeof(SharedStorage::v[0]);
+
+// Addresses within the SharedStorage of the thread block.
+struct SharedAddresses {
+    shared_address storage;
+    shared_address barriers;  // the first one: registers hold it, and the others are a constant further
+
+    __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
+
+    // Buffers.
+    __device__ __forceinline__ shared_address q(int stage) const { return at(offsetof(SharedStorage, q), stage, kQBytes); }
+    __device__ __forceinline__ shared_address k(int stage) const { return at(offsetof(SharedStorage, k), stage, kKBytes); }
+    __device__ __forceinline__ shared_address v(int stage) const { return at(offsetof(SharedStorage, v), stage, kVBytes); }
+
+    // Barriers.
+    __device__ __forceinline__ shared_address q_full(int stage) const { return barrier(offsetof(SharedStorage, q_full), stage); }
+    __device__ __forceinline__ shared_address q_empty(int stage) const { return barrier(offsetof(SharedStorage, q_empty), stage); }
+    __device__ __forceinline__ shared_address k_full(int stage) const { return barrier(offsetof(SharedStorage, k_full), stage); }
+    __device__ __forceinline__ shared_address k_empty(int stage) const { return barrier(offsetof(SharedStorage, k_empty), stage); }
+    __device__ __forceinline__ shared_address v_full(int stage) const { return barrier(offsetof(SharedStorage, v_full), stage); }
+    __device__ __forceinline__ shared_address v_empty(int stage) const { return barrier(offsetof(SharedStorage, v_empty), stage); }
+
+    __device__ __forceinline__ shared_address at(int offset, int index, int element_bytes) const {
+        return storage + offset + index * element_bytes;
+    }
+
+    __device__ __forceinline__ shared_address barrier(int offset, int index) const {
+        return barriers + (offset - int(offsetof(SharedStorage, q_full)) + 8 * index);
+    }
+};
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -128,35 +182,6 @@ __device__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], i
 
 // ====
 
-// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers have
-// released it: K and V every warp; Q every warp, or one thread of each warpgroup after TMA has read the O staged there.
-struct Barriers {
-    shared_address first;
-
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(stage); }
-    __device__ __forceinline__ shared_address q_empty(int stage) const { return at(kQStages + stage); }
-    __device__ __forceinline__ shared_address k_full(int stage) const { return at(2 * kQStages + stage); }
-    __device__ __forceinline__ shared_address k_empty(int stage) const { return at(2 * kQStages + kStages + stage); }
-    __device__ __forceinline__ shared_address v_full(int stage) const { return at(2 * kQStages + 2 * kStages + stage); }
-    __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
-
-    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
-
-    // One thread's work, before any other uses them.
-    __device__ __forceinline__ void init() const {
-        for (int stage = 0; stage < kQStages; ++stage) {
-            mbarrier_init(q_full(stage), 1);
-            mbarrier_init(q_empty(stage), kConsumers);
-        }
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(k_full(stage), 1);
-            mbarrier_init(v_full(stage), 1);
-            mbarrier_init(k_empty(stage), 4 * kConsumers);
-            mbarrier_init(v_empty(stage), 4 * kConsumers);
-        }
-    }
-};
-
 // A place in a ring of stages. The parity of a stage's barriers changes each time round.
 template <int kLength>
 struct RingPosition {
@@ -169,7 +194,38 @@ struct RingPosition {
     }
 };
 
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises the barriers with the arrivals that complete a phase of each
+
+// The tiles that a thread block of the persistent grid takes, one after the other.
+struct TileSequence {
+    int index;
+    int step;
+
+    __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
+
+    // Under a diagonal long tiles have the lowest numbers of those that are launched together. Back and forth, a thread block that drew a
+    // long one draws a short one next.
+    __device__ __forceinline__ void advance() {
+        index += step;
+        step = 2 * gridDim.x - step;
+    }
+};
+
+// KV blocks, visited from the last to the first.
+struct KvBlocks {
+    int first;
+    int last;
+};
+
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on
+__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 __device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
+__device__ int mapped_row(const Params& params, int key);  // Where the tensor maps of K and V have a key
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros
+template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+    int first_key, int head, int batch);
+// Loads K and V of a KV block, each when its buffer is empty
+__device__ void produce_kv(const Params& params, const Tile& tile, int block, const SharedAddresses& shared, RingPosition<kStages>& ring);
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
@@ -247,63 +303,24 @@ __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes 
 __device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
     int first_row, int lane, shared_address staging, int consumer);
 
-// KV blocks, visited from the last to the first.
-struct KvBlocks {
-    int first;
-    int last;
-};
-
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on
-__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
-
-// The tiles that a thread block of the persistent grid takes, one after the other.
-struct TileSequence {
-    int index;
-    int step;
-
-    __device__ __forceinline__ TileSequence() : index(block_index()) {
-        step = 2 * (gridDim.x - index) - 1;
-    }
-
-    __device__ __forceinline__ void advance() {
-        index += step;
-        // The tiles of a section become shorter from first to last. Back and forth, a thread block that drew a long one draws a
-        // short one next.
-        step = 2 * gridDim.x - step;
-    }
-};
-
-__device__ int mapped_row(const Params& params, int key);  // Where the tensor maps of K and V have a key
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros
-template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-    int first_key, int head, int batch);
-
 // The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
-__device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
+__device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
-        mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-        load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
+        mbarrier_wait(shared.q_empty(q_ring.stage), q_ring.parity ^ 1);
+        load_q(params, tile, shared.q(q_ring.stage), shared.q_full(q_ring.stage));
         q_ring.advance();
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
 #pragma unroll 1  // it waits for copies, and unrolled it takes longer to compile
-        for (int block = blocks.last; block >= blocks.first; --block) {
-            mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
-            load_kv_block<kPanels>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
-                                   mapped_row(params, block * kBlockN), tile.kv_head, tile.batch);
-            mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
-            load_kv_block<kPanelsV>(shared + kVOffset + ring.stage * kVBytes, params.v, barriers.v_full(ring.stage),
-                                    mapped_row(params, block * kBlockN), tile.kv_head, tile.batch);
-            ring.advance();
-        }
+        for (int block = blocks.last; block >= blocks.first; --block) produce_kv(params, tile, block, shared, ring);
     }
 }
 
 // A consumer warpgroup: 64 rows of each tile.
-__device__ __forceinline__ void consume(const Params& params, shared_address shared, const Barriers& barriers, int consumer) {
+__device__ __forceinline__ void consume(const Params& params, const SharedAddresses& shared, int consumer) {
     const int lane = threadIdx.x % 32;
     const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first row in the tile
     RingPosition<kQStages> q_ring;
@@ -322,7 +339,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         static_assert(kQStages == 2, "the previous tile's Q is in the other buffer");
         if (store_in_flight && threadIdx.x % 128 == 0) {
             tma_store_wait_read<0>();
-            mbarrier_arrive(barriers.q_empty(q_ring.stage ^ 1));
+            mbarrier_arrive(shared.q_empty(q_ring.stage ^ 1));
         }
         store_in_flight = false;
     };
@@ -330,76 +347,75 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     // and takes its turn. Wait for full first: another warp may not have arrived yet for the previous phase of empty, and this arrival
     // would be counted there.
     auto skip_block = [&] {
-        mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+        mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         begin_turn();
         end_turn();
-        release(barriers.k_empty(k_ring.stage));
+        release(shared.k_empty(k_ring.stage));
         k_ring.advance();
-        mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+        mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
         // All lanes must have seen this phase complete before lane 0 arrives on empty: a later refill could flip the parity twice, and a
         // lane still polling would wait forever.
         __syncwarp();
-        release(barriers.v_empty(v_ring.stage));
+        release(shared.v_empty(v_ring.stage));
         v_ring.advance();
     };
-
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
         int block = blocks.last;
-        // The KV blocks of which this warpgroup's own rows see a key: none if they lie before the first query. The first tile begins a multiple
-        // of 64 rows ahead of that query, so all 64 rows lie before it, or none does.
-        const int own_row = tile.first_row + 64 * consumer;
-        const bool has_rows = own_row >= 0;
-        const KvBlocks own = has_rows ? find_kv_blocks(params, own_row, 64) : KvBlocks{0, -1};
-        const bool visible = own.last >= own.first;
-        const int first_block = own.first;
+        // The KV blocks of which this warpgroup's rows see a key: none if the rows are before the first query. The first tile begins a multiple of
+        // 64 rows before that query, so all 64 rows are before it, or none is.
+        const int warpgroup_row = tile.first_row + 64 * consumer;
+        const bool has_rows = warpgroup_row >= 0;
+        const KvBlocks visible_blocks = has_rows ? find_kv_blocks(params, warpgroup_row, 64) : KvBlocks{0, -1};
+        const bool visible = visible_blocks.last >= visible_blocks.first;
+        const int first_block = visible_blocks.first;
         // Skips KV blocks past the last key that these rows see; all of them if they see none.
 #pragma unroll 1
-        for (; block > max(own.last, blocks.first - 1); --block) skip_block();
+        for (; block > max(visible_blocks.last, blocks.first - 1); --block) skip_block();
         const int first_row = tile.first_row + warp_row;
-        const shared_address q_smem = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
-        mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
+        const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
+        mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
         float output[kHeadDimV / 2] = {};
         RowState rows;
 
         // Most blocks need no mask for a warp's 16 rows. first_row is clamped because a warp's rows may all lie past the last.
         const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
-        // Every score passes here once, between Q . K^T and softmax.
+        // Every score passes here once, between Q K^T and softmax.
         auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
             const bool whole = kv_block * kBlockN >= seen_by_all.begin && (kv_block + 1) * kBlockN <= seen_by_all.end;
             if (!whole) apply_mask(params, scores, first_row, kv_block * kBlockN, lane);
         };
+
         if (visible) {
             float scores[kBlockN / 2];
-            mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+            mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
             begin_turn();
-            mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+            mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
             release_previous_q();
-            // First block: wait for its S, release K. Softmax makes P.
+            // Wait for S of the first block, release K. Softmax makes P.
             wgmma_wait<0>();
             pin_registers(scores);
-            release(barriers.k_empty(k_ring.stage));
+            release(shared.k_empty(k_ring.stage));
             k_ring.advance();
             finish_scores(scores, block);
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
-
             for (--block; block >= first_block; --block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
-                mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+                mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
-                mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+                mma_qk(scores, q_smem, shared.k(k_ring.stage));
                 // 2. O += P V of the previous block: wait for V, issue.
-                mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-                mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
+                mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+                mma_pv(output, p, shared.v(v_ring.stage));
                 end_turn();
                 // 3. Wait for S, with P V in flight. Release K.
                 wgmma_wait<1>();
                 pin_registers(scores);
-                release(barriers.k_empty(k_ring.stage));
+                release(shared.k_empty(k_ring.stage));
                 k_ring.advance();
                 // 4. Softmax on S while P V runs.
                 finish_scores(scores, block);
@@ -407,7 +423,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 // 5. Wait for P V. Release V.
                 wgmma_wait<0>();
                 pin_registers(output);
-                release(barriers.v_empty(v_ring.stage));
+                release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
                 // 6. Pack P for the next P V. Rescale O where row_max has moved.
                 // exp2_approx and pack are not volatile: ptxas moves most exponentials below the wait and interleaves them with the packing.
@@ -415,15 +431,15 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 p.set(scores);
                 if (moved) rescale(output, rows);
             }
-            // O += P V of the last block: wait for V, issue, wait, release.
-            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
+            mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+            // O += P V of the last block: issue, wait, release V.
+            mma_pv(output, p, shared.v(v_ring.stage));
             wgmma_wait<0>();
             pin_registers(output);
-            release(barriers.v_empty(v_ring.stage));
+            release(shared.v_empty(v_ring.stage));
             v_ring.advance();
         }
-        // Those before their first key.
+        // Skips KV blocks before the first key that these rows see.
 #pragma unroll 1
         for (; block >= blocks.first; --block) skip_block();
         release_previous_q();  // if there was no MMA
@@ -438,8 +454,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 flash_fwd_hdim128_fp16_local_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
-    const Barriers barriers = {shared + kBarrierOffset};
+    const SharedAddresses shared((to_shared(shared_memory) + 1023) / 1024 * 1024);
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
@@ -447,7 +462,7 @@ flash_fwd_hdim128_fp16_local_sm90(const __grid_constant__ Params params) {
         prefetch_tensormap(params.k);
         prefetch_tensormap(params.v);
         prefetch_tensormap(params.out);
-        barriers.init();
+        init_barriers(shared);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -461,10 +476,10 @@ flash_fwd_hdim128_fp16_local_sm90(const __grid_constant__ Params params) {
 
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(params, shared, barriers);
+        if (threadIdx.x == 0) produce(params, shared);
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume(params, shared, barriers, warpgroup - 1);
+        consume(params, shared, warpgroup - 1);
     }
 }
 
@@ -572,6 +587,27 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 
 // ====
 
+// Initialises the barriers with the arrivals that complete a phase of each. One thread calls it, before any other uses them.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_full(stage), 1);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+}
+
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
+    const int skipped = max(-first_row, 0);
+    const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
 // Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
@@ -580,6 +616,33 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
         tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
                     tile.head, tile.batch);
     }
+}
+
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, so that TMA brings zeros for all others, whatever
+// these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params& params, int key) { return key - keys_of_query(params, 0).begin; }
+
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount>
+__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+                                              int first_key, int head, int batch) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+    }
+}
+
+// Loads K and V of a KV block, each when its buffer is empty.
+__device__ __forceinline__ void produce_kv(const Params& params, const Tile& tile, int block, const SharedAddresses& shared,
+                                           RingPosition<kStages>& ring) {
+    mbarrier_wait(shared.k_empty(ring.stage), ring.parity ^ 1);
+    load_kv_block<kPanels>(shared.k(ring.stage), params.k, shared.k_full(ring.stage), mapped_row(params, block * kBlockN), tile.kv_head,
+                           tile.batch);
+    mbarrier_wait(shared.v_empty(ring.stage), ring.parity ^ 1);
+    load_kv_block<kPanelsV>(shared.v(ring.stage), params.v, shared.v_full(ring.stage), mapped_row(params, block * kBlockN), tile.kv_head,
+                            tile.batch);
+    ring.advance();
 }
 
 // The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
@@ -796,34 +859,12 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
 }
 
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
-    const int skipped = max(-first_row, 0);
-    const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
-    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
-}
-
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, so that TMA brings zeros for all others, whatever
-// these hold: 0 * NaN would be NaN.
-__device__ __forceinline__ int mapped_row(const Params& params, int key) { return key - keys_of_query(params, 0).begin; }
-
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount>
-__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
-    }
-}
-
 static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(sizeof(SharedStorage) + 1024 == 197760, "launcher and kernel agree on shared memory");
 static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kHeadDimV <= kHeadDim, "O fits where its Q was");
-static_assert(kSharedBytes + 1024 == 197760, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 512 && offsetof(Params, batch_size) == 520);
 static_assert(offsetof(Params, num_heads_q) == 524 && offsetof(Params, seqlen_q) == 528 && offsetof(Params, seqlen_kv) == 532);

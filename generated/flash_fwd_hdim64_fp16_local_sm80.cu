@@ -94,7 +94,7 @@ struct Tile {
     int batch;
     int head;
     int kv_head;
-    int first_row;
+    int first_row;  // below 0 where a head's first tile is not whole
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31

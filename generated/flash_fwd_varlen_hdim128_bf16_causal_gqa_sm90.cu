@@ -3,11 +3,11 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages none, gqa gqa
-// tile      block_m 192, block_n 64, q_stages 2, stages 3
+// tile      block_m 192, block_n 64, q_stages 2, stages 3, panel 64, producer_registers 32
 // block     512 threads, 197864 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_fwd_varlen_sm90.yaml
-// template  flash_fwd_sm90.cu.j2
+// template  flash_fwd_sequences_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
 // A tile is kBlockM rows of queries that attend to the keys of one kv head. A thread block takes tile after tile through the KV blocks that
@@ -19,19 +19,31 @@
 // row_sum.
 //
 // Map
-//   warpgroup 0       produce(): loads Q, K and V by TMA. kProducerRegisters = 32 a thread
-//   warpgroups 1 ...  consume(): 64 rows each: S, softmax, O. kConsumerRegisters = 160 a thread
-//   shared memory     kQStages = 2 buffers of Q, kQBytes = 49152 each; kStages = 3 of K, kKBytes = 16384, and 3 of V, kVBytes = 16384;
-//                     then the mbarriers
-//   mbarrier          arrivals of a phase                                 who waits
-//   q_full, k_full, v_full  1, and the bytes of TMA: the producer         consumers
-//   k_empty, v_empty  4 kConsumers: lane 0 of each consumer warp          producer
-//   q_empty           the consumers, see Barriers::init()                producer
-//   named barriers    see NamedBarrier
-//   find_tiles()      warp 1 of warpgroup 0: finds the tiles, and passes them on in slots after the mbarriers, one for each Q buffer
-//   tile_full         1: lane 0 of find_tiles()                           producer, consumers
-//   tile_empty        lane 0 of each warp that reads the tile             find_tiles()
-//   rows_clear        4 kConsumers: V's unseen rows are cleared           consumers
+//   warpgroup 0          the producer, kProducerRegisters = 32 a thread
+//     warp 0               produce(): loads Q, K and V by TMA
+//     warp 1               find_tiles(): finds tile after tile, and passes each on to the other roles
+//   warpgroups 1 to 3     consume(): S, softmax and O of 64 rows, kConsumerRegisters a thread
+//
+//   SharedStorage        bytes
+//   q                    49152  x 2  Q of a tile
+//   k                    16384  x 3  K of a KV block
+//   v                    16384  x 3  V of a KV block
+//
+//   barrier              arrivals of a phase                                             who waits
+//   q_full               1: the producer, and the bytes of TMA                           consumers
+//   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T          producer
+//   k_full, v_full       1: the producer, and the bytes of TMA                           consumers
+//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it   producer
+//   tile_full            1: lane 0 of find_tiles()                                       producer, consumers
+//   tile_empty           lane 0 of each warp that reads the tile                         find_tiles()
+//   rows_clear           4 kConsumers: lane 0 of each warp, once its rows of V are zero  consumers
+//   kTurnBarrier         256: the consumer before, and the one that waits                a consumer, before its MMAs
+//
+// Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. Of KV block n in the order
+// of visits, S(n) is Q K^T and O(n) is P V:
+//
+//   consumer c           issue S(1) O(0) | softmax(1)                        | issue S(2) O(1) | softmax(2)
+//   consumer c + 1       softmax(0)      | issue S(1) O(0) | softmax(1)                        | issue S(2) O(1)
 
 using element = bf16;
 
@@ -39,36 +51,116 @@ constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and O
 constexpr int kBlockM = 192;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a KV block
-constexpr int kQStages = 2;  // Q buffers; O is stored from registers
+constexpr int kQStages = 2;  // Q buffers
 constexpr int kStages = 3;  // K buffers, and V buffers
 constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread. setmaxnreg moves registers between the warpgroups of a thread block. At launch a thread has at most an equal share of
-// 65,536 registers, rounded down to a multiple of 8. ptxas lowers it to kConsumerRegisters where the share is larger.
+// 65,536 registers, rounded down to a multiple of 8; consumers share what the producer leaves, and take at most 240 each. ptxas
+// lowers the share at launch to kConsumerRegisters where it is larger.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 32;
-constexpr int kConsumerRegisters = 160;
+constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
+constexpr int kConsumerRegisters = kRegistersLeft < 240 ? kRegistersLeft : 240;
 
 enum NamedBarrier : int {  // __syncthreads() has the number 0
-    kTurnBarrier = 1,  // + consumer: its turn to issue MMAs. The consumer before it arrives, 2 x 128 threads
+    kTurnBarrier = 1,  // + consumer
 };
 
-// Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
+// A tile of a sequence: what the warp that finds it tells the producer and the consumers.
+struct SequenceTile {
+    int sequence;     // below 0: there are no more tiles
+    int head;         // of the grid
+    int first_row;    // below 0 where the sequence's first tile is not whole
+    int first_query;  // the row of q where the sequence begins
+    int seqlen_q;
+    int seqlen_kv;
+    int entry;        // of k and v
+    int first_key;    // the row of that entry where the sequence begins
+
+    __device__ __forceinline__ void load(shared_address words) {
+        sequence = load_shared_32(words + offsetof(SequenceTile, sequence));
+        head = load_shared_32(words + offsetof(SequenceTile, head));
+        first_row = load_shared_32(words + offsetof(SequenceTile, first_row));
+        first_query = load_shared_32(words + offsetof(SequenceTile, first_query));
+        seqlen_q = load_shared_32(words + offsetof(SequenceTile, seqlen_q));
+        seqlen_kv = load_shared_32(words + offsetof(SequenceTile, seqlen_kv));
+        entry = load_shared_32(words + offsetof(SequenceTile, entry));
+        first_key = load_shared_32(words + offsetof(SequenceTile, first_key));
+    }
+
+    __device__ __forceinline__ void store(shared_address words) const {
+        store_shared_32(words + offsetof(SequenceTile, sequence), sequence);
+        store_shared_32(words + offsetof(SequenceTile, head), head);
+        store_shared_32(words + offsetof(SequenceTile, first_row), first_row);
+        store_shared_32(words + offsetof(SequenceTile, first_query), first_query);
+        store_shared_32(words + offsetof(SequenceTile, seqlen_q), seqlen_q);
+        store_shared_32(words + offsetof(SequenceTile, seqlen_kv), seqlen_kv);
+        store_shared_32(words + offsetof(SequenceTile, entry), entry);
+        store_shared_32(words + offsetof(SequenceTile, first_key), first_key);
+    }
+};
+
+// Shared memory holds panels of 64 columns. TMA swizzles the 128 bytes of each row.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and O
-constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
-constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
-constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
-constexpr int kKOffset = kQStages * kQBytes;
-constexpr int kVOffset = kKOffset + kStages * kKBytes;
-constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
-// Slots in which find_tiles() passes tiles to the producer and the consumers, one for each Q buffer: they share the ring of Q.
-constexpr int kTileOffset = kBarrierOffset + 8 * (4 * kQStages + 4 * kStages + 1);
-constexpr int kTileBytes = 32;
-constexpr int kSharedBytes = kTileOffset + kQStages * kTileBytes;
+constexpr int kTileWords = (sizeof(SequenceTile) + 15) / 16 * 4;  // of a SequenceTile in shared memory
+
+// Begins at a multiple of 1024 bytes, where the pattern of a swizzle does.
+struct SharedStorage {
+    element q[kQStages][kPanels][kBlockM][kPanelColumns];
+    element k[kStages][kPanels][kBlockN][kPanelColumns];
+    element v[kStages][kPanelsV][kBlockN][kPanelColumns];
+    uint64_t q_full[kQStages];
+    uint64_t q_empty[kQStages];
+    uint64_t k_full[kStages];
+    uint64_t k_empty[kStages];
+    uint64_t v_full[kStages];
+    uint64_t v_empty[kStages];
+    uint64_t rows_clear;
+    uint64_t tile_full[kQStages];
+    uint64_t tile_empty[kQStages];
+    int32_t tile[kQStages][kTileWords];  // a SequenceTile
+};
+constexpr int kQBytes = sizeof(SharedStorage::q[0]);
+constexpr int kKBytes = sizeof(SharedStorage::k[0]);
+constexpr int kVBytes = sizeof(SharedStorage::v[0]);
+
+// Addresses within the SharedStorage of the thread block.
+struct SharedAddresses {
+    shared_address storage;
+    shared_address barriers;  // the first one: registers hold it, and the others are a constant further
+
+    __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
+
+    // Buffers.
+    __device__ __forceinline__ shared_address q(int stage) const { return at(offsetof(SharedStorage, q), stage, kQBytes); }
+    __device__ __forceinline__ shared_address k(int stage) const { return at(offsetof(SharedStorage, k), stage, kKBytes); }
+    __device__ __forceinline__ shared_address v(int stage) const { return at(offsetof(SharedStorage, v), stage, kVBytes); }
+    __device__ __forceinline__ shared_address tile(int stage) const { return at(offsetof(SharedStorage, tile), stage, 4 * kTileWords); }
+
+    // Barriers.
+    __device__ __forceinline__ shared_address q_full(int stage) const { return barrier(offsetof(SharedStorage, q_full), stage); }
+    __device__ __forceinline__ shared_address q_empty(int stage) const { return barrier(offsetof(SharedStorage, q_empty), stage); }
+    __device__ __forceinline__ shared_address k_full(int stage) const { return barrier(offsetof(SharedStorage, k_full), stage); }
+    __device__ __forceinline__ shared_address k_empty(int stage) const { return barrier(offsetof(SharedStorage, k_empty), stage); }
+    __device__ __forceinline__ shared_address v_full(int stage) const { return barrier(offsetof(SharedStorage, v_full), stage); }
+    __device__ __forceinline__ shared_address v_empty(int stage) const { return barrier(offsetof(SharedStorage, v_empty), stage); }
+    __device__ __forceinline__ shared_address rows_clear() const { return barrier(offsetof(SharedStorage, rows_clear), 0); }
+    __device__ __forceinline__ shared_address tile_full(int stage) const { return barrier(offsetof(SharedStorage, tile_full), stage); }
+    __device__ __forceinline__ shared_address tile_empty(int stage) const { return barrier(offsetof(SharedStorage, tile_empty), stage); }
+
+    __device__ __forceinline__ shared_address at(int offset, int index, int element_bytes) const {
+        return storage + offset + index * element_bytes;
+    }
+
+    __device__ __forceinline__ shared_address barrier(int offset, int index) const {
+        return barriers + (offset - int(offsetof(SharedStorage, q_full)) + 8 * index);
+    }
+};
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch_q)
@@ -124,41 +216,6 @@ __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
-
-// A tile of a sequence: what the warp that finds it tells the producer and the consumers.
-struct SequenceTile {
-    int sequence;     // below 0: there are no more tiles
-    int head;         // of the grid
-    int first_row;    // below 0 where the sequence's first tile is not whole
-    int first_query;  // the row of q where the sequence begins
-    int seqlen_q;
-    int seqlen_kv;
-    int entry;        // of k and v
-    int first_key;    // the row of that entry where the sequence begins
-
-    __device__ __forceinline__ void load(shared_address passed) {
-        sequence = load_shared_32(passed);
-        head = load_shared_32(passed + 4);
-        first_row = load_shared_32(passed + 8);
-        first_query = load_shared_32(passed + 12);
-        seqlen_q = load_shared_32(passed + 16);
-        seqlen_kv = load_shared_32(passed + 20);
-        entry = load_shared_32(passed + 24);
-        first_key = load_shared_32(passed + 28);
-    }
-
-    __device__ __forceinline__ void store(shared_address passed) const {
-        store_shared_32(passed, sequence);
-        store_shared_32(passed + 4, head);
-        store_shared_32(passed + 8, first_row);
-        store_shared_32(passed + 12, first_query);
-        store_shared_32(passed + 16, seqlen_q);
-        store_shared_32(passed + 20, seqlen_kv);
-        store_shared_32(passed + 24, entry);
-        store_shared_32(passed + 28, first_key);
-    }
-};
-
 // The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence
 __device__ SequenceTile tile_at(const Params& params, int sequence, const Rows& queries, const Rows& keys, int head, int first_row);
 __device__ Params of_sequence(const Params& params, const SequenceTile& found);  // The parameters of a call of one sequence alone
@@ -192,45 +249,6 @@ __device__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], i
 
 // ====
 
-// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers have
-// released it: K and V every warp; Q every warp, or one thread of each warpgroup after TMA has read the O staged there.
-struct Barriers {
-    shared_address first;
-
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(stage); }
-    __device__ __forceinline__ shared_address q_empty(int stage) const { return at(kQStages + stage); }
-    __device__ __forceinline__ shared_address k_full(int stage) const { return at(2 * kQStages + stage); }
-    __device__ __forceinline__ shared_address k_empty(int stage) const { return at(2 * kQStages + kStages + stage); }
-    __device__ __forceinline__ shared_address v_full(int stage) const { return at(2 * kQStages + 2 * kStages + stage); }
-    __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
-    // The consumers have cleared rows of V that no query sees.
-    __device__ __forceinline__ shared_address rows_clear() const { return at(2 * kQStages + 4 * kStages); }
-    // A tile is full when find_tiles() has stored it, and empty when every consumer warp and each producer warp have read it.
-    __device__ __forceinline__ shared_address tile_full(int stage) const { return at(2 * kQStages + 4 * kStages + 1 + stage); }
-    __device__ __forceinline__ shared_address tile_empty(int stage) const { return at(3 * kQStages + 4 * kStages + 1 + stage); }
-
-    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
-
-    // One thread's work, before any other uses them.
-    __device__ __forceinline__ void init() const {
-        for (int stage = 0; stage < kQStages; ++stage) {
-            mbarrier_init(q_full(stage), 1);
-            mbarrier_init(q_empty(stage), 4 * kConsumers);
-        }
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(k_full(stage), 1);
-            mbarrier_init(v_full(stage), 1);
-            mbarrier_init(k_empty(stage), 4 * kConsumers);
-            mbarrier_init(v_empty(stage), 4 * kConsumers);
-        }
-        mbarrier_init(rows_clear(), 4 * kConsumers);
-        for (int stage = 0; stage < kQStages; ++stage) {
-            mbarrier_init(tile_full(stage), 1);
-            mbarrier_init(tile_empty(stage), 4 * kConsumers + 1);
-        }
-    }
-};
-
 // A place in a ring of stages. The parity of a stage's barriers changes each time round.
 template <int kLength>
 struct RingPosition {
@@ -243,6 +261,16 @@ struct RingPosition {
     }
 };
 
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises the barriers with the arrivals that complete a phase of each
+
+// KV blocks, visited from the last to the first.
+struct KvBlocks {
+    int first;
+    int last;
+};
+
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on
+__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 __device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
@@ -319,37 +347,35 @@ __device__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four);
 // Normalises O, rounds it and writes it from registers
 __device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
     int first_row, int lane);
-
-// KV blocks, visited from the last to the first.
-struct KvBlocks {
-    int first;
-    int last;
-};
-
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on
-__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
+__device__ void await_empty(shared_address empty, int parity);  // Waits until a buffer may be written to
+// Passes a tile on to the producer and the consumers
+__device__ void pass_on_tile(const SequenceTile& found, const SharedAddresses& shared, RingPosition<kQStages>& ring, int lane);
+// The tile that comes next, as a producer warp reads it
+__device__ SequenceTile take_tile(const SharedAddresses& shared, const RingPosition<kQStages>& ring, int lane);
+__device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found);  // The KV blocks that the thread block visits of a tile
+// Turns a tile of its sequence into the same one of the whole array, as TMA takes it
+__device__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile);
+// Loads Q of a tile when its buffer is empty
+__device__ void produce_q(const Params& params, const Tile& tile, const SharedAddresses& shared, const RingPosition<kQStages>& ring);
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros
+template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+    int first_key, int head, int batch);
 
 // The tiles that a thread block of the persistent grid takes, one after the other.
 struct TileSequence {
     int index;
     int step;
 
-    __device__ __forceinline__ TileSequence() : index(block_index()) {
-        step = 2 * (gridDim.x - index) - 1;
-    }
+    __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
 
+    // Under a diagonal long tiles have the lowest numbers of those that are launched together. Back and forth, a thread block that drew a
+    // long one draws a short one next.
     __device__ __forceinline__ void advance() {
         index += step;
-        // Long tiles have the first numbers. Back and forth, a thread block that drew a long one draws a
-        // short one next.
         step = 2 * gridDim.x - step;
     }
 };
 
-__device__ void await_empty(shared_address empty, int parity);  // Waits until a buffer may be written to
-// Passes a tile on to the producer and the consumers
-__device__ void pass_on_tile(const SequenceTile& found, shared_address shared, const Barriers& barriers, RingPosition<kQStages>& ring,
-    int lane);
 __device__ int rows_of(const Params& params, int sequence);  // Rows of all queries of a sequence, as tiles have them
 __device__ int rows_ahead(const Params&, int rows);  // How many rows of a sequence's first tile lie ahead of its first query
 
@@ -386,8 +412,8 @@ struct TileFinder {
             const uint32_t beyond = __ballot_sync(0xffffffff, number < end);
             if (beyond != 0) {
                 const int found = __ffs(beyond) - 1;
-                const int behind = __shfl_sync(0xffffffff, end, found) - 1 - number;  // row blocks of the sequence that come after it
-                const int row_block = slice * slice_blocks + behind;
+                const int later_row_blocks = __shfl_sync(0xffffffff, end, found) - 1 - number;  // of the sequence, in the order of the numbers
+                const int row_block = slice * slice_blocks + later_row_blocks;
                 const int sequence = first + found;
                 const int row = first_row(params, sequence, row_block);
                 return tile_at(params, sequence, queries_of(params, sequence), keys_of(params, sequence), index - number * num_heads, row);
@@ -415,20 +441,37 @@ struct TileFinder {
     }
 };
 
-// The tile that comes next, as a producer warp reads it
-__device__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane);
-__device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found);  // The KV blocks of a tile that the thread block has
-// Turns a tile of its sequence into the same one of the whole array, as TMA takes it
-__device__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile);
-// Loads Q of a tile when its buffer is empty
-__device__ void produce_q(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
-    const RingPosition<kQStages>& ring);
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros
-template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-    int first_key, int head, int batch);
+// The producer warp: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
+__device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
+    const int lane = threadIdx.x % 32;
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    RingPosition<kStages> ring;
+    RingPosition<kQStages> q_ring;
+    while (true) {
+        const SequenceTile found = take_tile(shared, q_ring, lane);
+        if (found.sequence < 0) return;
+        Tile tile = tile_of(params, found);
+        const KvBlocks blocks = kv_blocks_of(params, found);
+        to_whole_array(params, found, tile);
+        produce_q(params, tile, shared, q_ring);
+        q_ring.advance();
+#pragma unroll 1  // few registers are left to the producer
+        for (int block = blocks.last; block >= blocks.first; --block) {
+            const shared_address k_smem = shared.k(ring.stage);
+            const shared_address v_smem = shared.v(ring.stage);
+            const int key = found.first_key + block * kBlockN;
+            await_empty(shared.k_empty(ring.stage), ring.parity ^ 1);
+            if (elect_one()) load_kv_block<kPanels>(k_smem, params.k, shared.k_full(ring.stage), key, tile.kv_head, found.entry);
+            await_empty(shared.v_empty(ring.stage), ring.parity ^ 1);
+            if (elect_one()) load_kv_block<kPanelsV>(v_smem, params.v, shared.v_full(ring.stage), key, tile.kv_head, found.entry);
+            ring.advance();
+        }
+        __syncwarp();
+    }
+}
 
 // The warp that finds the thread block's tiles, ahead of the producer and the consumers.
-__device__ __forceinline__ void find_tiles(const Params& params, shared_address shared, const Barriers& barriers) {
+__device__ __forceinline__ void find_tiles(const Params& params, const SharedAddresses& shared) {
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> ring;
     TileFinder finder(params, lane);
@@ -436,41 +479,12 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     for (TileSequence tiles; more; tiles.advance()) {
         const SequenceTile found = finder.find(params, tiles.index, lane);
         more = found.sequence >= 0;
-        pass_on_tile(found, shared, barriers, ring, lane);
+        pass_on_tile(found, shared, ring, lane);
     }
 }
 
-// The producer warp: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
-__device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
-    const int lane = threadIdx.x % 32;
-    // The buffers begin empty: of their barriers, the phase before the first has ended.
-    RingPosition<kStages> ring;
-    RingPosition<kQStages> q_ring;
-    while (true) {
-        const SequenceTile found = take_tile(shared, barriers, q_ring, lane);
-        if (found.sequence < 0) return;
-        Tile tile = tile_of(params, found);
-        const KvBlocks blocks = kv_blocks_of(params, found);
-        to_whole_array(params, found, tile);
-        produce_q(params, tile, shared, barriers, q_ring);
-        q_ring.advance();
-#pragma unroll 1  // few registers are left to the producer
-        for (int block = blocks.last; block >= blocks.first; --block) {
-            const shared_address k_smem = shared + kKOffset + ring.stage * kKBytes;
-            const shared_address v_smem = shared + kVOffset + ring.stage * kVBytes;
-            const int key = found.first_key + block * kBlockN;
-            await_empty(barriers.k_empty(ring.stage), ring.parity ^ 1);
-            if (elect_one()) load_kv_block<kPanels>(k_smem, params.k, barriers.k_full(ring.stage), key, tile.kv_head, found.entry);
-            await_empty(barriers.v_empty(ring.stage), ring.parity ^ 1);
-            if (elect_one()) load_kv_block<kPanelsV>(v_smem, params.v, barriers.v_full(ring.stage), key, tile.kv_head, found.entry);
-            ring.advance();
-        }
-        __syncwarp();
-    }
-}
-
-// A consumer warpgroup: 64 rows of each tile.
-__device__ __forceinline__ void consume(const Params& all, shared_address shared, const Barriers& barriers, int consumer) {
+// A consumer warpgroup: 64 rows of each tile. `all` are the parameters of the call, params of the sequence of a tile.
+__device__ __forceinline__ void consume(const Params& all, const SharedAddresses& shared, int consumer) {
     const int lane = threadIdx.x % 32;
     const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first row in the tile
     RingPosition<kQStages> q_ring;
@@ -486,26 +500,26 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
     // and takes its turn. Wait for full first: another warp may not have arrived yet for the previous phase of empty, and this arrival
     // would be counted there.
     auto skip_block = [&] {
-        mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+        mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         begin_turn();
         end_turn();
-        release(barriers.k_empty(k_ring.stage));
+        release(shared.k_empty(k_ring.stage));
         k_ring.advance();
-        mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+        mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
         // All lanes must have seen this phase complete before lane 0 arrives on empty: a later refill could flip the parity twice, and a
         // lane still polling would wait forever.
         __syncwarp();
-        release(barriers.v_empty(v_ring.stage));
+        release(shared.v_empty(v_ring.stage));
         v_ring.advance();
     };
 
     int clear_parity = 0;
     while (true) {
-        mbarrier_wait(barriers.tile_full(q_ring.stage), q_ring.parity);
+        mbarrier_wait(shared.tile_full(q_ring.stage), q_ring.parity);
         SequenceTile found;
-        found.load(shared + kTileOffset + q_ring.stage * kTileBytes);
+        found.load(shared.tile(q_ring.stage));
         __syncwarp();  // all lanes have read it
-        release(barriers.tile_empty(q_ring.stage));
+        release(shared.tile_empty(q_ring.stage));
         if (found.sequence < 0) break;
         const Params params = of_sequence(all, found);
         const Tile tile = tile_of(params, found);
@@ -514,35 +528,35 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         auto has_tail = [&](int kv_block) { return (kv_block + 1) * kBlockN > params.seqlen_kv; };
         auto clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
-            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            clear_rows<kPanelsV, kBlockN>(shared + kVOffset + v_ring.stage * kVBytes, params.seqlen_kv - kv_block * kBlockN);
+            mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+            clear_rows<kPanelsV, kBlockN>(shared.v(v_ring.stage), params.seqlen_kv - kv_block * kBlockN);
             __syncwarp();
-            release(barriers.rows_clear());
+            release(shared.rows_clear());
         };
         auto await_clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
-            mbarrier_wait(barriers.rows_clear(), clear_parity);
+            mbarrier_wait(shared.rows_clear(), clear_parity);
             clear_parity ^= 1;
         };
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
         int block = blocks.last;
-        // The KV blocks of which this warpgroup's own rows see a key: none if they lie before the first query. The first tile begins a multiple
-        // of 64 rows ahead of that query, so all 64 rows lie before it, or none does.
-        const int own_row = tile.first_row + 64 * consumer;
-        const bool has_rows = own_row >= 0;
-        const KvBlocks own = has_rows ? find_kv_blocks(params, own_row, 64) : KvBlocks{0, -1};
-        const bool visible = own.last >= own.first;
-        const int first_block = own.first;
+        // The KV blocks of which this warpgroup's rows see a key: none if the rows are before the first query. The first tile begins a multiple of
+        // 64 rows before that query, so all 64 rows are before it, or none is.
+        const int warpgroup_row = tile.first_row + 64 * consumer;
+        const bool has_rows = warpgroup_row >= 0;
+        const KvBlocks visible_blocks = has_rows ? find_kv_blocks(params, warpgroup_row, 64) : KvBlocks{0, -1};
+        const bool visible = visible_blocks.last >= visible_blocks.first;
+        const int first_block = visible_blocks.first;
         // Skips KV blocks past the last key that these rows see; all of them if they see none.
 #pragma unroll 1
-        for (; block > max(own.last, blocks.first - 1); --block) {
+        for (; block > max(visible_blocks.last, blocks.first - 1); --block) {
             clear_tail(block);
             skip_block();
             await_clear_tail(block);
         }
         const int first_row = tile.first_row + warp_row;
-        const shared_address q_smem = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
-        mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
+        const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
+        mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
         // All lanes must have seen this phase complete before lane 0 arrives on empty: a later refill could flip the parity twice, and a
         // lane still polling would wait forever.
         __syncwarp();
@@ -555,45 +569,45 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
             if (!is_row(params, first_row + 8 * half + lane / 4)) rows.row_max[half] = INFINITY;
         }
 
-        if (!visible) release(barriers.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
+        if (!visible) release(shared.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
         // Most blocks need no mask for a warp's 16 rows. first_row is clamped because a warp's rows may all lie past the last.
         const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
-        // Every score passes here once, between Q . K^T and softmax.
+        // Every score passes here once, between Q K^T and softmax.
         auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
             const bool whole = (kv_block + 1) * kBlockN <= seen_by_all.end;
             if (!whole) apply_mask(params, scores, first_row, kv_block * kBlockN, lane);
         };
+
         if (visible) {
             float scores[kBlockN / 2];
-            mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+            mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
             begin_turn();
-            mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+            mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
-            // First block: wait for its S, release K. Softmax makes P.
             clear_tail(block);
+            // Wait for S of the first block, release K. Softmax makes P.
             wgmma_wait<0>();
             pin_registers(scores);
-            release(barriers.k_empty(k_ring.stage));
+            release(shared.k_empty(k_ring.stage));
             k_ring.advance();
             finish_scores(scores, block);
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
             await_clear_tail(block);
-
             for (--block; block >= first_block; --block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
-                mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+                mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
-                mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+                mma_qk(scores, q_smem, shared.k(k_ring.stage));
                 // 2. O += P V of the previous block: wait for V, issue.
-                mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-                mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
+                mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+                mma_pv(output, p, shared.v(v_ring.stage));
                 end_turn();
                 // 3. Wait for S, with P V in flight. Release K.
                 wgmma_wait<1>();
                 pin_registers(scores);
-                release(barriers.k_empty(k_ring.stage));
+                release(shared.k_empty(k_ring.stage));
                 k_ring.advance();
                 // 4. Softmax on S while P V runs.
                 finish_scores(scores, block);
@@ -601,7 +615,7 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
                 // 5. Wait for P V. Release V.
                 wgmma_wait<0>();
                 pin_registers(output);
-                release(barriers.v_empty(v_ring.stage));
+                release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
                 // 6. Pack P for the next P V. Rescale O where row_max has moved.
                 // exp2_approx and pack are not volatile: ptxas moves most exponentials below the wait and interleaves them with the packing.
@@ -609,13 +623,13 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
                 p.set(scores);
                 if (moved) rescale(output, rows);
             }
-            // O += P V of the last block: wait for V, issue, wait, release.
-            release(barriers.q_empty(q_ring.stage));
-            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
+            release(shared.q_empty(q_ring.stage));
+            mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+            // O += P V of the last block: issue, wait, release V.
+            mma_pv(output, p, shared.v(v_ring.stage));
             wgmma_wait<0>();
             pin_registers(output);
-            release(barriers.v_empty(v_ring.stage));
+            release(shared.v_empty(v_ring.stage));
             v_ring.advance();
         }
         store_tile(params, tile, output, rows, first_row, lane);
@@ -627,15 +641,14 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 flash_fwd_varlen_hdim128_bf16_causal_gqa_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
-    const Barriers barriers = {shared + kBarrierOffset};
+    const SharedAddresses shared((to_shared(shared_memory) + 1023) / 1024 * 1024);
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(params.q);
         prefetch_tensormap(params.k);
         prefetch_tensormap(params.v);
-        barriers.init();
+        init_barriers(shared);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -650,13 +663,13 @@ flash_fwd_varlen_hdim128_bf16_causal_gqa_sm90(const __grid_constant__ Params par
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x / 32 == 0) {
-            produce(params, shared, barriers);
+            produce(params, shared);
         } else if (threadIdx.x / 32 == 1) {
-            find_tiles(params, shared, barriers);
+            find_tiles(params, shared);
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume(params, shared, barriers, warpgroup - 1);
+        consume(params, shared, warpgroup - 1);
     }
 }
 
@@ -809,6 +822,32 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 }
 
 // ====
+
+// Initialises the barriers with the arrivals that complete a phase of each. One thread calls it, before any other uses them.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_full(stage), 1);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+    mbarrier_init(shared.rows_clear(), 4 * kConsumers);
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.tile_full(stage), 1);
+        mbarrier_init(shared.tile_empty(stage), 4 * kConsumers + 1);
+    }
+}
+
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
+    const int skipped = max(-first_row, 0);
+    const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
 
 // Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
@@ -1060,13 +1099,6 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
 }
 
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
-    const int skipped = max(-first_row, 0);
-    const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
-    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
-}
-
 // Waits until a buffer may be written to. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
 // others, which are at the next __syncwarp. Nothing is written before all lanes have seen the phase end: a later refill could flip the parity
 // twice, and a lane still polling would wait forever.
@@ -1076,39 +1108,28 @@ __device__ __forceinline__ void await_empty(shared_address empty, int parity) {
 }
 
 // Passes a tile on to the producer and the consumers. The whole warp works.
-__device__ __forceinline__ void pass_on_tile(const SequenceTile& found, shared_address shared, const Barriers& barriers,
+__device__ __forceinline__ void pass_on_tile(const SequenceTile& found, const SharedAddresses& shared,
                                              RingPosition<kQStages>& ring, int lane) {
-    await_empty(barriers.tile_empty(ring.stage), ring.parity ^ 1);
+    await_empty(shared.tile_empty(ring.stage), ring.parity ^ 1);
     if (lane == 0) {
-        found.store(shared + kTileOffset + ring.stage * kTileBytes);
-        mbarrier_arrive(barriers.tile_full(ring.stage));
+        found.store(shared.tile(ring.stage));
+        mbarrier_arrive(shared.tile_full(ring.stage));
     }
     __syncwarp();
     ring.advance();
 }
 
-// Rows of all queries of a sequence, as tiles have them.
-__device__ __forceinline__ int rows_of(const Params& params, int sequence) {
-    return queries_of(params, sequence).count;
-}
-
-// How many rows of a sequence's first tile lie ahead of its first query: the last tile ends with the sequence's last unit of 64 rows,
-// counted from the first row.
-__device__ __forceinline__ int rows_ahead(const Params&, int rows) {
-    return (rows + kBlockM - 1) / kBlockM * kBlockM - (rows + 63) / 64 * 64;
-}
-
 // The tile that comes next, as a producer warp reads it. The whole warp works.
-__device__ __forceinline__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane) {
-    mbarrier_wait(barriers.tile_full(ring.stage), ring.parity);
+__device__ __forceinline__ SequenceTile take_tile(const SharedAddresses& shared, const RingPosition<kQStages>& ring, int lane) {
+    mbarrier_wait(shared.tile_full(ring.stage), ring.parity);
     SequenceTile found;
-    found.load(shared + kTileOffset + ring.stage * kTileBytes);
+    found.load(shared.tile(ring.stage));
     __syncwarp();  // all lanes have read it
-    if (lane == 0) mbarrier_arrive(barriers.tile_empty(ring.stage));
+    if (lane == 0) mbarrier_arrive(shared.tile_empty(ring.stage));
     return found;
 }
 
-// The KV blocks of a tile that the thread block has.
+// The KV blocks that the thread block visits of a tile.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found) {
     return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found.first_row, kBlockM);
 }
@@ -1120,10 +1141,10 @@ __device__ __forceinline__ void to_whole_array(const Params& params, const Seque
 }
 
 // Loads Q of a tile when its buffer is empty. The whole warp works.
-__device__ __forceinline__ void produce_q(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
+__device__ __forceinline__ void produce_q(const Params& params, const Tile& tile, const SharedAddresses& shared,
                                           const RingPosition<kQStages>& ring) {
-    await_empty(barriers.q_empty(ring.stage), ring.parity ^ 1);
-    if (elect_one()) load_q(params, tile, shared + ring.stage * kQBytes, barriers.q_full(ring.stage));
+    await_empty(shared.q_empty(ring.stage), ring.parity ^ 1);
+    if (elect_one()) load_q(params, tile, shared.q(ring.stage), shared.q_full(ring.stage));
 }
 
 // Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
@@ -1137,11 +1158,22 @@ __device__ __forceinline__ void load_kv_block(shared_address destination, const 
     }
 }
 
+// Rows of all queries of a sequence, as tiles have them.
+__device__ __forceinline__ int rows_of(const Params& params, int sequence) {
+    return queries_of(params, sequence).count;
+}
+
+// How many rows of a sequence's first tile lie ahead of its first query: the last tile ends with the sequence's last unit of 64 rows,
+// counted from the first row.
+__device__ __forceinline__ int rows_ahead(const Params&, int rows) {
+    return (rows + kBlockM - 1) / kBlockM * kBlockM - (rows + 63) / 64 * 64;
+}
+
 static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(sizeof(SharedStorage) + 1024 == 197864, "launcher and kernel agree on shared memory");
 static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
-static_assert(kSharedBytes + 1024 == 197864, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 392 && offsetof(Params, cu_seqlens_q) == 400);
 static_assert(offsetof(Params, cu_seqlens_kv) == 408 && offsetof(Params, kv_lengths) == 416 && offsetof(Params, index) == 424);

@@ -3,11 +3,11 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages paged, splits none, gqa packed
-// tile      block_m 192, block_n 64, q_stages 2, stages 3
+// tile      block_m 192, block_n 64, q_stages 2, stages 3, panel 64, producer_registers 56
 // block     512 threads, 197960 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_varlen_split_sm90.yaml
-// template  flash_split_sm90.cu.j2
+// template  flash_fwd_sequences_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
 // A few hundred rows of queries on many keys. A tile is kBlockM of these rows, and thread blocks have equal shares of the KV blocks of
@@ -19,20 +19,32 @@
 // has a whole tile divides O by row_sum in the end. Others leave their parts in the workspace, and the next kernel combines them.
 //
 // Map
-//   warpgroup 0       produce(): loads Q, K and V by TMA. kProducerRegisters = 56 a thread
-//   warpgroups 1 ...  consume(): 64 rows each: S, softmax, O. kConsumerRegisters = 152 a thread
-//   shared memory     kQStages = 2 buffers of Q, kQBytes = 49152 each; kStages = 3 of K, kKBytes = 16384, and 3 of V, kVBytes = 16384;
-//                     then the mbarriers
-//   mbarrier          arrivals of a phase                                 who waits
-//   q_full, k_full, v_full  1, and the bytes of TMA: the producer         consumers
-//   k_empty, v_empty  4 kConsumers: lane 0 of each consumer warp          producer
-//   q_empty           the consumers, see Barriers::init()                producer
-//   named barriers    see NamedBarrier
-//   find_tiles()      warp 1 of warpgroup 0: finds the tiles, and passes them on in slots after the mbarriers, one for each Q buffer
-//   tile_full         1: lane 0 of find_tiles()                           producer, consumers
-//   tile_empty        lane 0 of each warp that reads the tile             find_tiles()
-//   rows_clear        4 kConsumers: V's unseen rows are cleared           consumers
-//   produce_v()       warp 2 of warpgroup 0: loads V, whose rows are in pages; produce() loads Q and K
+//   warpgroup 0          the producer, kProducerRegisters = 56 a thread
+//     warp 0               produce(): loads Q, K and V by TMA
+//     warp 1               find_tiles(): finds tile after tile, and passes each on to the other roles
+//     warp 2               produce_v(): loads V, whose rows are in pages; then produce() loads Q and K alone
+//   warpgroups 1 to 3     consume(): S, softmax and O of 64 rows, kConsumerRegisters a thread
+//
+//   SharedStorage        bytes
+//   q                    49152  x 2  Q of a tile
+//   k                    16384  x 3  K of a KV block
+//   v                    16384  x 3  V of a KV block
+//
+//   barrier              arrivals of a phase                                             who waits
+//   q_full               1: the producer, and the bytes of TMA                           consumers
+//   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T          producer
+//   k_full, v_full       1: the producer, and the bytes of TMA                           consumers
+//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it   producer
+//   tile_full            1: lane 0 of find_tiles()                                       producer, consumers
+//   tile_empty           lane 0 of each warp that reads the tile                         find_tiles()
+//   rows_clear           4 kConsumers: lane 0 of each warp, once its rows of V are zero  consumers
+//   kTurnBarrier         256: the consumer before, and the one that waits                a consumer, before its MMAs
+//
+// Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. Of KV block n in the order
+// of visits, S(n) is Q K^T and O(n) is P V:
+//
+//   consumer c           issue S(1) O(0) | softmax(1)                        | issue S(2) O(1) | softmax(2)
+//   consumer c + 1       softmax(0)      | issue S(1) O(0) | softmax(1)                        | issue S(2) O(1)
 
 using element = bf16;
 
@@ -40,42 +52,131 @@ constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and O
 constexpr int kBlockM = 192;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a KV block
-constexpr int kQStages = 2;  // Q buffers; O is stored from registers
+constexpr int kQStages = 2;  // Q buffers
 constexpr int kStages = 3;  // K buffers, and V buffers
 constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread. setmaxnreg moves registers between the warpgroups of a thread block. At launch a thread has at most an equal share of
-// 65,536 registers, rounded down to a multiple of 8. ptxas lowers it to kConsumerRegisters where the share is larger.
+// 65,536 registers, rounded down to a multiple of 8; consumers share what the producer leaves, and take at most 240 each. ptxas
+// lowers the share at launch to kConsumerRegisters where it is larger.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 56;
-constexpr int kConsumerRegisters = 152;
+constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
+constexpr int kConsumerRegisters = kRegistersLeft < 240 ? kRegistersLeft : 240;
 
 enum NamedBarrier : int {  // __syncthreads() has the number 0
-    kTurnBarrier = 1,  // + consumer: its turn to issue MMAs. The consumer before it arrives, 2 x 128 threads
+    kTurnBarrier = 1,  // + consumer
 };
 
-// Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
+// A tile of a sequence: what the warp that finds it tells the producer and the consumers.
+struct SequenceTile {
+    int sequence;     // below 0: there are no more tiles
+    int head;         // of the grid
+    int first_row;    // below 0 where the sequence's first tile is not whole
+    int first_query;  // the row of q where the sequence begins
+    int seqlen_q;
+    int seqlen_kv;
+    int first_block;  // the KV blocks [first_block, end_block) are this thread block's
+    int end_block;
+    int slot;         // of the workspace, where other thread blocks have KV blocks of the tile as well; else below 0
+
+    __device__ __forceinline__ void load(shared_address words) {
+        sequence = load_shared_32(words + offsetof(SequenceTile, sequence));
+        head = load_shared_32(words + offsetof(SequenceTile, head));
+        first_row = load_shared_32(words + offsetof(SequenceTile, first_row));
+        first_query = load_shared_32(words + offsetof(SequenceTile, first_query));
+        seqlen_q = load_shared_32(words + offsetof(SequenceTile, seqlen_q));
+        seqlen_kv = load_shared_32(words + offsetof(SequenceTile, seqlen_kv));
+        first_block = load_shared_32(words + offsetof(SequenceTile, first_block));
+        end_block = load_shared_32(words + offsetof(SequenceTile, end_block));
+        slot = load_shared_32(words + offsetof(SequenceTile, slot));
+    }
+
+    __device__ __forceinline__ void store(shared_address words) const {
+        store_shared_32(words + offsetof(SequenceTile, sequence), sequence);
+        store_shared_32(words + offsetof(SequenceTile, head), head);
+        store_shared_32(words + offsetof(SequenceTile, first_row), first_row);
+        store_shared_32(words + offsetof(SequenceTile, first_query), first_query);
+        store_shared_32(words + offsetof(SequenceTile, seqlen_q), seqlen_q);
+        store_shared_32(words + offsetof(SequenceTile, seqlen_kv), seqlen_kv);
+        store_shared_32(words + offsetof(SequenceTile, first_block), first_block);
+        store_shared_32(words + offsetof(SequenceTile, end_block), end_block);
+        store_shared_32(words + offsetof(SequenceTile, slot), slot);
+    }
+};
+
+// Shared memory holds panels of 64 columns. TMA swizzles the 128 bytes of each row.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and O
-constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
-constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
-constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
-constexpr int kKOffset = kQStages * kQBytes;
-constexpr int kVOffset = kKOffset + kStages * kKBytes;
-constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
-// Slots in which find_tiles() passes tiles to the producer and the consumers, one for each Q buffer: they share the ring of Q.
-constexpr int kTileOffset = kBarrierOffset + 8 * (4 * kQStages + 4 * kStages + 1);
-constexpr int kTileBytes = 48;
-// TMA brings K and V in boxes of 16 keys, all of one page. A slot has the page and the row where these keys begin: one for each box of a KV
-// block of K, then of V.
+constexpr int kTileWords = (sizeof(SequenceTile) + 15) / 16 * 4;  // of a SequenceTile in shared memory
+// TMA loads K and V in boxes of 16 keys, all of one page.
 constexpr int kBoxKeys = 16;
 constexpr int kBoxes = kBlockN / kBoxKeys;  // of a panel of columns
-constexpr int kBoxSlotBytes = 8;
-constexpr int kBoxSlotOffset = kTileOffset + kQStages * kTileBytes;
-constexpr int kSharedBytes = kBoxSlotOffset + 2 * kBoxes * kBoxSlotBytes;
+
+struct Box {
+    int32_t page;
+    int32_t row;  // of the page, where the keys of the box begin
+};
+
+// Begins at a multiple of 1024 bytes, where the pattern of a swizzle does.
+struct SharedStorage {
+    element q[kQStages][kPanels][kBlockM][kPanelColumns];
+    element k[kStages][kPanels][kBlockN][kPanelColumns];
+    element v[kStages][kPanelsV][kBlockN][kPanelColumns];
+    uint64_t q_full[kQStages];
+    uint64_t q_empty[kQStages];
+    uint64_t k_full[kStages];
+    uint64_t k_empty[kStages];
+    uint64_t v_full[kStages];
+    uint64_t v_empty[kStages];
+    uint64_t rows_clear;
+    uint64_t tile_full[kQStages];
+    uint64_t tile_empty[kQStages];
+    int32_t tile[kQStages][kTileWords];  // a SequenceTile
+    Box k_boxes[kBoxes];  // of the KV block that comes next
+    Box v_boxes[kBoxes];
+};
+constexpr int kQBytes = sizeof(SharedStorage::q[0]);
+constexpr int kKBytes = sizeof(SharedStorage::k[0]);
+constexpr int kVBytes = sizeof(SharedStorage::v[0]);
+
+// Addresses within the SharedStorage of the thread block.
+struct SharedAddresses {
+    shared_address storage;
+    shared_address barriers;  // the first one: registers hold it, and the others are a constant further
+
+    __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
+
+    // Buffers.
+    __device__ __forceinline__ shared_address q(int stage) const { return at(offsetof(SharedStorage, q), stage, kQBytes); }
+    __device__ __forceinline__ shared_address k(int stage) const { return at(offsetof(SharedStorage, k), stage, kKBytes); }
+    __device__ __forceinline__ shared_address v(int stage) const { return at(offsetof(SharedStorage, v), stage, kVBytes); }
+    __device__ __forceinline__ shared_address tile(int stage) const { return at(offsetof(SharedStorage, tile), stage, 4 * kTileWords); }
+    __device__ __forceinline__ shared_address k_boxes() const { return at(offsetof(SharedStorage, k_boxes), 0, 0); }
+    __device__ __forceinline__ shared_address v_boxes() const { return at(offsetof(SharedStorage, v_boxes), 0, 0); }
+
+    // Barriers.
+    __device__ __forceinline__ shared_address q_full(int stage) const { return barrier(offsetof(SharedStorage, q_full), stage); }
+    __device__ __forceinline__ shared_address q_empty(int stage) const { return barrier(offsetof(SharedStorage, q_empty), stage); }
+    __device__ __forceinline__ shared_address k_full(int stage) const { return barrier(offsetof(SharedStorage, k_full), stage); }
+    __device__ __forceinline__ shared_address k_empty(int stage) const { return barrier(offsetof(SharedStorage, k_empty), stage); }
+    __device__ __forceinline__ shared_address v_full(int stage) const { return barrier(offsetof(SharedStorage, v_full), stage); }
+    __device__ __forceinline__ shared_address v_empty(int stage) const { return barrier(offsetof(SharedStorage, v_empty), stage); }
+    __device__ __forceinline__ shared_address rows_clear() const { return barrier(offsetof(SharedStorage, rows_clear), 0); }
+    __device__ __forceinline__ shared_address tile_full(int stage) const { return barrier(offsetof(SharedStorage, tile_full), stage); }
+    __device__ __forceinline__ shared_address tile_empty(int stage) const { return barrier(offsetof(SharedStorage, tile_empty), stage); }
+
+    __device__ __forceinline__ shared_address at(int offset, int index, int element_bytes) const {
+        return storage + offset + index * element_bytes;
+    }
+
+    __device__ __forceinline__ shared_address barrier(int offset, int index) const {
+        return barriers + (offset - int(offsetof(SharedStorage, q_full)) + 8 * index);
+    }
+};
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch_q)
@@ -116,7 +217,7 @@ struct Tile {
     int batch;
     int head;  // first query head of the group that shares a head of K and V
     int kv_head;
-    int first_row;
+    int first_row;  // below 0 where a head's first tile is not whole
 };
 
 // The KV blocks of all tiles, one tile after the other, are numbered. A thread block takes an equal share of them, which may begin
@@ -193,44 +294,6 @@ __device__ Place find_place(const Params& params, Lengths lengths, int index, in
 __device__ Place next_place(const Params& params, const Place& place);  // The next sequence that has KV blocks
 // The part that begins with KV block `index` of the share
 __device__ Part find_part(const Params& params, const Share& share, const Place& place, int index);
-
-// A tile of a sequence: what the warp that finds it tells the producer and the consumers.
-struct SequenceTile {
-    int sequence;     // below 0: there are no more tiles
-    int head;         // of the grid
-    int first_row;
-    int first_query;  // the row of q where the sequence begins
-    int seqlen_q;
-    int seqlen_kv;
-    int first_block;  // the KV blocks [first_block, end_block) are this thread block's
-    int end_block;
-    int slot;         // of the workspace, where other thread blocks have KV blocks of the tile as well; else below 0
-
-    __device__ __forceinline__ void load(shared_address passed) {
-        sequence = load_shared_32(passed);
-        head = load_shared_32(passed + 4);
-        first_row = load_shared_32(passed + 8);
-        first_query = load_shared_32(passed + 12);
-        seqlen_q = load_shared_32(passed + 16);
-        seqlen_kv = load_shared_32(passed + 20);
-        first_block = load_shared_32(passed + 24);
-        end_block = load_shared_32(passed + 28);
-        slot = load_shared_32(passed + 32);
-    }
-
-    __device__ __forceinline__ void store(shared_address passed) const {
-        store_shared_32(passed, sequence);
-        store_shared_32(passed + 4, head);
-        store_shared_32(passed + 8, first_row);
-        store_shared_32(passed + 12, first_query);
-        store_shared_32(passed + 16, seqlen_q);
-        store_shared_32(passed + 20, seqlen_kv);
-        store_shared_32(passed + 24, first_block);
-        store_shared_32(passed + 28, end_block);
-        store_shared_32(passed + 32, slot);
-    }
-};
-
 // The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence
 __device__ SequenceTile tile_at(const Params&, int sequence, const Rows& queries, const Rows& keys, int head, int first_row);
 __device__ Params of_sequence(const Params& params, const SequenceTile& found);  // The parameters of a call of one sequence alone
@@ -264,45 +327,6 @@ __device__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], i
 
 // ====
 
-// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers have
-// released it: K and V every warp; Q every warp, or one thread of each warpgroup after TMA has read the O staged there.
-struct Barriers {
-    shared_address first;
-
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(stage); }
-    __device__ __forceinline__ shared_address q_empty(int stage) const { return at(kQStages + stage); }
-    __device__ __forceinline__ shared_address k_full(int stage) const { return at(2 * kQStages + stage); }
-    __device__ __forceinline__ shared_address k_empty(int stage) const { return at(2 * kQStages + kStages + stage); }
-    __device__ __forceinline__ shared_address v_full(int stage) const { return at(2 * kQStages + 2 * kStages + stage); }
-    __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
-    // The consumers have cleared rows of V that no query sees.
-    __device__ __forceinline__ shared_address rows_clear() const { return at(2 * kQStages + 4 * kStages); }
-    // A tile is full when find_tiles() has stored it, and empty when every consumer warp and each producer warp have read it.
-    __device__ __forceinline__ shared_address tile_full(int stage) const { return at(2 * kQStages + 4 * kStages + 1 + stage); }
-    __device__ __forceinline__ shared_address tile_empty(int stage) const { return at(3 * kQStages + 4 * kStages + 1 + stage); }
-
-    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
-
-    // One thread's work, before any other uses them.
-    __device__ __forceinline__ void init() const {
-        for (int stage = 0; stage < kQStages; ++stage) {
-            mbarrier_init(q_full(stage), 1);
-            mbarrier_init(q_empty(stage), 4 * kConsumers);
-        }
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(k_full(stage), 1);
-            mbarrier_init(v_full(stage), 1);
-            mbarrier_init(k_empty(stage), 4 * kConsumers);
-            mbarrier_init(v_empty(stage), 4 * kConsumers);
-        }
-        mbarrier_init(rows_clear(), 4 * kConsumers);
-        for (int stage = 0; stage < kQStages; ++stage) {
-            mbarrier_init(tile_full(stage), 1);
-            mbarrier_init(tile_empty(stage), 4 * kConsumers + 2);
-        }
-    }
-};
-
 // A place in a ring of stages. The parity of a stage's barriers changes each time round.
 template <int kLength>
 struct RingPosition {
@@ -315,6 +339,16 @@ struct RingPosition {
     }
 };
 
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises the barriers with the arrivals that complete a phase of each
+
+// KV blocks, visited from the last to the first.
+struct KvBlocks {
+    int first;
+    int last;
+};
+
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on
+__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 __device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
@@ -391,34 +425,18 @@ __device__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four);
 // Normalises O, rounds it and writes it from registers
 __device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
     int first_row, int lane);
-// Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts
-__device__ void store_part(const Params& params, const Tile& tile, int slot, const float (&output)[kHeadDimV / 2], const RowState& rows,
-    int first_row, int lane);
-
-// KV blocks, visited from the last to the first.
-struct KvBlocks {
-    int first;
-    int last;
-};
-
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on
-__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
-// Those that the thread block has of a tile, but for those of which its rows see no key
-__device__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& found);
 __device__ void await_empty(shared_address empty, int parity);  // Waits until a buffer may be written to
 // Passes a tile on to the producer and the consumers
-__device__ void pass_on_tile(const SequenceTile& found, shared_address shared, const Barriers& barriers, RingPosition<kQStages>& ring,
-    int lane);
-// The first KV block of the tile that has KV block `index` of all, in a sequence at `place`
-__device__ int begin_of_tile(const Params& params, const Place& place, int index);
+__device__ void pass_on_tile(const SequenceTile& found, const SharedAddresses& shared, RingPosition<kQStages>& ring, int lane);
 // The tile that comes next, as a producer warp reads it
-__device__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane);
-__device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found);  // The KV blocks of a tile that the thread block has
+__device__ SequenceTile take_tile(const SharedAddresses& shared, const RingPosition<kQStages>& ring, int lane);
+// The KV blocks of a tile that are of the thread block's share, but for those of which its rows see no key
+__device__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& found);
+__device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found);  // The KV blocks that the thread block visits of a tile
 // Turns a tile of its sequence into the same one of the whole array, as TMA takes it
 __device__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile);
 // Loads Q of a tile when its buffer is empty
-__device__ void produce_q(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
-    const RingPosition<kQStages>& ring);
+__device__ void produce_q(const Params& params, const Tile& tile, const SharedAddresses& shared, const RingPosition<kQStages>& ring);
 
 // Where the keys of a lane's boxes lie, for one KV block after another, from the last to the first. Instructions of a producer warp take issue
 // slots from the softmax of the consumers, so there is no division for each KV block: the index of the page's entry is counted down.
@@ -438,10 +456,10 @@ struct BoxKeys {
         if (lane < kBoxes && key < found.seqlen_kv) entry = load_global_32(entries + index);
     }
 
-    // Writes the page and the row to shared memory. An entry out of range is clamped: below 0 to page 0, above to the page that does not exist.
-    __device__ __forceinline__ void store(const Params& params, shared_address slot) const {
-        store_shared_32(slot, max(0, min(entry, params.batch_kv)));
-        store_shared_32(slot + 4, row);
+    // Writes a Box to shared memory. An entry out of range is clamped: below 0 to page 0, above to the page that does not exist.
+    __device__ __forceinline__ void store(const Params& params, shared_address box) const {
+        store_shared_32(box + offsetof(Box, page), max(0, min(entry, params.batch_kv)));
+        store_shared_32(box + offsetof(Box, row), row);
     }
 
     // Goes to the KV block before, `block_pages` whole pages and `block_rows` rows down, and does not wait for its entry. All keys of that
@@ -458,14 +476,14 @@ struct BoxKeys {
     }
 };
 
-// K or V as a producer warp brings it: where TMA finds the array, the buffers of its stages, the mbarriers of the first one, and the slots of
-// a KV block's boxes.
+// K or V as a producer warp brings it: where TMA finds the array, the buffers of its stages, the mbarriers of the first one, and the boxes of
+// a KV block.
 template <int kPanelCount>
 struct PagedArray {
     const tensor_map& map;
     shared_address buffers;
     shared_address full, empty;
-    shared_address slots;
+    shared_address boxes;
 
     // Loads the KV blocks of a tile as fast as buffers become empty. The first kBoxes lanes find the keys of a box each, and one lane starts all
     // loads: TMA takes its operands from uniform registers, so lanes that start their own would do so one after the other, in a loop. Pages and
@@ -480,15 +498,15 @@ struct PagedArray {
         BoxKeys keys(params, found, blocks.last, lane);
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {
-            if (lane < kBoxes) keys.store(params, slots + lane * kBoxSlotBytes);
+            if (lane < kBoxes) keys.store(params, boxes + lane * sizeof(Box));
             keys.step_down(params, block_pages, block_rows, lane);  // its entry is under way while boxes are loaded
-            await_empty(empty + 8 * ring.stage, ring.parity ^ 1);  // and all lanes have written their slots
+            await_empty(empty + 8 * ring.stage, ring.parity ^ 1);  // and all lanes have written their boxes
             if (elect_one()) {
                 mbarrier_arrive_expect_tx(full + 8 * ring.stage, kBytes);
 #pragma unroll
                 for (int box = 0; box < kBoxes; ++box) {
-                    const int page = load_shared_32(slots + box * kBoxSlotBytes);
-                    const int row = load_shared_32(slots + box * kBoxSlotBytes + 4);
+                    const int page = load_shared_32(boxes + box * sizeof(Box) + offsetof(Box, page));
+                    const int row = load_shared_32(boxes + box * sizeof(Box) + offsetof(Box, row));
 #pragma unroll
                     for (int panel = 0; panel < kPanelCount; ++panel) {
                         tma_load_4d(buffers + ring.stage * kBytes + (panel * kBlockN + box * kBoxKeys) * kPanelRowBytes, map,
@@ -496,20 +514,57 @@ struct PagedArray {
                     }
                 }
             }
-            __syncwarp();  // the slots have been read
+            __syncwarp();  // the boxes have been read
             ring.advance();
         }
     }
 };
 
+// Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts
+__device__ void store_part(const Params& params, const Tile& tile, int slot, const float (&output)[kHeadDimV / 2], const RowState& rows,
+    int first_row, int lane);
+// The first KV block of the tile that has KV block `index` of all, in a sequence at `place`
+__device__ int begin_of_tile(const Params& params, const Place& place, int index);
+
+// Two producer warps: one brings Q and K of each tile, the other V, since boxes of 16 keys make many TMA loads.
+__device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
+    const int lane = threadIdx.x % 32;
+    const PagedArray<kPanels> k = {params.k, shared.k(0), shared.k_full(0), shared.k_empty(0), shared.k_boxes()};
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    RingPosition<kStages> ring;
+    RingPosition<kQStages> q_ring;
+    while (true) {
+        const SequenceTile found = take_tile(shared, q_ring, lane);
+        if (found.sequence < 0) return;
+        Tile tile = tile_of(params, found);
+        to_whole_array(params, found, tile);
+        produce_q(params, tile, shared, q_ring);
+        q_ring.advance();
+        k.load(params, found, ring, lane);
+    }
+}
+
+__device__ __forceinline__ void produce_v(const Params& params, const SharedAddresses& shared) {
+    const int lane = threadIdx.x % 32;
+    const PagedArray<kPanelsV> v = {params.v, shared.v(0), shared.v_full(0), shared.v_empty(0), shared.v_boxes()};
+    RingPosition<kStages> ring;
+    RingPosition<kQStages> tile_ring;
+    while (true) {
+        const SequenceTile found = take_tile(shared, tile_ring, lane);
+        if (found.sequence < 0) return;
+        tile_ring.advance();
+        v.load(params, found, ring, lane);
+    }
+}
+
 // The warp that finds what the thread block's share has of tile after tile, ahead of the producer and the consumers: the part with which
 // the share begins, the one with which it ends, then the whole tiles between them. All tiles of a sequence are equally long, and each is
 // visited from its last KV block on. Both partial tiles come first. Their lengths add up to the same in all shares, modulo the length of a
 // tile, so all thread blocks start whole tiles at about the same time and share K and V of a head in L2.
-__device__ __forceinline__ void find_tiles(const Params& params, shared_address shared, const Barriers& barriers) {
+__device__ __forceinline__ void find_tiles(const Params& params, const SharedAddresses& shared) {
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> ring;
-    auto pass_on = [&](const SequenceTile& found) { pass_on_tile(found, shared, barriers, ring, lane); };
+    auto pass_on = [&](const SequenceTile& found) { pass_on_tile(found, shared, ring, lane); };
     const Lengths lane_lengths = lengths_of(params, lane);
     const Share share = find_share(params, lane_lengths, block_index(), lane);
     // Passes on the part that begins with KV block `index` of all. Returns the one behind it.
@@ -542,40 +597,8 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     pass_on({-1});
 }
 
-// Two producer warps: one brings Q and K of each tile, the other V, since boxes of 16 keys make many TMA loads.
-__device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
-    const int lane = threadIdx.x % 32;
-    const PagedArray<kPanels> k = {params.k, shared + kKOffset, barriers.k_full(0), barriers.k_empty(0), shared + kBoxSlotOffset};
-    // The buffers begin empty: of their barriers, the phase before the first has ended.
-    RingPosition<kStages> ring;
-    RingPosition<kQStages> q_ring;
-    while (true) {
-        const SequenceTile found = take_tile(shared, barriers, q_ring, lane);
-        if (found.sequence < 0) return;
-        Tile tile = tile_of(params, found);
-        to_whole_array(params, found, tile);
-        produce_q(params, tile, shared, barriers, q_ring);
-        q_ring.advance();
-        k.load(params, found, ring, lane);
-    }
-}
-
-__device__ __forceinline__ void produce_v(const Params& params, shared_address shared, const Barriers& barriers) {
-    const int lane = threadIdx.x % 32;
-    const PagedArray<kPanelsV> v = {params.v, shared + kVOffset, barriers.v_full(0), barriers.v_empty(0),
-                                    shared + kBoxSlotOffset + kBoxes * kBoxSlotBytes};
-    RingPosition<kStages> ring;
-    RingPosition<kQStages> tile_ring;
-    while (true) {
-        const SequenceTile found = take_tile(shared, barriers, tile_ring, lane);
-        if (found.sequence < 0) return;
-        tile_ring.advance();
-        v.load(params, found, ring, lane);
-    }
-}
-
-// A consumer warpgroup: 64 rows of each tile.
-__device__ __forceinline__ void consume(const Params& all, shared_address shared, const Barriers& barriers, int consumer) {
+// A consumer warpgroup: 64 rows of each tile. `all` are the parameters of the call, params of the sequence of a tile.
+__device__ __forceinline__ void consume(const Params& all, const SharedAddresses& shared, int consumer) {
     const int lane = threadIdx.x % 32;
     const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first row in the tile
     RingPosition<kQStages> q_ring;
@@ -587,14 +610,13 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
     auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
-
     int clear_parity = 0;
     while (true) {
-        mbarrier_wait(barriers.tile_full(q_ring.stage), q_ring.parity);
+        mbarrier_wait(shared.tile_full(q_ring.stage), q_ring.parity);
         SequenceTile found;
-        found.load(shared + kTileOffset + q_ring.stage * kTileBytes);
+        found.load(shared.tile(q_ring.stage));
         __syncwarp();  // all lanes have read it
-        release(barriers.tile_empty(q_ring.stage));
+        release(shared.tile_empty(q_ring.stage));
         if (found.sequence < 0) break;
         const Params params = of_sequence(all, found);
         const Tile tile = tile_of(params, found);
@@ -603,14 +625,14 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         auto has_tail = [&](int kv_block) { return (kv_block + 1) * kBlockN > params.seqlen_kv; };
         auto clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
-            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            clear_rows<kPanelsV, kBlockN>(shared + kVOffset + v_ring.stage * kVBytes, params.seqlen_kv - kv_block * kBlockN);
+            mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+            clear_rows<kPanelsV, kBlockN>(shared.v(v_ring.stage), params.seqlen_kv - kv_block * kBlockN);
             __syncwarp();
-            release(barriers.rows_clear());
+            release(shared.rows_clear());
         };
         auto await_clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
-            mbarrier_wait(barriers.rows_clear(), clear_parity);
+            mbarrier_wait(shared.rows_clear(), clear_parity);
             clear_parity ^= 1;
         };
         const KvBlocks blocks = find_kv_blocks(params, found);
@@ -618,8 +640,8 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         const int first_block = blocks.first;
         const bool visible = blocks.last >= blocks.first;
         const int first_row = tile.first_row + warp_row;
-        const shared_address q_smem = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
-        mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
+        const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
+        mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
         // All lanes must have seen this phase complete before lane 0 arrives on empty: a later refill could flip the parity twice, and a
         // lane still polling would wait forever.
         __syncwarp();
@@ -632,45 +654,45 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
             if (!is_row(params, first_row + 8 * half + lane / 4)) rows.row_max[half] = INFINITY;
         }
 
-        if (!visible) release(barriers.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
+        if (!visible) release(shared.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
         // Most blocks need no mask for a warp's 16 rows. first_row is clamped because a warp's rows may all lie past the last.
         const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
-        // Every score passes here once, between Q . K^T and softmax.
+        // Every score passes here once, between Q K^T and softmax.
         auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
             const bool whole = (kv_block + 1) * kBlockN <= seen_by_all.end;
             if (!whole) apply_mask(params, scores, first_row, kv_block * kBlockN, lane);
         };
+
         if (visible) {
             float scores[kBlockN / 2];
-            mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+            mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
             begin_turn();
-            mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+            mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
-            // First block: wait for its S, release K. Softmax makes P.
             clear_tail(block);
+            // Wait for S of the first block, release K. Softmax makes P.
             wgmma_wait<0>();
             pin_registers(scores);
-            release(barriers.k_empty(k_ring.stage));
+            release(shared.k_empty(k_ring.stage));
             k_ring.advance();
             finish_scores(scores, block);
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
             await_clear_tail(block);
-
             for (--block; block >= first_block; --block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
-                mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+                mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
-                mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+                mma_qk(scores, q_smem, shared.k(k_ring.stage));
                 // 2. O += P V of the previous block: wait for V, issue.
-                mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-                mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
+                mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+                mma_pv(output, p, shared.v(v_ring.stage));
                 end_turn();
                 // 3. Wait for S, with P V in flight. Release K.
                 wgmma_wait<1>();
                 pin_registers(scores);
-                release(barriers.k_empty(k_ring.stage));
+                release(shared.k_empty(k_ring.stage));
                 k_ring.advance();
                 // 4. Softmax on S while P V runs.
                 finish_scores(scores, block);
@@ -678,7 +700,7 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
                 // 5. Wait for P V. Release V.
                 wgmma_wait<0>();
                 pin_registers(output);
-                release(barriers.v_empty(v_ring.stage));
+                release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
                 // 6. Pack P for the next P V. Rescale O where row_max has moved.
                 // exp2_approx and pack are not volatile: ptxas moves most exponentials below the wait and interleaves them with the packing.
@@ -686,13 +708,13 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
                 p.set(scores);
                 if (moved) rescale(output, rows);
             }
-            // O += P V of the last block: wait for V, issue, wait, release.
-            release(barriers.q_empty(q_ring.stage));
-            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
+            release(shared.q_empty(q_ring.stage));
+            mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+            // O += P V of the last block: issue, wait, release V.
+            mma_pv(output, p, shared.v(v_ring.stage));
             wgmma_wait<0>();
             pin_registers(output);
-            release(barriers.v_empty(v_ring.stage));
+            release(shared.v_empty(v_ring.stage));
             v_ring.advance();
         }
         if (found.slot >= 0) {
@@ -708,15 +730,14 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 flash_varlen_split_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
-    const Barriers barriers = {shared + kBarrierOffset};
+    const SharedAddresses shared((to_shared(shared_memory) + 1023) / 1024 * 1024);
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(params.q);
         prefetch_tensormap(params.k);
         prefetch_tensormap(params.v);
-        barriers.init();
+        init_barriers(shared);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -731,15 +752,15 @@ flash_varlen_split_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_constant_
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x / 32 == 0) {
-            produce(params, shared, barriers);
+            produce(params, shared);
         } else if (threadIdx.x / 32 == 1) {
-            find_tiles(params, shared, barriers);
+            find_tiles(params, shared);
         } else if (threadIdx.x / 32 == 2) {
-            produce_v(params, shared, barriers);
+            produce_v(params, shared);
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume(params, shared, barriers, warpgroup - 1);
+        consume(params, shared, warpgroup - 1);
     }
 }
 
@@ -999,6 +1020,31 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 
 // ====
 
+// Initialises the barriers with the arrivals that complete a phase of each. One thread calls it, before any other uses them.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_full(stage), 1);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+    mbarrier_init(shared.rows_clear(), 4 * kConsumers);
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.tile_full(stage), 1);
+        mbarrier_init(shared.tile_empty(stage), 4 * kConsumers + 2);
+    }
+}
+
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
 // Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
@@ -1250,6 +1296,60 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
 }
 
+// Waits until a buffer may be written to. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
+// others, which are at the next __syncwarp. Nothing is written before all lanes have seen the phase end: a later refill could flip the parity
+// twice, and a lane still polling would wait forever.
+__device__ __forceinline__ void await_empty(shared_address empty, int parity) {
+    mbarrier_wait(empty, parity);
+    __syncwarp();
+}
+
+// Passes a tile on to the producer and the consumers. The whole warp works.
+__device__ __forceinline__ void pass_on_tile(const SequenceTile& found, const SharedAddresses& shared,
+                                             RingPosition<kQStages>& ring, int lane) {
+    await_empty(shared.tile_empty(ring.stage), ring.parity ^ 1);
+    if (lane == 0) {
+        found.store(shared.tile(ring.stage));
+        mbarrier_arrive(shared.tile_full(ring.stage));
+    }
+    __syncwarp();
+    ring.advance();
+}
+
+// The tile that comes next, as a producer warp reads it. The whole warp works.
+__device__ __forceinline__ SequenceTile take_tile(const SharedAddresses& shared, const RingPosition<kQStages>& ring, int lane) {
+    mbarrier_wait(shared.tile_full(ring.stage), ring.parity);
+    SequenceTile found;
+    found.load(shared.tile(ring.stage));
+    __syncwarp();  // all lanes have read it
+    if (lane == 0) mbarrier_arrive(shared.tile_empty(ring.stage));
+    return found;
+}
+
+// The KV blocks of a tile that are of the thread block's share, but for those of which its rows see no key.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& found) {
+    const KvBlocks blocks = find_kv_blocks(params, found.first_row, kBlockM);
+    return {max(blocks.first, found.first_block), min(blocks.last, found.end_block - 1)};
+}
+
+// The KV blocks that the thread block visits of a tile.
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found) {
+    return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found);
+}
+
+// Turns a tile of its sequence into the same one of the whole array, as TMA takes it: packed sequences are rows of a single entry.
+__device__ __forceinline__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile) {
+    tile.first_row += found.first_query * params.group_size;
+    if (params.cu_seqlens_q != nullptr) tile.batch = 0;
+}
+
+// Loads Q of a tile when its buffer is empty. The whole warp works.
+__device__ __forceinline__ void produce_q(const Params& params, const Tile& tile, const SharedAddresses& shared,
+                                          const RingPosition<kQStages>& ring) {
+    await_empty(shared.q_empty(ring.stage), ring.parity ^ 1);
+    if (elect_one()) load_q(params, tile, shared.q(ring.stage), shared.q_full(ring.stage));
+}
+
 // Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts.
 __device__ __forceinline__ void store_part(const Params& params, const Tile& tile, int slot, const float (&output)[kHeadDimV / 2],
                                            const RowState& rows, int first_row, int lane) {
@@ -1268,77 +1368,17 @@ __device__ __forceinline__ void store_part(const Params& params, const Tile& til
     }
 }
 
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
-    const KeyRange keys = keys_of_some(params, first_row, count);
-    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
-}
-
-// Those that the thread block has of a tile, but for those of which its rows see no key.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& found) {
-    const KvBlocks blocks = find_kv_blocks(params, found.first_row, kBlockM);
-    return {max(blocks.first, found.first_block), min(blocks.last, found.end_block - 1)};
-}
-
-// Waits until a buffer may be written to. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
-// others, which are at the next __syncwarp. Nothing is written before all lanes have seen the phase end: a later refill could flip the parity
-// twice, and a lane still polling would wait forever.
-__device__ __forceinline__ void await_empty(shared_address empty, int parity) {
-    mbarrier_wait(empty, parity);
-    __syncwarp();
-}
-
-// Passes a tile on to the producer and the consumers. The whole warp works.
-__device__ __forceinline__ void pass_on_tile(const SequenceTile& found, shared_address shared, const Barriers& barriers,
-                                             RingPosition<kQStages>& ring, int lane) {
-    await_empty(barriers.tile_empty(ring.stage), ring.parity ^ 1);
-    if (lane == 0) {
-        found.store(shared + kTileOffset + ring.stage * kTileBytes);
-        mbarrier_arrive(barriers.tile_full(ring.stage));
-    }
-    __syncwarp();
-    ring.advance();
-}
-
 // The first KV block of the tile that has KV block `index` of all, in a sequence at `place`.
 __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& place, int index) {
     return index - (index - place.begin) % tiles_of(with_lengths(params, place.lengths)).kv_blocks;
 }
 
-// The tile that comes next, as a producer warp reads it. The whole warp works.
-__device__ __forceinline__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane) {
-    mbarrier_wait(barriers.tile_full(ring.stage), ring.parity);
-    SequenceTile found;
-    found.load(shared + kTileOffset + ring.stage * kTileBytes);
-    __syncwarp();  // all lanes have read it
-    if (lane == 0) mbarrier_arrive(barriers.tile_empty(ring.stage));
-    return found;
-}
-
-// The KV blocks of a tile that the thread block has.
-__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found) {
-    return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found);
-}
-
-// Turns a tile of its sequence into the same one of the whole array, as TMA takes it: packed sequences are rows of a single entry.
-__device__ __forceinline__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile) {
-    tile.first_row += found.first_query * params.group_size;
-    if (params.cu_seqlens_q != nullptr) tile.batch = 0;
-}
-
-// Loads Q of a tile when its buffer is empty. The whole warp works.
-__device__ __forceinline__ void produce_q(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
-                                          const RingPosition<kQStages>& ring) {
-    await_empty(barriers.q_empty(ring.stage), ring.parity ^ 1);
-    if (elect_one()) load_q(params, tile, shared + ring.stage * kQBytes, barriers.q_full(ring.stage));
-}
-
 static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(sizeof(SharedStorage) + 1024 == 197960, "launcher and kernel agree on shared memory");
 static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
-static_assert(kConsumers > 1, "consumers take turns");
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
-static_assert(kSharedBytes + 1024 == 197960, "launcher and kernel agree on shared memory");
+static_assert(kConsumers > 1, "consumers take turns");
 static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 392 && offsetof(Params, cu_seqlens_q) == 400);
 static_assert(offsetof(Params, kv_lengths) == 408 && offsetof(Params, pages) == 416 && offsetof(Params, part_outputs) == 424);

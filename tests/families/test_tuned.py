@@ -187,6 +187,7 @@ def shipped(write):
     def load(gqa="mha", efficiency=1.05, head_dim=128, mask_type="local", q_stages=2):
         point = f"head_dim: {head_dim}, head_dim_v: {head_dim}, dtype: fp16, mask_type: {mask_type}"
         tile = f"block_m: 128, block_n: 64, q_stages: {q_stages}, stages: 2, efficiency: {efficiency}"
+        tile += f", panel: 64, producer_registers: {88 if mask_type == 'dense' else 24}"
         write(f"{{{point}, gqa: {gqa}, target: sm90, {tile}}}", spec="flash_fwd_sm90")
         return load_specs(gpu=H200.name)
 

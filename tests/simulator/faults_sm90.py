@@ -51,22 +51,22 @@ REWRITE = """            const shared_address word = q_smem + threadIdx.x % 128 
 """
 EXPECTED = "mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);"
 FIRST_MMA = """        begin_turn();
-        mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
+        mma_qk(scores, q_smem, shared.k(k_ring.stage));
         end_turn();
 """
-K_WAIT = "mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);\n"
+K_WAIT = "mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);\n"
 FIRST_WAIT = f"            float scores[kBlockN / 2];\n            {K_WAIT}"
 FIRST_TURN = f"        {K_WAIT}{FIRST_MMA}"
-RELEASE = "            mbarrier_arrive(barriers.q_empty(q_ring.stage ^ 1));\n"
+RELEASE = "            mbarrier_arrive(shared.q_empty(q_ring.stage ^ 1));\n"
 READ = "            tma_store_wait_read<0>();\n" + RELEASE
-SKIPPED = "        release(barriers.v_empty(v_ring.stage));\n        v_ring.advance();\n    };\n"
+SKIPPED = "        release(shared.v_empty(v_ring.stage));\n        v_ring.advance();\n    };\n"
 LOOP_WAIT = "            wgmma_wait<1>();\n            pin_registers(scores);\n"
 OUTPUT_WAIT = "            wgmma_wait<0>();\n            pin_registers(output);\n"
-V_RELEASE = "            release(barriers.v_empty(v_ring.stage));\n"
+V_RELEASE = "            release(shared.v_empty(v_ring.stage));\n"
 # After these comes what only the loop has.
 LOOP_RELEASE = V_RELEASE + "            v_ring.advance();\n            p.set(scores);\n"
 LOOP_OUTPUT = OUTPUT_WAIT + LOOP_RELEASE
-LOOP_PV = "mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes); end_turn();"
+LOOP_PV = "mma_pv(output, p, shared.v(v_ring.stage)); end_turn();"
 LAST_RELEASE = V_RELEASE + "        v_ring.advance();\n        tiles.advance();\n"
 
 
@@ -88,13 +88,13 @@ FAULTS = (
     planted(
         "consumer does not wait for V",
         ASYNC,
-        "            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);\n" + LOOP_PV,
+        "            mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);\n" + LOOP_PV,
         LOOP_PV,
     ),
     planted(
         "consumer does not wait for Q",
         ASYNC,
-        "        mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);\n",
+        "        mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);\n",
         "",
     ),
     planted(
@@ -108,13 +108,13 @@ FAULTS = (
     planted(
         "producer waits for the wrong phase of K",
         STUCK,
-        "mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);",
-        "mbarrier_wait(barriers.k_empty(ring.stage), ring.parity);",
+        "mbarrier_wait(shared.k_empty(ring.stage), ring.parity ^ 1);",
+        "mbarrier_wait(shared.k_empty(ring.stage), ring.parity);",
     ),
     planted(
         "producer does not wait for a stage of V",
         (*ASYNC, "mbarrier"),
-        "            mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);\n",
+        "            mbarrier_wait(shared.v_empty(ring.stage), ring.parity ^ 1);\n",
         "",
     ),
     planted(
@@ -132,7 +132,7 @@ FAULTS = (
     planted(
         "stages of K never released in the loop",
         STUCK,
-        LOOP_WAIT + "            release(barriers.k_empty(k_ring.stage));\n",
+        LOOP_WAIT + "            release(shared.k_empty(k_ring.stage));\n",
         LOOP_WAIT,
     ),
     planted(
@@ -144,10 +144,10 @@ FAULTS = (
     planted(
         "Q released before the loop that reads it",
         ASYNC,
-        "            }\n            release(barriers.q_empty(q_ring.stage));\n",
+        "            }\n            release(shared.q_empty(q_ring.stage));\n",
         "            }\n",
         "p.set(scores); for (--block;",
-        "p.set(scores); release(barriers.q_empty(q_ring.stage)); for (--block;",
+        "p.set(scores); release(shared.q_empty(q_ring.stage)); for (--block;",
         variant=SINGLE,
         shape=CAUSAL,
     ),
@@ -181,8 +181,8 @@ FAULTS = (
     planted(
         "the other Q buffer released",
         (*PHASES,),
-        "barriers.q_empty(q_ring.stage ^ 1)",
-        "barriers.q_empty(q_ring.stage)",
+        "shared.q_empty(q_ring.stage ^ 1)",
+        "shared.q_empty(q_ring.stage)",
     ),
     planted(
         "output copied out of another panel",
@@ -266,7 +266,7 @@ FAULTS = (
     planted(
         "K of a block that is skipped not released",
         STUCK,
-        "        end_turn();\n        release(barriers.k_empty(k_ring.stage));\n",
+        "        end_turn();\n        release(shared.k_empty(k_ring.stage));\n",
         "        end_turn();\n",
         variant=PANELS,
         shape=CAUSAL,
@@ -283,7 +283,7 @@ FAULTS = (
         "V of a block that is skipped not released",
         STUCK,
         SKIPPED,
-        SKIPPED.replace("        release(barriers.v_empty(v_ring.stage));\n", ""),
+        SKIPPED.replace("        release(shared.v_empty(v_ring.stage));\n", ""),
         variant=WINDOW,
         shape=SLIDING,
     ),
@@ -307,8 +307,8 @@ FAULTS = (
         "stage of K released before its MMAs are done",
         ASYNC,
         "        wgmma_wait<0>();\n        pin_registers(scores);\n"
-        "        release(barriers.k_empty(k_ring.stage));\n",
-        "        release(barriers.k_empty(k_ring.stage));\n"
+        "        release(shared.k_empty(k_ring.stage));\n",
+        "        release(shared.k_empty(k_ring.stage));\n"
         "        wgmma_wait<0>();\n        pin_registers(scores);\n",
     ),
     planted(
@@ -326,14 +326,14 @@ FAULTS = (
     planted(
         "too few arrivals make a stage empty",
         PHASES,
-        "mbarrier_init(k_empty(stage), 4 * kConsumers);",
-        "mbarrier_init(k_empty(stage), 4);",
+        "mbarrier_init(shared.k_empty(stage), 4 * kConsumers);",
+        "mbarrier_init(shared.k_empty(stage), 4);",
     ),
     planted(
         "more arrivals than warps make a stage empty",
         STUCK,
-        "mbarrier_init(v_empty(stage), 4 * kConsumers);",
-        "mbarrier_init(v_empty(stage), 4 * kConsumers + 1);",
+        "mbarrier_init(shared.v_empty(stage), 4 * kConsumers);",
+        "mbarrier_init(shared.v_empty(stage), 4 * kConsumers + 1);",
     ),
     planted(
         "more bytes announced than come",
@@ -370,10 +370,8 @@ FAULTS = (
     planted(
         "barriers within the last stage",
         ("mbarrier",),
-        "kBarrierOffset = kVOffset + kStages * kVBytes;",
-        "kBarrierOffset = kVOffset + kStages * kVBytes - 64;",
-        "static_assert(kSharedBytes + 1024 ==",
-        "static_assert(kSharedBytes + 1024 + 64 ==",
+        "barriers(begin + offsetof(SharedStorage, q_full))",
+        "barriers(begin + offsetof(SharedStorage, q_full) - 64)",
     ),
     # Copies.
     planted(
@@ -385,20 +383,20 @@ FAULTS = (
     planted(
         "V loaded to where K lies",
         (*ASYNC, WRONG),
-        "(shared + kVOffset + ring.stage * kVBytes, params.v",
-        "(shared + kKOffset + ring.stage * kKBytes, params.v",
+        "(shared.v(ring.stage), params.v",
+        "(shared.k(ring.stage), params.v",
     ),
     planted(
         "always the first stage loaded",
         ASYNC,
-        "(shared + kKOffset + ring.stage * kKBytes, params.k",
-        "(shared + kKOffset, params.k",
+        "(shared.k(ring.stage), params.k",
+        "(shared.k(0), params.k",
     ),
     planted(
         "one KV block too many loaded",
         (*PHASES,),
-        "for (int block = blocks.last; block >= blocks.first; --block) {",
-        "for (int block = blocks.last; block >= blocks.first - 1; --block) {",
+        "for (int block = blocks.last; block >= blocks.first; --block) produce_kv",
+        "for (int block = blocks.last; block >= blocks.first - 1; --block) produce_kv",
     ),
     planted(
         "keys from one row too late",
@@ -576,16 +574,16 @@ FAULTS = (
     planted(
         "one lane releases an entry for its warp",
         ("race",),
-        "warp_row, lane);\n        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
-        "warp_row, lane);\n        if (lane == 0) mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
-        "mbarrier_init(mask_empty(stage), 128 * kConsumers + 1);",
-        "mbarrier_init(mask_empty(stage), 4 * kConsumers + 1);",
+        "warp_row, lane);\n        mbarrier_arrive(shared.mask_empty(mask_ring.stage));\n",
+        "warp_row, lane);\n        if (lane == 0) mbarrier_arrive(shared.mask_empty(mask_ring.stage));\n",
+        "mbarrier_init(shared.mask_empty(stage), 128 * kConsumers + 1);",
+        "mbarrier_init(shared.mask_empty(stage), 4 * kConsumers + 1);",
         variant=DENSE,
     ),
     planted(
         "bits packed into an entry that is still read",
         (*PHASES,),
-        "            mbarrier_wait(barriers.mask_empty(ring.stage), ring.parity ^ 1);\n",
+        "            mbarrier_wait(shared.mask_empty(ring.stage), ring.parity ^ 1);\n",
         "",
         variant=DENSE,
     ),
@@ -593,16 +591,16 @@ FAULTS = (
         "entry released before it is read",
         (*PHASES,),
         "        MaskedBlock block;\n",
-        "        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n        MaskedBlock block;\n",
-        "warp_row, lane);\n        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
+        "        mbarrier_arrive(shared.mask_empty(mask_ring.stage));\n        MaskedBlock block;\n",
+        "warp_row, lane);\n        mbarrier_arrive(shared.mask_empty(mask_ring.stage));\n",
         "warp_row, lane);\n",
         variant=DENSE,
     ),
     planted(
         "the producer thread does not release an entry",
         STUCK,
-        "kMaskIndexOffset);\n        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
-        "kMaskIndexOffset);\n",
+        "offsetof(MaskEntry, kv_block));\n        mbarrier_arrive(shared.mask_empty(mask_ring.stage));\n",
+        "offsetof(MaskEntry, kv_block));\n",
         variant=DENSE,
     ),
     # A range of keys beside the mask.
@@ -751,7 +749,7 @@ HARMLESS = (
     planted(
         "stage of K released before its MMAs in the loop are done",
         (),
-        LOOP_WAIT + "            release(barriers.k_empty(k_ring.stage));\n",
-        "            release(barriers.k_empty(k_ring.stage));\n" + LOOP_WAIT,
+        LOOP_WAIT + "            release(shared.k_empty(k_ring.stage));\n",
+        "            release(shared.k_empty(k_ring.stage));\n" + LOOP_WAIT,
     ),
 )

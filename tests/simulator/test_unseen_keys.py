@@ -156,7 +156,7 @@ BEGIN = ("row >= begin && row < end", "row < end")
 END = ("const int end = keys_of_query(params, params.seqlen_q - 1).end;", "const int end = params.seqlen_kv;")
 AWAIT_CLEAR_HEAD = """\
             if (rows_before_window(kv_block) <= 0) return;
-            mbarrier_wait(barriers.rows_clear(), clear_parity);
+            mbarrier_wait(shared.rows_clear(), clear_parity);
             clear_parity ^= 1;
         };
 """
@@ -220,16 +220,16 @@ FAULTS = (
         WINDOW_SM90,
         LONG_SEQUENCES_MHA,
         NUMBERS,
-        "v_ring.stage * kVBytes, 0, rows);",
-        "v_ring.stage * kVBytes, 0, 0);",
+        "shared.v(v_ring.stage), 0, rows);",
+        "shared.v(v_ring.stage), 0, 0);",
     ),
     fault(
         "the first key of a window is cleared as well",
         WINDOW_SM90,
         LONG_SEQUENCES_MHA,
         NUMBERS,
-        "v_ring.stage * kVBytes, 0, rows);",
-        "v_ring.stage * kVBytes, 0, rows + 1);",
+        "shared.v(v_ring.stage), 0, rows);",
+        "shared.v(v_ring.stage), 0, rows + 1);",
     ),
     fault(
         "zeros before a window without a proxy fence",

@@ -261,10 +261,10 @@ def test_the_bits_of_a_sequence_do_not_depend_on_the_next_one(compiler, fresh_se
 
 
 PADDED, PACKED = {"packed_q": False}, {"packed_q": True}
-TILE_WAIT = "        mbarrier_wait(barriers.tile_full(q_ring.stage), q_ring.parity);\n"
+TILE_WAIT = "        mbarrier_wait(shared.tile_full(q_ring.stage), q_ring.parity);\n"
 READ_TILE = (
     "        SequenceTile found;\n"
-    "        found.load(shared + kTileOffset + q_ring.stage * kTileBytes);\n"
+    "        found.load(shared.tile(q_ring.stage));\n"
     "        __syncwarp();  // all lanes have read it\n"
     "        release("
 )
@@ -369,11 +369,11 @@ FAULTS = (
     (fault("zeros without a proxy fence", HOPPER, TILES, ("proxy",),
            "    fence_proxy_async();  // wgmma would not see the zeros otherwise\n", ""), {}),
     (fault("V is multiplied before all consumers have cleared it", HOPPER, TILES, ("race",),
-           "            mbarrier_wait(barriers.rows_clear(), clear_parity);\n", ""), {}),
+           "            mbarrier_wait(shared.rows_clear(), clear_parity);\n", ""), {}),
     (fault("a consumer that skips the last KV block does not clear its share", HOPPER, TILES, ("deadlock",),
            "            clear_tail(block);\n            skip_block();", "            skip_block();"), {}),
     (fault("V is cleared before it has arrived", HOPPER, TILES, ("copy in flight", "race", WRONG),
-           "            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);\n            clear_rows",
+           "            mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);\n            clear_rows",
            "            clear_rows"), {}),
     (fault("rows past the sequence are stored", HOPPER, TILES, (WRONG, "race", *BOUNDS),
            "return row >= 0 && row < num_rows(params);", "return row >= 0;"), PACKED),
@@ -389,7 +389,7 @@ FAULTS = (
            "if (params.index != nullptr) tile.entry = load_clamped", "if (false) tile.entry = load_clamped"),
      {"packed_kv": False, "index": True}),
     (fault("a tile is overwritten before it is read", HOPPER, TILES, ("race", "deadlock", "mbarrier"),
-           "    await_empty(barriers.tile_empty(ring.stage), ring.parity ^ 1);\n", ""), {}),
+           "    await_empty(shared.tile_empty(ring.stage), ring.parity ^ 1);\n", ""), {}),
     (fault("a tile is read before it is found", HOPPER, TILES, ("race", "uninitialised shared memory"),
            TILE_WAIT + READ_TILE, READ_TILE), {}),
     (fault("the next page of the sequence, by TMA", HOPPER_PAGED, TILES, (WRONG, *BOUNDS),
@@ -400,13 +400,15 @@ FAULTS = (
     (fault("a box where the next one goes", HOPPER_PAGED, TILES, (*ASYNC, WRONG),
            "(panel * kBlockN + box * kBoxKeys)", "(panel * kBlockN + (box ^ 1) * kBoxKeys)"), {}),
     (fault("the page of the first box for all", HOPPER_PAGED, TILES, NUMBERS,
-           "load_shared_32(slots + box * kBoxSlotBytes);", "load_shared_32(slots);"), {"page_size": 16}),
+           "load_shared_32(boxes + box * sizeof(Box) + offsetof(Box, page));",
+           "load_shared_32(boxes + offsetof(Box, page));"), {"page_size": 16}),
     (fault("the row of the first box for all", HOPPER_PAGED, TILES, NUMBERS,
-           "load_shared_32(slots + box * kBoxSlotBytes + 4)", "load_shared_32(slots + 4)"),
+           "load_shared_32(boxes + box * sizeof(Box) + offsetof(Box, row))",
+           "load_shared_32(boxes + offsetof(Box, row))"),
      {"page_size": 64}),
-    (fault("K and V share the slots of boxes", HOPPER_PAGED, TILES, ("race", *NUMBERS),
-           "shared + kBoxSlotOffset + kBoxes * kBoxSlotBytes}", "shared + kBoxSlotOffset}"), {}),
-    (fault("slots are read before all lanes have written theirs", HOPPER_PAGED, TILES,
+    (fault("K and V share their boxes", HOPPER_PAGED, TILES, ("race", *NUMBERS),
+           "shared.v_boxes()}", "shared.k_boxes()}"), {}),
+    (fault("boxes are read before all lanes have written theirs", HOPPER_PAGED, TILES,
            ("race", "uninitialised shared memory"),
            "            await_empty(empty + 8 *", "            mbarrier_wait(empty + 8 *"), {}),
     (fault("every lane starts the loads of a box", HOPPER_PAGED, TILES, (*ASYNC, "mbarrier"),
@@ -417,7 +419,7 @@ FAULTS = (
            "        row -= block_rows;\n", ""), {"page_size": 256}),
     (fault("a row of the page before, in this one", HOPPER_PAGED, TILES, NUMBERS,
            "            --index;\n", ""), {"page_size": 48}),
-    (fault("slots are written before those of the KV block have been read", HOPPER_PAGED, TILES,
+    (fault("boxes are written before those of the KV block have been read", HOPPER_PAGED, TILES,
            ("race", *NUMBERS),
            "tile.kv_head, page); } } } __syncwarp();", "tile.kv_head, page); } } }"), {}),
     (fault("one of two producer warps alone lets a tile be overwritten", HOPPER_PAGED, TILES,
