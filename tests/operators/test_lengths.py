@@ -251,7 +251,7 @@ def test_an_expected_bound_hides_the_keys_of_the_window(q_length, kv_length, lef
             PADDED,
             {"mask": view(3, 7, dtype="bool")},
             errors.BadTensorShape,
-            "leave it out, as kv_lengths say the same: keys behind them are not read",
+            "leave it out, as kv_lengths say the same: keys after them are not read",
         ),
         (PADDED, {"mask": view(5, 7)}, errors.BadTensorDtype, "mask has dtype fp16; expected bool"),
         (

@@ -120,6 +120,6 @@ def test_an_array_that_says_it_is_on_a_gpu_where_there_is_none(speaks, monkeypat
         }  # fmt: skip
     monkeypatch.setattr(device, "why_unavailable", lambda: "there is no NVIDIA driver on this machine")
     with pytest.raises(
-        DeviceTypeNotSupported, match="k says that it lies on a GPU, but there is no NVIDIA driver"
+        DeviceTypeNotSupported, match="k says that it is on a GPU, but there is no NVIDIA driver"
     ):
         dlpack.adopt(Array(), "k")

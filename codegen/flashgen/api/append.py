@@ -59,7 +59,7 @@ def append(
     backend: str | None = None,
     **unknown: Never,
 ) -> tuple[Any, Any]:
-    """Write new keys and values into a cache, behind those that each sequence has there.
+    """Write new keys and values into a cache, after the ones that each sequence has there.
 
     cache: a ``KVCache``. Its k and v are written to, its lengths are not. New token i of sequence b goes to
         position lengths[b] + i; all else in the cache stays as it is.

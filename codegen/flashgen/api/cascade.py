@@ -48,7 +48,7 @@ _POSITIONAL = ("mask", "mask_type", "window_size", "alibi_slopes", "score", "par
 # Arguments that are no part's.
 _OF_CALL = ("softmax_scale", "softcap", "stream", "backend")
 # Layouts of cascades that were found to fit, so that later calls need not look again, with the bytes from the
-# pointer of each array that it touches, and how it lies.
+# pointer of each array that it touches, and its layout.
 _MAX_SOUND = 1024
 _Memory = tuple[tuple[tuple[int, int], ...], tuple[ArrayLayout | None, ...]]
 _sound: dict[Any, _Memory] = {}
@@ -67,7 +67,7 @@ def cascade(
     backend: str | None = None,
     **positional: Any,
 ) -> Any:
-    """Attention over keys that lie in several arrays, such as a prefix that all sequences of a batch share
+    """Attention over keys in several arrays, for example a prefix that all sequences of a batch share
     and what each has of its own.
 
     q: (batch, seqlen_q, num_heads_q, head_dim), or without batch, as in ``attention``.
@@ -308,7 +308,7 @@ def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, cau
 
 
 def _memory(views: Sequence[ArrayView | None]) -> _Memory:
-    """Where arrays lie from their pointers, in the shapes that the caller gave them."""
+    """The address ranges of arrays from their pointers, in the caller's shapes."""
     argument = ATTENTION.arguments[0]  # the same for all: nothing but their layout is looked at
     placed = tuple(
         None

@@ -135,7 +135,7 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
         problem = normalise(*all_views)
         pointers = tuple(0 if view is None else view.pointer for view in all_views)
         given_results = [position for position in problem.results if pointers[position]]
-        # What is not given is allocated, and lies nowhere yet.
+        # An array that the caller does not pass is allocated later and has no address yet.
         spans = tuple(
             (0, 0) if view is None else span for view, span in zip(all_views, problem.spans(), strict=True)
         )

@@ -36,7 +36,7 @@ _FAILURES_SHOWN = 3
 
 @click.command(
     "build",
-    short_help="Compile kernels ahead; no GPU needed.",
+    short_help="Compile kernels before the first call; no GPU needed.",
     epilog="""
 \b
 Examples:
@@ -122,7 +122,7 @@ def command(
     # All that a folder should hold: what else was rendered there is stale.
     complete = not selections and score is None
     whole = complete and slice_ != "all"
-    # What is compiled ahead is there for a first call, which looks for the checked specs as well.
+    # A first call needs the compiled kernels, and the checked specs as well.
     cache = None if check or no_compile else caches.default()
     variants = chosen_variants(specs, selections, cache, score)
     if whole or slice_ == "committed":

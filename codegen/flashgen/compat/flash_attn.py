@@ -353,9 +353,10 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Any:
     """Attention of q, (batch, seqlen_q, nheads, headdim), on the first ``cache_seqlens`` keys of k_cache and
-    v_cache, (batch_cache, seqlen_cache, nheads_k, headdim), behind which k and v are written first, if given.
+    v_cache, (batch_cache, seqlen_cache, nheads_k, headdim); if k and v are passed, they are written after the
+    cached keys first.
 
-    Caches are read and written where they lie, never copied, so their rows start at multiples of 16 bytes.
+    Caches are read and written in place, never copied, so their rows start at multiples of 16 bytes.
     k, v: (batch, seqlen_new, nheads_k, headdim): written to positions cache_seqlens to
         cache_seqlens + seqlen_new - 1 of their sequences. Attention includes them. On a GPU a token that has
         no place there is left out; in host memory, or where cache_seqlens is an int, it is an error.
@@ -543,7 +544,7 @@ def _check_new(k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, cache_seqlens: 
 
 
 def _check_cache(name: str, x: Any, expected: str) -> None:
-    """That a cache can be read where it lies."""
+    """Check that a cache can be read in place."""
     _check_rank(name, x, expected)
     lacking = missing(x)
     if lacking:

@@ -50,7 +50,7 @@ def scaled_dot_product_attention(
     They are read by their strides. One whose rows are not contiguous, are no multiple of 16 bytes long, or do
     not start at multiples of 16 bytes, is copied. A batch or a head of 1 serves all of the other tensors.
     attn_mask: broadcasts to (batch, heads, seqlen_q, seqlen_kv). bool: True where a key takes part; it is
-        inverted, which copies it. fp32: added to the scaled scores, read where it lies; -inf hides a key.
+        inverted, which copies it. fp32: added to the scaled scores, read in place; -inf hides a key.
         fp16, bf16: the same, converted to fp32, which copies it. If the most negative float instead of -inf
         hides every key of a query, the query may get 0, too; PyTorch gives it the mean of value. A
         ``CausalBias`` of torch.nn.attention.bias is the causal mask of its alignment; no element is read.

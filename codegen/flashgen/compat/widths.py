@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | None, **options: Any) -> Any:
     """``attention``, where a head dim need not be a multiple of 16 bytes.
 
-    Such an array is copied with zeros behind each row, which add nothing to a score; the result is a view
+    Such an array is copied with zeros after each row, which add nothing to a score; the result is a view
     without the columns that the zeros of v made. An array whose rows are not contiguous, or do not start at
     multiples of 16 bytes, is copied, too.
     The default softmax_scale follows from the head dim without the zeros. Raises what ``attention`` raises.
@@ -67,7 +67,7 @@ def _readable_tensor(x: Any) -> Any:
 
 def _is_aligned(x: Any) -> bool:
     """Whether a tensor starts at a multiple of ROW_ALIGNMENT; also true where that cannot be told."""
-    # What Dynamo traces, and a fake tensor, lies nowhere yet: its operator looks when it runs.
+    # A traced and a fake tensor have no address yet: the operator checks it when it runs.
     kind = kind_of(x)
     if kind.is_compiling() or kind.dispatches(x):
         return True

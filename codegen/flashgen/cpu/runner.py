@@ -1,4 +1,4 @@
-"""What stands in a plan for an operator on the CPU."""
+"""The part of a plan that computes an operator on the CPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The axes of a spec file: the values of each, and which of them stand together.
+"""The axes of a spec file: the values of each, and which of them go together.
 
-Most axes are lists, and every value of one stands with every value of another. An axis may instead have
+Most axes are lists, and every value of one goes with every value of another. An axis may instead have
 another's value as its default, and further values beside it at some of them only.
 """
 

@@ -40,13 +40,13 @@ def document(path: Path, text: bytes) -> Document:
 
 
 class Extended(Document):
-    """A document over another. Errors name the file and line where what is wrong stands."""
+    """A document over another. Errors name the file and line of the mistake."""
 
     def __init__(self, path: Path, text: bytes, base: Document) -> None:
         super().__init__(path, text)
         overrides = self.value
         self._base, self._own = base, overrides
-        # Where each row of a joined list stands: in which document, and at what place there.
+        # The document of each row of a joined list, and its place there.
         self._origins: dict[str, list[tuple[Document, int]]] = {}
         for document in (base, self):
             axes = document.value.get("axes", {})
@@ -131,7 +131,7 @@ class Extended(Document):
         return completed
 
     def _place(self, keys: Keys) -> tuple[Document, Keys]:
-        """The document that has what stands at ``keys``, and its place there."""
+        """The document that has the value at ``keys``, and its place there."""
         first = keys[0] if keys else None
         if first in self._origins and len(keys) > 1 and isinstance(keys[1], int):
             owner, index = self._origins[first][keys[1]]
@@ -160,7 +160,7 @@ class Extended(Document):
     def node(self, keys: Keys) -> yaml.Node:
         owner, place = self._place(keys)
         if owner is not self:
-            raise self.error(keys, f"the row stands in {owner.path}; copy it into {self.path} to change it")
+            raise self.error(keys, f"the row is in {owner.path}; copy it into {self.path} to change it")
         return super().node(place)
 
 

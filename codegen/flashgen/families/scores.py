@@ -1,6 +1,6 @@
 """Score modifications of spec folders: the file ``scores.yaml``, a line for each.
 
-A modification stands beside the kernel families, not in one of them: every family whose kernels have a score
+A modification belongs to no kernel family: every family whose kernels have a score
 seam takes every modification, when a call asks for it.
 """
 
@@ -51,7 +51,7 @@ _CPP_WORDS = frozenset(
     )
 )
 
-# What a kernel has beside the modification; without the arrays that lie between its steps a call could be
+# What a kernel has beside the modification; without the arrays between its steps a call could be
 # differentiated on the CPU alone.
 _KERNEL_WORDS = ("product", "step", "params", "row", *KEPT)
 # The operators that a modification is for.

@@ -50,7 +50,7 @@ def read_steps(
         raise document.error(("steps", main[0], "when"), "every variant has the main step")
     for i, row in enumerate(rows):
         if row.combines and (i <= main[0] or not _splits(rows[main[0]])):
-            why = "only a step behind a main one with `schedule: shares` or `part_time` has parts"
+            why = "only a step after a main one with `schedule: shares` or `part_time` has parts"
             raise document.error(("steps", i, "combines"), why)
     tables = [StepTable(document, file, axes, reader, ("steps", i), row) for i, row in enumerate(rows)]
     return tables, main[0]

@@ -1,4 +1,4 @@
-"""Tiles that were measured on one GPU: where their files lie.
+"""Tiles that were measured on one GPU: where their files are.
 
 Below one folder, ``<GPU>/<spec>.yaml`` has rows for that spec on that GPU; `flashgen tune --write` makes it.
 ``tunedrows`` checks what such a file holds.

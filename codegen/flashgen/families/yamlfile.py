@@ -1,4 +1,4 @@
-"""A YAML file that remembers on which line each key stands, so that an error can say where it is wrong."""
+"""A YAML file that remembers the line of each key, so that an error can say where it is wrong."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Document:
         return SpecError(f"{line}: {where + ': ' if where else ''}{message}", self.path)
 
     def inherited(self, keys: Keys) -> bool:
-        """Whether what stands at ``keys`` comes from a spec that this one extends."""
+        """Whether the value at ``keys`` comes from a spec that this one extends."""
         return False
 
     def node(self, keys: Keys) -> yaml.Node:

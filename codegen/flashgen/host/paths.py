@@ -1,4 +1,4 @@
-"""Where flashgen's own files lie: specs, templates, its code, the generated slice and the disk cache."""
+"""Where flashgen's own files are: specs, templates, its code, the generated slice and the disk cache."""
 
 from __future__ import annotations
 

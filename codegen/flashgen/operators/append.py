@@ -1,5 +1,5 @@
-"""The operator ``append``: new keys and values go into a KV cache, behind those that each sequence has there;
-they and the queries are rotated on the way (rotary embedding, https://arxiv.org/abs/2104.09864).
+"""The operator ``append``: new keys and values go into a KV cache, after the ones that each sequence has
+there; they and the queries are rotated on the way (rotary embedding, https://arxiv.org/abs/2104.09864).
 
 A cache is a number of pages of page_size tokens each. Without a page table a row of the cache is its one
 page: row b for sequence b, or the row that ``index`` names. New token i of sequence b goes to position
@@ -354,15 +354,15 @@ def _sizes(views: Mapping[str, ArrayView | None]) -> dict[str, int]:
         "rotary_half": 0 if cos is None else cos.shape[1],
     }
     if q is not None and (positions is not None or packed) and sizes["seqlen_q"] != seqlen_new:
-        why = f"{arg('cu_seqlens_new')} counts" if packed else f"{arg('positions')} are"
+        why = f"{arg('cu_seqlens_new')} counts" if packed else f"{arg('positions')} place"
         raise BadTensorShape(
-            f"{arg('q')} has {sizes['seqlen_q']} tokens but {arg('k_new')} has {seqlen_new}; {why} those of "
-            "both, so they must be as many"
+            f"{arg('q')} has {sizes['seqlen_q']} tokens but {arg('k_new')} has {seqlen_new}; {why} the "
+            "tokens of both, so their numbers must be equal"
         )
     if pages is None and views["index"] is None and num_pages < sequences:
         raise BadTensorShape(
             f"{arg('k_cache')} has {num_pages} rows, fewer than the {sequences} sequences; pass a larger "
-            f"cache, or {arg('index')} or {arg('pages')} to say where each sequence lies"
+            f"cache, or {arg('index')} or {arg('pages')} to say where each sequence is"
         )
     return sizes
 

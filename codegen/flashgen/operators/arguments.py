@@ -57,9 +57,9 @@ _STRIDE_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class ArrayView:
-    """Where an array lies. ``strides`` are in elements, ``pointer`` is an address, ``device`` a CUDA ordinal
-    or None for host memory, ``dtype`` one of fp16, bf16, fp32, bool, uint8, int32, or else the library's own
-    name of an unsupported type."""
+    """The memory of an array. ``strides`` are in elements, ``pointer`` is an address, ``device`` a CUDA
+    ordinal or None for host memory, ``dtype`` one of fp16, bf16, fp32, bool, uint8, int32, or else the
+    library's own name of an unsupported type."""
 
     kind: str
     pointer: int
@@ -262,7 +262,9 @@ def is_contiguous(view: ArrayView) -> bool:
 
 
 def place(argument: Argument, view: ArrayView | None, sizes: Mapping[str, int], element: str) -> ArrayLayout:
-    """How ``view`` lies, once it is known to fit; None: a new contiguous array. A missing batch is added."""
+    """The layout of ``view``, once it is known to fit; None: a new contiguous array. A missing batch is
+    added.
+    """
     extents = argument.extents(sizes)
     if view is None:
         strides = contiguous_strides(extents)

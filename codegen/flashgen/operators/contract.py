@@ -134,8 +134,8 @@ def check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
     expected = (*q.shape[:-1], v.shape[-1])
     if out is not None and out.shape != expected:
         raise BadTensorShape(
-            f"{arg('out')} has shape {out.shape}; expected {expected}, the shape of {arg('q')} with the last "
-            f"dimension of {arg('v')}"
+            f"{arg('out')} has shape {out.shape}; expected the shape of {arg('q')} with the last dimension "
+            f"of {arg('v')}, {expected}"
         )
 
 

@@ -199,7 +199,7 @@ def _check_lengths(arrays: Mapping[str, ArrayView], q: ArrayView) -> int:
         if len(view.shape) != len(expected):
             raise BadTensorShape(f"{arg(name)} has shape {view.shape}; expected {shown_shape(expected)}")
         if name.startswith("cu") and not view.shape[0]:
-            raise BadTensorShape(f"{arg(name)} has shape (0,); expected (batch + 1,), with a 0 ahead")
+            raise BadTensorShape(f"{arg(name)} has shape (0,); expected (batch + 1,), with a 0 first")
         batches[name] = view.shape[0] - name.startswith("cu")
     (first, batch), *others = batches.items()
     for name, size in others:

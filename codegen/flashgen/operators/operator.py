@@ -95,7 +95,7 @@ class Problem:
         raise NotImplementedError
 
     def array_layouts(self) -> tuple[ArrayLayout | None, ...]:
-        """How each argument lies in memory, in the operator's order; None for one that is absent."""
+        """The layout of each argument, in the operator's order; None for an absent one."""
         sizes = self.sizes
         return tuple(
             None
@@ -105,7 +105,7 @@ class Problem:
         )
 
     def array(self, name: str) -> ArrayLayout | None:
-        """How the argument called ``name`` lies in memory."""
+        """The layout of the argument ``name``."""
         return self.array_layouts()[self.operator.position(name)]
 
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -275,7 +275,7 @@ class Operator:
         return values
 
     def serves(self, problem: Problem, axes: Mapping[str, Value]) -> bool:
-        """Whether a variant with these axes computes ``problem``, however its arrays lie in memory."""
+        """Whether a variant with these axes computes ``problem``, for any layout of its arrays."""
         values = self.axis_values(axes)
         return all(axis.serves(problem, values[name]) for name, axis in self.axes.items())
 

@@ -31,7 +31,7 @@ A score modification f takes the place of s_j, S is the largest |f|, and the fir
 of its running error (`roundoff`), which begins with 2^-21 of the scaled sum of |q_i k_ji|.
 
 fp32 has no u A: its P V, and Q K^T, are three products of TF32 that leave out at most 2.5 * 2^-21 of each
-term. For P V that lies within 2^-19. For Q K^T it is more than 2^-21 S only if nearly all terms agree in the
+term. For P V that is within 2^-19. For Q K^T it is more than 2^-21 S only if nearly all terms agree in the
 sign of their errors, which are independent: as a rule they come to 2^-21 S / sqrt(head_dim).
 """
 

@@ -2,7 +2,7 @@
 
 A modification is one formula over ``score`` = softmax_scale q k^T, the positions ``q`` and ``kv``, the query
 head ``h``, the batch entry ``b`` and parameters of its own. q counts from the first key, aligned so that the
-last query stands at the last key: query i has q = i + seqlen_kv - seqlen_q.
+last query is at the last key: query i has q = i + seqlen_kv - seqlen_q.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a device has room for the clusters of a kernel, which the driver alone knows: a cluster lies within
+"""Whether a device has room for the clusters of a kernel, which the driver alone knows: a cluster is within
 one GPC, and how many multiprocessors a GPC has differs from GPU to GPU and between the slices of one.
 
 ``cuOccupancyMaxActiveClusters`` of NVIDIA's cuda.h; CuPy has no function for it.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NoRoomForClusters(DeviceTypeNotSupported):
-    """No multiprocessors of the device lie together that could run one cluster of a kernel."""
+    """No GPC of the device has enough multiprocessors for one cluster of a kernel."""
 
 
 @functools.cache

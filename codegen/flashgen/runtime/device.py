@@ -61,7 +61,7 @@ def available() -> bool:
 
 @functools.cache
 def why_unavailable() -> str:
-    """What stands between this process and a GPU, and what to do about it; "" where nothing does."""
+    """Why this process cannot use a GPU, and what to do about it; "" if it can."""
     try:
         from cupy.cuda import runtime
     except ImportError as error:

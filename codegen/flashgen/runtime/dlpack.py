@@ -56,7 +56,7 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
         try:
             device_type, ordinal = x.__dlpack_device__()
         except (BufferError, ValueError, NotImplementedError) as error:
-            raise DeviceTypeNotSupported(f"{arg(name)} does not lie on one device: {error}") from error
+            raise DeviceTypeNotSupported(f"{arg(name)} is not on one device: {error}") from error
         source = _Recoded(x, _DL_UINT) if bf16 else x
         if device_type in _DL_HOST:
             import numpy as np
@@ -68,7 +68,7 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
             with import_cupy().cuda.Device(ordinal), kind.use(stream):
                 return _from_dlpack(import_cupy().from_dlpack, source, name, bf16)
         raise DeviceTypeNotSupported(
-            f"{arg(name)} lies on a device of DLPack type {int(device_type)}; supported are CUDA GPUs and "
+            f"{arg(name)} is on a device of DLPack type {int(device_type)}; supported are CUDA GPUs and "
             "host memory"
         )
     if hasattr(x, "__cuda_array_interface__"):
@@ -197,13 +197,13 @@ def _from_dlpack(importer: Callable[[Any], Any], source: Any, name: str, bf16: b
 
 
 def _check_gpu(name: str) -> None:
-    """That there is a GPU for an array which says that it lies on one. Raises DeviceTypeNotSupported, and
+    """Check that there is a GPU for an array which says that it is on one. Raises DeviceTypeNotSupported, and
     NoCompilerError without CuPy.
     """
     import_cupy()
     why = device.why_unavailable()
     if why:
-        raise DeviceTypeNotSupported(f"{arg(name)} says that it lies on a GPU, but {why}")
+        raise DeviceTypeNotSupported(f"{arg(name)} says that it is on a GPU, but {why}")
 
 
 def _held(array: Any, owners: tuple[Any, ...]) -> Any:

@@ -79,7 +79,7 @@ class NumpyKind:
         return x.nbytes
 
     def on_host(self, x: Any) -> bool:
-        """Whether the elements of ``x`` lie in host memory."""
+        """Whether the elements of ``x`` are in host memory."""
         return True
 
     def current_stream(self, device: int | None) -> int:

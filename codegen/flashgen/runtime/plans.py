@@ -323,7 +323,7 @@ class Plan:
                     name, strides = self.problem.operator.arguments[position].name, self._spread[position]
                     raise NullPointer(
                         f"{arg(name)} is None, but the plan was made with one of strides {strides} (in "
-                        f"elements); pass one that lies like it, or make the plan without {arg(name)}"
+                        f"elements); pass one with the same layout, or make the plan without {arg(name)}"
                     )
                 arrays[position] = kind.empty(shape, caller_arrays[0], stream, dtype)
                 pointers[position] = kind.pointer(arrays[position])
@@ -464,7 +464,7 @@ class Plan:
 
 
 def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tuple[int, ...]) -> None:
-    """Raise what is different about an array that does not lie as the plan's, which has this shape.
+    """Raise the difference between an array's layout and the plan's, which has this shape.
 
     A stride along a dimension of one element is never used, so it may differ.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from flashgen.runtime.numpykind import Read
 
-# Pointers of arrays, or None where one does not lie as expected.
+# Pointers of arrays, or None if one has another layout.
 Expecting = Callable[[tuple[Any, ...]], tuple[int, ...] | None]
 
 INSIDE_TORCH_FUNC = (
@@ -170,7 +170,7 @@ class TorchKind:
         return ArrayView("torch", x.data_ptr(), tuple(x.shape), x.stride(), dtype, device)
 
     def _refuse(self, x: Any) -> None:
-        """Raise BadParam for a tensor whose elements do not lie in memory as its shape and strides say, or
+        """Raise BadParam for a tensor whose elements are not in memory as its shape and strides say, or
         whose derivatives would be lost.
         """
         torch = self.torch

@@ -3,24 +3,24 @@ needed.
 
 The rule, which a spec names ``least_time``:
 
-1. A variant can serve a problem where the operator says so of each of its axes: dtype and mask type are the
-   problem's own, head dims hold the problem's, and the grouping is ``mha`` for one query head per kv head,
-   ``gqa`` or ``packed`` for several. Where it reads arrays by tensor maps, there must be maps of them. The
-   device must have its architecture and its shared memory. A family that is ``on_request`` is left out, and
-   one for few rows if a head has more than its ``rows_at_most``. A call with an algorithm leaves out all
-   families but the families of that name. A problem with a score modification leaves out families without a
-   seam for it; the variant then has the modification, too. A call that says how its keys are split leaves out
-   families whose clusters share tiles. It leaves out families that cannot split keys if it needs several
-   parts, or, with a SplitEvery, if other families have KV blocks that divide it.
-2. Of these only the smallest head dims count, by the work that they make, then, within a family, the newest
-   architecture, then the target that its spec names first.
-3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
-   Other tiles of the point, such as one for small problems, stay in.
-4. Of what is left, tiles and groupings, the least modelled time wins: the scores (rows of queries by keys, in
-   whole blocks) that the tiles of the busiest multiprocessor visit, and what else a tile takes, over the
+1. A variant is a candidate if the operator accepts each of its axes: dtype and mask type equal the problem's,
+   head dims are large enough, and the grouping is ``mha`` for one query head per kv head, ``gqa`` or
+   ``packed`` for several. If it reads arrays by tensor maps, they must have maps. The device must have its
+   architecture and its shared memory. These are left out:
+   - a family that is ``on_request``, and one whose ``rows_at_most`` is below the rows of a head;
+   - with an algorithm, all families of other names;
+   - with a score modification, families without a seam for it (the others get the modification);
+   - with ``splits``, families whose clusters share tiles, and families that cannot split keys, if the call
+     needs several parts, or, with a SplitEvery, if other families have KV blocks that divide it.
+2. Only candidates with the smallest head dims stay, by the work that they make; then, within a family, the
+   newest architecture; then the target that its spec names first.
+3. If a tile was tuned on this GPU, it replaces the ordinary tile of its point, against which it was measured.
+   Other tiles of the point, for example one for small problems, stay.
+4. Of the remaining tiles and groupings the least modelled time wins: the scores (rows of queries by keys, in
+   whole blocks) that the tiles of the busiest multiprocessor visit, and the other costs of a tile, over the
    measured ``efficiency`` of the tile; see ``cost``. Ties go to fewer tiles, then to the order of the spec.
-   If the call says how its keys are split, the time is modelled for one sequence on one multiprocessor, so
-   that the choice does not depend on the batch.
+   With ``splits`` the time is modelled for one sequence on one multiprocessor, so that the choice does not
+   depend on the batch.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ __all__ = ["offers", "select"]
 
 
 # Fitted to measured calls (docs/tuning.md). With a share x of its parts at work, a tile takes x ** _IDLE of
-# its time; a grid of tiles that differ in length ends _LAST of a mean one after an equal share of them.
+# its time. If tiles differ in length, a grid ends _LAST of a mean tile after an equal share of them.
 _IDLE, _LAST = 1 / 3, 0.35
 # The part of the longest sequence's time by itself that is added to the time of equal sequences, if only the
 # device knows how they differ.
 _LONGEST = 0.5
-# The multiprocessors of each GPC, within which a cluster lies: so 31, 15 and 7 clusters of 4, 8 and 16 thread
+# The multiprocessors of each GPC. A cluster is within one GPC, so 31, 15 and 7 clusters of 4, 8 and 16 thread
 # blocks fit beside each other, as measured on an H100.
 _GPCS = (18, 18, 18, 16, 16, 16, 16, 14)
 # The rate of packed rows over the rate of others: each packed row finds its query and its head by a division.

@@ -23,20 +23,20 @@ class Sections(NamedTuple):
 
 
 def sections(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> Sections:
-    """How a variant's grid is cut. Where groups of query heads are split, each of their ``parts`` counts as a
+    """How a variant's grid is cut. If groups of query heads are split, each of their ``parts`` counts as a
     head.
 
-    A section of as many tiles as multiprocessors is enough to share keys and values. Where tiles differ in
-    length (causal or a window, also beside a dense mask) they also have to balance, and the section is
-    larger, but with more heads than a third of the multiprocessors too few tiles of a head run at a time.
-    Under causal, where lengths differ most, a section may have more heads, as long as L2 holds their keys and
-    values and at least three tiles and 384 rows of each head run at a time.
+    A section of as many tiles as multiprocessors is enough to share keys and values. If tiles differ in
+    length (causal or a window, also with a dense mask), they must also balance, so the section is larger. But
+    with more heads than a third of the multiprocessors too few tiles of a head run at a time. Under causal,
+    where lengths differ most, a section may have more heads, as long as L2 holds their keys and values and at
+    least three tiles and 384 rows of each head run at a time.
 
-    Tiles of keys in turn add to dq one after the other. A section of theirs has as many heads as fill the
-    device, so that a tile starts when the one before it, of the next section but at the same place, has a
-    lead. A turn takes up to 1.8 steps from tile to tile. So at most half as many tiles of a head run at a
-    time as it has steps; else the head would wait for turns. Only a quarter run, if a third of L2 holds q,
-    dout and dq of these heads. Other tiles of keys: `_of_keys`.
+    Tiles of keys ``in_turns`` add to dq one after the other. Their section has as many heads as fill the
+    device, so that the previous tile of a head has a lead when a tile starts. A turn takes up to 1.8 steps
+    from tile to tile. So at most half as many tiles of a head run at a time as it has steps; else the head
+    would wait for turns. Only a quarter run, if a third of L2 holds q, dout and dq of these heads. Other
+    tiles of keys: `_of_keys`.
     """
     total = all_heads(problem, variant, parts)
     if total == 0:
@@ -86,7 +86,7 @@ class KeyTiles(NamedTuple):
     """The tiles of keys of a main step, as all steps have to know them.
 
     Each head of the grid has ``of_head`` tiles. They clear dq of a head that comes ``clear_distance`` heads
-    later. Where sequences have lengths, the step ahead finds each of the ``count`` tiles, and the tiles of a
+    later. If sequences have lengths, the previous step finds each of the ``count`` tiles, and the tiles of a
     sequence are launched in sections of about ``together``: of one head, or of several where one has fewer.
     """
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
 
-# Kernels number KV blocks in 32 bits, up to the end of the last thread block's share, which may lie past the
+# Kernels number KV blocks in 32 bits, up to the end of the last thread block's share, which may be past the
 # last KV block by one for each thread block.
 MAX_KV_BLOCKS = 2**31 - 2**17
 # Of kernels that know sets of heads, the most sets, a power of two. Head h is of set h
 # modulo their number, and sets are cut into shares alike: neighbouring thread blocks go through the same keys
-# of neighbouring heads, whose rows lie side by side. Memory is slow to read a single row of few elements.
+# of neighbouring heads, whose rows are adjacent. Memory is slow to read a single row of few elements.
 MOST_HEAD_SETS = 4
 # Of a multiprocessor's shared memory, what the driver keeps for each thread block.
 RESERVED_SMEM = 1024

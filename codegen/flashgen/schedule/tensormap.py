@@ -51,8 +51,8 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
 
     The dimensions are (head_dim, seqlen, heads, batch), the box is (columns, rows, 1, 1). In packed GQA a row
     of a tile is a query and a head of its group: there an array of query heads is (head_dim, group, seqlen_q,
-    num_heads_kv, batch), its box (columns, group, rows / group, 1, 1). Where keys lie in pages, these are the
-    batch, and each box lies in one of them. Of k and v of a call without lengths the map has only the keys
+    num_heads_kv, batch), its box (columns, group, rows / group, 1, 1). If keys are in pages, these are the
+    batch, and each box is in one of them. Of k and v of a call without lengths the map has only the keys
     that some query sees, so that all others arrive as zeros.
 
     Raises SpecError for an array that there is no map of.
@@ -105,11 +105,11 @@ def expressible(problem: Problem, variant: Variant) -> bool:
 def _stride_bytes(extents: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...] | None:
     """The strides, with those that are never multiplied made to look contiguous; None where one will not do.
 
-    NVIDIA's limits do not rule out 0, but in its formula each stride spans what lies within the dimension, so
+    NVIDIA's limits do not rule out 0, but in its formula each stride spans the bytes within the dimension, so
     an array that is broadcast has no map here.
     """
     map_strides: list[int] = []
-    span = math.ceil(extents[0] * size / ALIGNMENT) * ALIGNMENT  # bytes of what lies within a dimension
+    span = math.ceil(extents[0] * size / ALIGNMENT) * ALIGNMENT  # bytes within a dimension
     for extent, stride in zip(extents[1:], strides, strict=True):
         if extent <= 1:
             stride = min(span, _MAX_STRIDE - ALIGNMENT)

@@ -156,7 +156,7 @@ def make(variant: Variant, shape: Shape, seed: int, choices: Choices | None = No
 def _page_table(
     rng: np.random.Generator, lengths: np.ndarray, count: int, page_size: int, num_pages: int, max_pages: int
 ) -> np.ndarray:
-    """Pages in any order, and garbage behind those that a sequence needs."""
+    """Pages in any order, and garbage after the pages that a sequence needs."""
     table = np.full((len(lengths), max_pages + 1), _GARBAGE, np.int32)[:, :max_pages]
     free = iter(rng.permutation(num_pages))
     for row, length in zip(table, lengths, strict=True):

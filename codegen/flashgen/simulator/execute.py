@@ -212,7 +212,7 @@ class SimulatedGrid:
         return self._report()
 
     def runs_early(self, first: int) -> bool:
-        """Run a block, or a cluster, to its end, unless it has to wait for grids ahead."""
+        """Run a block, or a cluster, to its end, unless it has to wait for earlier grids."""
         raw = self._call(first, self._cluster, Launch.ALONE | Launch.EARLY)
         if raw.error == RawReport.GIVEN_UP:
             return False

@@ -1,7 +1,7 @@
 """From a rendered kernel to a function that simulates it: compiled for the host, cached on disk, loaded.
 
 Two objects make one library: the engine, which knows no kernel and is compiled once, and a shim that includes
-the rendered file as it lies on disk. Both are content-addressed by all their sources, the compiler and the
+the rendered file as it is on disk. Both are content-addressed by all their sources, the compiler and the
 options. The C structs here are as in ``include/simulator/abi.h``.
 """
 

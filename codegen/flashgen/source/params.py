@@ -29,8 +29,8 @@ _ASSERT_COLUMNS = 130
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where each member lies. ``offsets`` (bytes) has the members in order; ``size`` and ``alignment`` are in
-    bytes.
+    """The place of each member. ``offsets`` (bytes) has the members in order; ``size`` and ``alignment`` are
+    in bytes.
 
     ``struct`` packs the values, in the order of ``offsets``, into exactly ``size`` bytes.
     """

@@ -142,13 +142,13 @@ def search_path(variant: Variant) -> tuple[str, ...]:
     """Folders in which a variant's templates are looked for, first match wins.
 
     The folder ``templates`` beside the spec's own folder, the spec's own folder, then the shipped templates.
-    Headers lie in the folder ``include`` of any of them.
+    Headers are in the folder ``include`` of any of them.
     """
     return folders_for(variant.spec_dir)
 
 
 def folders_for(spec_dir: str) -> tuple[str, ...]:
-    """`search_path` of the variants of a spec in that folder; "" is a spec that lies nowhere."""
+    """`search_path` of the variants of a spec in that folder; "" is a spec without a file."""
     folders = [str(templates_dir())]
     if spec_dir:
         spec_folder = Path(spec_dir)
@@ -362,7 +362,7 @@ def warn_of_unused_overrides(specs: Iterable[Spec]) -> None:
 
 
 def unused_overrides(specs: Iterable[Spec]) -> list[Path]:
-    """Templates and headers that lie beside the users' own specs and that no kernel of these reads.
+    """Templates and headers beside the users' own specs that no kernel of these reads.
 
     A template serves the specs of the folder beside it alone, so one that is meant to change a shipped kernel
     needs a spec there as well. Nothing is said of a folder in which a template is missing: rendering will.

@@ -45,7 +45,7 @@ _KEEP = 0.9  # evict down to this share of the bound, so that a full cache does 
 
 
 class CacheInfo(NamedTuple):
-    """Where the cache lies, its files and bytes, the bound, and why it cannot be written ("" if it can)."""
+    """Where the cache is, its files and bytes, the bound, and why it cannot be written ("" if it can)."""
 
     root: Path
     entries: int

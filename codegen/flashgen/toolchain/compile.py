@@ -264,7 +264,7 @@ def _ptx_so_far(binding: Any, program: int, log: str) -> str:
 def annotated(log: str, texts: Mapping[str, str], ptx: str = "") -> str:
     """NVRTC's log with a numbered excerpt of the source, or of the PTX, under each error.
 
-    ``texts`` maps file names as they stand in the log to their contents.
+    ``texts`` maps file names of the log to their contents.
     """
     log = re.sub(r"^  .*\n +\^\n?", "", log, flags=re.MULTILINE)
     out: list[str] = []

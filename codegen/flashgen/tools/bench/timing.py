@@ -120,7 +120,7 @@ def time_interleaved(
 
 
 def _span(step: Step, repetitions: int, clock: Clock) -> tuple[Any, Any]:
-    """Events around the repetitions, behind one that is not timed."""
+    """Events around the repetitions, after one that is not timed."""
     step.run()
     start = clock.record()
     for _ in range(repetitions):

@@ -1,4 +1,4 @@
-"""Tile rows as they stand in a YAML file."""
+"""Tile rows as text of a YAML file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing winners into a spec file, as a maintainer would by hand: rows change where they stand, and comments
+"""Writing winners into a spec file, as a maintainer would by hand: rows change in place, and comments
 stay.
 
 The text is edited at the places that the YAML parser gives, then read anew and compared with what was meant.
