@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _TITLE = re.compile(r"^// Map\b")
 _COLUMN = 18  # of the text of a row, counted from its label
@@ -45,15 +45,20 @@ def read_map(text: str, constants: str) -> KernelMap:
     title = next((at for at, line in enumerate(text.splitlines()) if _TITLE.match(line)), len(lines))
     rows: list[MapRow] = []
     barriers: list[BarrierRow] = []
-    in_barriers = False
+    in_barriers, after_barrier = False, False
     for line in lines[title + 1 :]:
-        if line.startswith(_CONTINUED) and rows:
-            rows[-1] = MapRow(rows[-1].label, f"{rows[-1].text} {line.strip()}")
+        if line.startswith(_CONTINUED) and (barriers if after_barrier else rows):
+            more = line.strip()
+            if after_barrier:
+                barriers[-1] = replace(barriers[-1], waits=f"{barriers[-1].waits} {more}")
+            else:
+                rows[-1] = replace(rows[-1], text=f"{rows[-1].text} {more}")
             continue
         label, *cells = _cells(line.strip())
+        after_barrier = in_barriers and len(cells) == 2
         if label in _BARRIERS and "arrivals of a phase" in cells:
             in_barriers = True
-        elif in_barriers and len(cells) == 2:
+        elif after_barrier:
             barriers.append(BarrierRow(label, *cells))
         elif label and label != "named barriers":
             rows.append(MapRow(label, "  ".join(cells)))
