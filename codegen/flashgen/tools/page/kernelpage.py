@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flashgen.toolchain.lineinfo import Instruction, Place
 
 _TARGET = re.compile(r"`\((\.L_\w+)\)")  # of a branch
-_OPEN = ("map", "roles", "definitions")  # sections that a reader sees without a click
+_OPEN = ("roles", "definitions")  # sections that a reader sees without a click; the map is above them
 
 
 @dataclass(frozen=True)
