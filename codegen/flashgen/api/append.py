@@ -25,7 +25,8 @@ from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag, length_bound, overlapping
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.runtime import arrays, check, dlpack, hostarrays, torchkind
-from flashgen.runtime.plans import TAKES, adopted, cache_arrays, workspace_layout
+from flashgen.runtime.adopted import adopted, cache_arrays
+from flashgen.runtime.plans import TAKES, workspace_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

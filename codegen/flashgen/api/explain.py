@@ -31,7 +31,7 @@ from flashgen.errors import (
 from flashgen.families.variant import TUNED_TILE
 from flashgen.operators.arguments import dtype_name, view_of_shape
 from flashgen.runtime import arrays, dlpack
-from flashgen.runtime.plans import cache_arrays
+from flashgen.runtime.adopted import cache_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable

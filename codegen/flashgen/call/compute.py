@@ -13,7 +13,8 @@ from flashgen.call.kvcache import arrays_instead
 from flashgen.errors import InternalError, naming
 from flashgen.host import forks, logs
 from flashgen.runtime import arrays, dlpack, torchkind
-from flashgen.runtime.plans import Plan, adopted, cache_arrays, run_adopted
+from flashgen.runtime.adopted import adopted, cache_arrays, run_adopted
+from flashgen.runtime.plans import Plan
 
 if TYPE_CHECKING:
     from flashgen.call.request import Request

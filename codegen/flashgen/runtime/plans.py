@@ -7,36 +7,27 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from flashgen.errors import (
     BadParam,
     BadTensorDtype,
-    BadTensorShape,
     BadTensorStrides,
-    DeviceTypeNotSupported,
     InsufficientWorkspace,
     NullPointer,
     arg,
-    naming,
 )
 from flashgen.operators.arguments import (
-    DTYPE_BYTES,
     WORKSPACE_ALIGNMENT,
     Argument,
     ArrayLayout,
-    check_array,
     check_memory,
-    check_strides,
     is_contiguous,
-    on_device,
-    place,
 )
 from flashgen.runtime import arrays as libraries
 from flashgen.runtime import check, dlpack, torchkind
+from flashgen.runtime.adopted import run_adopted
 from flashgen.runtime.arrays import Arrays, Pointers, Work
+from flashgen.runtime.misfits import check_fit
 from flashgen.runtime.streams import stream_pointer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from flashgen.families.variant import Variant
-    from flashgen.operators.arguments import ArrayView
     from flashgen.operators.operator import Problem
     from flashgen.schedule.plan import Step
 
@@ -415,84 +406,7 @@ class Plan:
 
     def _check(self, arrays: Arrays) -> None:
         """Raise the error of arrays that do not fit the plan."""
-        problem, kind = self.problem, self.kind
-        examples = self._layouts
-        sizes = problem.sizes
-        for position, (argument, array) in enumerate(zip(problem.operator.arguments, arrays, strict=True)):
-            name, planned = argument.name, problem.strides[position]
-            if array is None:
-                if not argument.is_output and planned is not None:
-                    why = ", but the plan was made with one" if argument.optional else "; expected an array"
-                    raise NullPointer(f"{arg(name)} is None{why}; {self.takes()}")
-                continue
-            view = libraries.view(array, name)
-            if view.kind != kind.name:
-                raise BadParam(
-                    f"{arg(name)} is a {arg(f'library of {name}', view.kind)} array, but the plan was made "
-                    f"for {kind.name} arrays"
-                )
-            if planned is None:
-                without = "return_lse=True" if name == "lse" else f"one; {self.takes()}"
-                raise BadParam(f"{arg(name)} was given to a plan made without {without}")
-            example = examples[position]
-            if example is not None:
-                if kind.layout(array) != example:
-                    _check_like(argument, view, problem, tuple(example[0]))
-            else:
-                self._check_new(view, position, sizes)
-
-    def _check_new(self, view: ArrayView, position: int, sizes: dict[str, int]) -> None:
-        """An output that was not there when the plan was made: contiguous, as the plan would allocate it."""
-        problem = self.problem
-        argument = problem.operator.arguments[position]
-        if view.device != problem.device:
-            raise DeviceTypeNotSupported(
-                f"{arg(argument.name)} is {on_device(view.device)}; the plan was made for arrays "
-                f"{on_device(problem.device)}"
-            )
-        check_array(argument, view, sizes, problem.dtype)
-        expected = problem.shape(position)
-        if view.shape != expected:  # a batch more or less, which `check_array` lets pass
-            raise BadTensorShape(
-                f"{arg(argument.name)} has shape {view.shape}; the plan was made for {expected}"
-            )
-        if not is_contiguous(view):
-            raise BadTensorStrides(
-                f"{arg(argument.name)} has strides {view.strides} (in elements); the plan was made without "
-                f"{arg(argument.name)}, so it must be contiguous"
-            )
-
-
-def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tuple[int, ...]) -> None:
-    """Raise the difference between an array's layout and the plan's, which has this shape.
-
-    A stride along a dimension of one element is never used, so it may differ.
-    """
-    name, layout = argument.name, problem.array_layouts()[problem.operator.position(argument.name)]
-    # Kernels read bool and uint8 in the same way, and no other two dtypes.
-    if view.dtype != layout.dtype and not {view.dtype, layout.dtype} <= {"bool", "uint8"}:
-        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; the plan was made for {layout.dtype}")
-    if view.device != problem.device:
-        raise DeviceTypeNotSupported(
-            f"{arg(name)} is {on_device(view.device)}; the plan was made for arrays "
-            f"{on_device(problem.device)}"
-        )
-    if view.shape != shape:
-        symbols = argument.symbols[len(argument.symbols) - len(shape) :]
-        if argument.layout != "broadcast" and len(view.shape) == len(shape):
-            for symbol, size, expected in zip(symbols, view.shape, shape, strict=True):
-                if size != expected:
-                    what = problem.symbol_name(symbol)
-                    raise BadTensorShape(f"{arg(name)} has {what} {size}; the plan was made for {expected}")
-        raise BadTensorShape(f"{arg(name)} has shape {view.shape}; the plan was made for {shape}")
-    check_strides(argument, view, DTYPE_BYTES[view.dtype])
-    strides = place(argument, view, problem.sizes, problem.dtype).strides
-    if strides != layout.strides:
-        ahead = len(strides) + 1 - len(shape)
-        raise BadTensorStrides(
-            f"{arg(name)} has strides {(*strides[ahead:], 1)} (in elements); the plan was made for "
-            f"{(*layout.strides[ahead:], 1)}"
-        )
+        check_fit(self.problem, self.kind, self._layouts, self.takes, arrays)
 
 
 def workspace_layout(size: int) -> ArrayLayout:
@@ -502,52 +416,3 @@ def workspace_layout(size: int) -> ArrayLayout:
 
 def _no_work(arrays: Arrays, stream: int) -> None:
     """What a call without elements comes to."""
-
-
-def adopted(operator: Any, arrays: dict[str, Any], stream: Any) -> dict[str, Any]:
-    """Native arrays over the memory of ``arrays``, by the names of the operator's arguments. Raises what
-    `dlpack.adopt` does, and BadParam for an output that cannot be written to.
-    """
-    for argument in operator.arguments:
-        array = arrays[argument.name]
-        if argument.is_output and array is not None and dlpack.immutable(array):
-            raise BadParam(
-                f"{arg(argument.name)} has type {type(array).__name__}, whose memory cannot be written to; "
-                f"call without {arg(argument.name)} and use the result"
-            )
-    return {
-        argument.name: None
-        if arrays[argument.name] is None and (argument.is_output or argument.optional)
-        else dlpack.adopt(arrays[argument.name], argument.name, stream)
-        for argument in operator.arguments
-    }
-
-
-def cache_arrays(arrays: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which of the arrays that an operator is given, by name, a KV cache may have."""
-    if arrays.get("k_cache") is not None:
-        return "k_cache", "v_cache", "lengths", "pages", "index"
-    return () if arrays.get("kv_lengths") is None else ("k", "v", "kv_lengths", "pages", "index")
-
-
-def run_adopted(call: Any, operator: Any, arrays: dict[str, Any], stream: Any, /, **rest: Any) -> Any:
-    """``call`` for arrays that flashgen does not read directly: adopt them, call, hand the results back.
-
-    ``arrays`` has an array or None for each argument of the operator.
-    """
-    first = arrays[operator.arguments[0].name]
-    dlpack.check_libraries(arrays, cache_arrays(arrays))
-    native = adopted(operator, arrays, stream)
-    with naming(dlpack.own_libraries(arrays)):
-        results = call(**native, stream=stream, **rest)
-    outputs = [argument.name for argument in operator.arguments if argument.is_output]
-    inputs = tuple(native[argument.name] for argument in operator.arguments if not argument.is_output)
-
-    def handed(result: Any, name: str) -> Any:
-        if arrays[name] is not None:
-            return arrays[name]
-        return dlpack.hand_back(result, first, inputs, stream)
-
-    if isinstance(results, tuple):
-        return tuple(handed(result, name) for result, name in zip(results, outputs, strict=True))
-    return handed(results, outputs[0])

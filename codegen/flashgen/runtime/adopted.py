@@ -1,0 +1,60 @@
+"""Arrays that flashgen does not read directly: native arrays over their memory, and results handed back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashgen.errors import BadParam, arg, naming
+from flashgen.runtime import dlpack
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def adopted(operator: Any, arrays: dict[str, Any], stream: Any) -> dict[str, Any]:
+    """Native arrays over the memory of ``arrays``, by the names of the operator's arguments. Raises what
+    `dlpack.adopt` does, and BadParam for an output that cannot be written to.
+    """
+    for argument in operator.arguments:
+        array = arrays[argument.name]
+        if argument.is_output and array is not None and dlpack.immutable(array):
+            raise BadParam(
+                f"{arg(argument.name)} has type {type(array).__name__}, whose memory cannot be written to; "
+                f"call without {arg(argument.name)} and use the result"
+            )
+    return {
+        argument.name: None
+        if arrays[argument.name] is None and (argument.is_output or argument.optional)
+        else dlpack.adopt(arrays[argument.name], argument.name, stream)
+        for argument in operator.arguments
+    }
+
+
+def cache_arrays(arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which of the arrays that an operator is given, by name, a KV cache may have."""
+    if arrays.get("k_cache") is not None:
+        return "k_cache", "v_cache", "lengths", "pages", "index"
+    return () if arrays.get("kv_lengths") is None else ("k", "v", "kv_lengths", "pages", "index")
+
+
+def run_adopted(call: Any, operator: Any, arrays: dict[str, Any], stream: Any, /, **rest: Any) -> Any:
+    """``call`` for arrays that flashgen does not read directly: adopt them, call, hand the results back.
+
+    ``arrays`` has an array or None for each argument of the operator.
+    """
+    first = arrays[operator.arguments[0].name]
+    dlpack.check_libraries(arrays, cache_arrays(arrays))
+    native = adopted(operator, arrays, stream)
+    with naming(dlpack.own_libraries(arrays)):
+        results = call(**native, stream=stream, **rest)
+    outputs = [argument.name for argument in operator.arguments if argument.is_output]
+    inputs = tuple(native[argument.name] for argument in operator.arguments if not argument.is_output)
+
+    def handed(result: Any, name: str) -> Any:
+        if arrays[name] is not None:
+            return arrays[name]
+        return dlpack.hand_back(result, first, inputs, stream)
+
+    if isinstance(results, tuple):
+        return tuple(handed(result, name) for result, name in zip(results, outputs, strict=True))
+    return handed(results, outputs[0])
