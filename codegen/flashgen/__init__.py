@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from flashgen.host import torchimport
 
 if TYPE_CHECKING:
-    from flashgen.api.append import AppendPlan, append
+    from flashgen.api.append import append
+    from flashgen.api.append_and_attend import AppendPlan
     from flashgen.api.attention import attention, plan
     from flashgen.api.backward import attention_backward, plan_backward
     from flashgen.api.cascade import cascade
@@ -79,7 +80,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AppendPlan": "flashgen.api.append",
+    "AppendPlan": "flashgen.api.append_and_attend",
     "KVCache": "flashgen.call.kvcache",
     "Plan": "flashgen.runtime.plans",
     "Rotary": "flashgen.call.kvcache",

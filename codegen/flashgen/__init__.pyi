@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, overload
 
-from flashgen.api.append import AppendPlan as AppendPlan
+from flashgen.api.append_and_attend import AppendPlan as AppendPlan
 from flashgen.call.kvcache import KVCache as KVCache
 from flashgen.call.kvcache import Rotary as Rotary
 from flashgen.errors import BadParam as BadParam

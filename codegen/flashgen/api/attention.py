@@ -14,7 +14,7 @@ from flashgen.operators.arguments import flag
 from flashgen.runtime import arrays, torchkind
 
 if TYPE_CHECKING:
-    from flashgen.api.append import AppendPlan
+    from flashgen.api.append_and_attend import AppendPlan
     from flashgen.call.record import Call
     from flashgen.runtime.plans import Plan
 
@@ -27,7 +27,7 @@ def _attention(call: Call) -> Any:
         flag("deterministic", call.deterministic)
     try:
         if call.append is not None or call.rotary is not None:
-            from flashgen.api.append import append_and_attend, requested_append
+            from flashgen.api.append_and_attend import append_and_attend, requested_append
 
             return append_and_attend(call, requested_append(call))
         return compute(request_of(call), kind)
@@ -80,7 +80,7 @@ def _recorded(call: Call) -> Any:
 
             append_request = None
             if call.append is not None or call.rotary is not None:
-                from flashgen.api.append import requested_append
+                from flashgen.api.append_and_attend import requested_append
 
                 append_request = requested_append(call.replace(stream=None))
             results = compiled.attention(call, append_request, f"calls with {unrecorded}")
@@ -110,7 +110,7 @@ def _plan(call: Call) -> Plan | AppendPlan:
     """
     with naming(names_of(call)), planning("plan", call.q):
         if call.append is not None or call.rotary is not None:
-            from flashgen.api.append import append_plan, requested_append
+            from flashgen.api.append_and_attend import append_plan, requested_append
 
             return append_plan(call, requested_append(call))
         return make_plan(request_of(call))
