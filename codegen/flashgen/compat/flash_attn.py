@@ -10,20 +10,26 @@ caches and blocks, dropout, and caches that do not begin with their first key. O
 
 from __future__ import annotations
 
-import numbers
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashgen.api.attention import attention
 from flashgen.call.kvcache import KVCache, Rotary
-from flashgen.compat.libraries import int32s, is_tensor, is_zero, module_of, shape_of
+from flashgen.compat.flash_attn_arguments import (
+    cache_of,
+    check_cache,
+    check_new,
+    check_rank,
+    contiguous,
+    options_of,
+    splits_of,
+    unpacked,
+)
+from flashgen.compat.libraries import is_zero
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
-from flashgen.compat.widths import attention_of_any_width, missing, readable_rows
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, arg, naming
-from flashgen.operators.arguments import Expected, flag, shown_shape
+from flashgen.compat.widths import attention_of_any_width, readable_rows
+from flashgen.errors import BadTensorDtype, NullPointer, arg, naming
+from flashgen.operators.arguments import Expected
 from flashgen.operators.maskoptions import window_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "flash_attn_func",
@@ -105,8 +111,8 @@ def flash_attn_func(
     """
     refuse_dropout(dropout_p)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_rank(name, x, "batch, seqlen, nheads, headdim")
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+        check_rank(name, x, "batch, seqlen, nheads, headdim")
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options |= {"return_lse": return_attn_probs, "deterministic": deterministic}
     with naming(_OPTIONS):
         result = attention_of_any_width(q, k, v, **options)
@@ -127,7 +133,7 @@ def flash_attn_qkvpacked_func(
     """``flash_attn_func`` of q, k and v in one array: qkv is (batch, seqlen, 3, nheads, headdim), read by its
     strides. Everything else is as there.
     """
-    q, k, v = _unpacked("qkv", qkv, "batch, seqlen, 3, nheads, headdim")
+    q, k, v = unpacked("qkv", qkv, "batch, seqlen, 3, nheads, headdim")
     with naming(_QKV):
         return flash_attn_func(
             q,
@@ -159,7 +165,7 @@ def flash_attn_kvpacked_func(
     """``flash_attn_func`` of k and v in one array: kv is (batch, seqlen_k, 2, nheads_k, headdim), read by its
     strides. Everything else is as there.
     """
-    k, v = _unpacked("kv", kv, "batch, seqlen_k, 2, nheads_k, headdim")
+    k, v = unpacked("kv", kv, "batch, seqlen_k, 2, nheads_k, headdim")
     with naming(_KV):
         return flash_attn_func(
             q,
@@ -226,9 +232,9 @@ def flash_attn_varlen_func(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x is None:
             raise NullPointer(f"{arg(name)} is None; expected an int32 array, (batch + 1,)")
-        _check_rank(name, x, "batch + 1")
-    _check_rank("q", q, "total_q, nheads, headdim")
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
+        check_rank(name, x, "batch + 1")
+    check_rank("q", q, "total_q, nheads, headdim")
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
         "cu_seqlens_q": cu_seqlens_q,
         "max_seqlen_q": Expected(max_seqlen_q),
         "max_seqlen_kv": Expected(max_seqlen_k),
@@ -237,18 +243,18 @@ def flash_attn_varlen_func(
     }
     if block_table is None:
         for name, x in (("k", k), ("v", v)):
-            _check_rank(name, x, "total_k, nheads_k, headdim")
+            check_rank(name, x, "total_k, nheads_k, headdim")
         with naming(_SEQUENCES):
             result = attention_of_any_width(q, k, v, cu_seqlens_kv=cu_seqlens_k, **options)
     else:
         for name, x in (("k", k), ("v", v)):
-            _check_cache(name, x, "num_blocks, page_block_size, nheads_k, headdim")
+            check_cache(name, x, "num_blocks, page_block_size, nheads_k, headdim")
         dtype = str(cu_seqlens_k.dtype).rpartition(".")[2]
         if dtype != "int32":
             raise BadTensorDtype(f"cu_seqlens_k has dtype {dtype}; expected int32")
-        _check_rank("block_table", block_table, "batch, max_num_blocks_per_seq")
+        check_rank("block_table", block_table, "batch, max_num_blocks_per_seq")
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-        cache = KVCache(k, v, lengths, pages=_contiguous(block_table))
+        cache = KVCache(k, v, lengths, pages=contiguous(block_table))
         with naming(_BLOCKS):
             result = attention(readable_rows(q), cache, **options)
     return (*result, None) if return_attn_probs else result
@@ -270,7 +276,7 @@ def flash_attn_varlen_qkvpacked_func(
     """``flash_attn_varlen_func`` of q, k and v in one array: qkv is (total, 3, nheads, headdim), read by its
     strides; cu_seqlens and max_seqlen count both queries and keys. Everything else is as there.
     """
-    q, k, v = _unpacked("qkv", qkv, "total, 3, nheads, headdim")
+    q, k, v = unpacked("qkv", qkv, "total, 3, nheads, headdim")
     with naming(_QKV_SEQUENCES):
         return flash_attn_varlen_func(
             q,
@@ -310,7 +316,7 @@ def flash_attn_varlen_kvpacked_func(
     """``flash_attn_varlen_func`` of k and v in one array: kv is (total_k, 2, nheads_k, headdim), read by its
     strides. Everything else is as there.
     """
-    k, v = _unpacked("kv", kv, "total_k, 2, nheads_k, headdim")
+    k, v = unpacked("kv", kv, "total_k, 2, nheads_k, headdim")
     with naming(_KV):
         return flash_attn_varlen_func(
             q,
@@ -396,14 +402,14 @@ def flash_attn_with_kvcache(
     refuse_gradients(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
     )
-    _check_rank("q", q, "batch, seqlen_q, nheads, headdim")
-    _check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
+    check_rank("q", q, "batch, seqlen_q, nheads, headdim")
+    check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
         "return_lse": return_softmax_lse,
-        "splits": _splits(num_splits),
+        "splits": splits_of(num_splits),
     }
     q, seqlen_new = readable_rows(q), 0 if k is None else k.shape[1]
-    cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
+    cache = cache_of(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
     if rotary_cos is not None and window_of(options["window_size"]) != (-1, -1) and q.shape[1] != seqlen_new:
         raise NotImplementedError(
             f"q has seqlen_q {q.shape[1]} but k has {seqlen_new} new tokens; with "
@@ -418,159 +424,3 @@ def flash_attn_with_kvcache(
             if rotary_cos is not None:
                 options["rotary"] = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
         return attention(q, cache, **options)
-
-
-def _options(
-    softmax_scale: float | None, causal: bool, window_size: Any, softcap: float, alibi_slopes: Any
-) -> dict[str, Any]:
-    """flash-attn's options as ``attention`` has them. Raises NotImplementedError for slopes that require a
-    gradient.
-    """
-    refuse_gradients(alibi_slopes=alibi_slopes)
-    causal = flag("causal", causal)
-    uncapped = isinstance(softcap, numbers.Real) and softcap <= 0
-    return {
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size": _window(window_size, causal),
-        "softcap": None if uncapped else softcap,
-        "alibi_slopes": alibi_slopes,
-    }
-
-
-def _window(window_size: Any, causal: bool) -> Any:
-    """flash-attn's window as ``attention`` has it, which says what is wrong with one that is no pair."""
-    try:
-        sides = tuple(window_size)
-    except TypeError:
-        return window_size
-    if len(sides) != 2 or not all(map(_is_integer, sides)):
-        return window_size
-    left, right = (max(side, -1) for side in sides)
-    return left, 0 if causal else right
-
-
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
-
-
-def _splits(num_splits: int) -> Any:
-    """flash-attn's number of splits as ``attention`` has it."""
-    if not _is_integer(num_splits) or num_splits < 0:
-        raise BadParam(f"num_splits is {num_splits!r}; expected an integer of 0 (any number) or more")
-    return int(num_splits) or "auto"
-
-
-def _cache(
-    q: Any, k_cache: Any, v_cache: Any, filled: Any, index: Any, pages: Any, seqlen_new: int
-) -> KVCache:
-    """The cache of the sequences of q, with room for ``seqlen_new`` tokens of each where ``filled`` is an
-    int. It has no lengths if all of it is read and its entries are the batch entries of q.
-    """
-    shape = "batch_cache, seqlen_cache" if pages is None else "num_blocks, page_block_size"
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_cache(name, x, f"{shape}, nheads_k, headdim")
-    batch, room = q.shape[0], k_cache.shape[1]
-    if pages is not None:
-        _check_rank("block_table", pages, "batch, max_num_blocks_per_seq")
-        pages = _contiguous(pages)
-        room *= pages.shape[1]
-    elif index is None:
-        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            if x.shape[0] < batch:
-                raise BadTensorShape(
-                    f"{arg(name)} has {x.shape[0]} entries; {arg('q')} has {batch}, and each needs one"
-                )
-        if k_cache.shape[:-1] != v_cache.shape[:-1]:  # said of the entries that q has not, too
-            raise BadTensorShape(
-                f"{arg('v_cache')} has shape {tuple(v_cache.shape)} but {arg('k_cache')} has "
-                f"{tuple(k_cache.shape)}; all but the last dimension must be the same"
-            )
-        if k_cache.shape[0] > batch:
-            k_cache, v_cache = k_cache[:batch], v_cache[:batch]
-        if filled is None:
-            return KVCache(k_cache, v_cache, None)
-    if isinstance(filled, bool):
-        raise BadParam(f"cache_seqlens is {filled}; expected an integer, or an int32 array, (batch,)")
-    lengths = filled
-    if filled is None or isinstance(filled, numbers.Integral):
-        length = room if filled is None else int(filled)
-        if not 0 <= length <= room - seqlen_new:
-            new = f", and k has {seqlen_new} new ones" if seqlen_new else ""
-            raise BadParam(f"cache_seqlens is {length}; {arg('k_cache')} has room for {room} keys{new}")
-        lengths = int32s(batch, length, q)
-        if lengths is None:
-            raise NotImplementedError(
-                f"cache_seqlens is {filled} and q of type {type(q).__name__}, of which flashgen "
-                f"cannot make an array of lengths: pass one, int32, (batch,)"
-            )
-    return KVCache(k_cache, v_cache, lengths, pages, _contiguous(index))
-
-
-def _contiguous(table: Any) -> Any:
-    """``table``, or a copy if its last dimension is not contiguous. Anything but an array stays as it is."""
-    if is_tensor(table):
-        return table if not table.ndim or table.shape[-1] < 2 or table.stride(-1) == 1 else table.contiguous()
-    strides = getattr(table, "strides", None)
-    if not strides or module_of(table) is None:  # an array of JAX has none, and is contiguous
-        return table
-    return table if table.shape[-1] < 2 or strides[-1] == table.itemsize else table.copy()
-
-
-def _check_new(k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, cache_seqlens: Any) -> None:
-    """That what is appended is there in full."""
-    for (name, x), (other, y) in (
-        (("k", k), ("v", v)),
-        (("v", v), ("k", k)),
-        (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)),
-        (("rotary_sin", rotary_sin), ("rotary_cos", rotary_cos)),
-    ):
-        if x is not None and y is None:
-            raise NullPointer(f"{other} is None but {arg(name)} was given; pass both, or neither")
-    if k is None:
-        if rotary_cos is not None:
-            raise BadParam(
-                f"rotary_cos was given without {arg('k')} and {arg('v')}; it rotates {arg('q')} where "
-                f"{arg('k')} is appended"
-            )
-        return
-    for name, x in (("k", k), ("v", v)):
-        _check_rank(name, x, "batch, seqlen_new, nheads_k, headdim")
-    for name, x in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
-        if x is not None:
-            _check_rank(name, x, "seqlen_ro, rotary_dim / 2")
-    if cache_seqlens is None:
-        raise NullPointer(f"cache_seqlens is None but {arg('k')} was given; it says where {arg('k')} goes")
-
-
-def _check_cache(name: str, x: Any, expected: str) -> None:
-    """Check that a cache can be read in place."""
-    _check_rank(name, x, expected)
-    lacking = missing(x)
-    if lacking:
-        width = x.shape[-1]
-        raise BadTensorShape(
-            f"{arg(name)} has head_dim {width}, and padding it would copy the cache; allocate it with "
-            f"{width + lacking}, pad {arg('q')}, {arg('k')} and {arg('v')} with zeros to that, and pass "
-            f"softmax_scale={width}**-0.5"
-        )
-
-
-def _unpacked(name: str, x: Any, expected: str) -> Sequence[Any]:
-    """The arrays packed in one; ``expected`` has their number before nheads and headdim."""
-    _check_rank(name, x, expected)
-    parts = int(expected.split(", ")[-3])
-    if x.shape[-3] != parts:
-        raise BadTensorShape(f"{arg(name)} has shape {tuple(x.shape)}; expected ({expected})")
-    # One function of autograd: it puts the gradients of the parts into one array, where each slice would add
-    # to zeros.
-    return x.unbind(-3) if is_tensor(x) else [x[..., place, :, :] for place in range(parts)]
-
-
-def _check_rank(name: str, x: Any, expected: str) -> None:
-    rank = expected.count(",") + 1
-    if is_tensor(x) and x.ndim == rank:
-        return
-    shape = shape_of(name, x)
-    if len(shape) != rank:
-        raise BadTensorShape(f"{arg(name)} has shape {shape}; expected {shown_shape(expected.split(', '))}")
