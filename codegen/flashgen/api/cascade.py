@@ -29,6 +29,7 @@ from flashgen.operators.arguments import (
     flag,
     normal_strides,
     overlapping,
+    shown,
 )
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.attention import normalise as normalise_attention
@@ -98,7 +99,7 @@ def cascade(
             raise unexpected(cascade, {name: value})
         if not _does_nothing(name, value):
             if name == "mask_type" and mask_type_name(value) == "causal_bottom_right":
-                raise BadParam(f"{arg('mask_type')} is {value!r}; cascade takes none: pass causal=True")
+                raise BadParam(f"{arg('mask_type')} is {shown(value)}; cascade takes none: pass causal=True")
             raise BadParam(
                 f"{arg(name)} was given; cascade takes none, as its positions would count from the "
                 "beginning of a part"

@@ -29,7 +29,7 @@ from flashgen.errors import (
     naming,
 )
 from flashgen.families.variant import TUNED_TILE
-from flashgen.operators.arguments import dtype_name, view_of_shape
+from flashgen.operators.arguments import dtype_name, shown, view_of_shape
 from flashgen.runtime import arrays, dlpack
 from flashgen.runtime.adopted import cache_arrays
 
@@ -128,7 +128,7 @@ def warmup(
         raise unexpected(warmup, unknown)
     wanted = _calls(calls)
     if jobs is not None and (not isinstance(jobs, Integral) or isinstance(jobs, bool) or jobs < 1):
-        raise BadParam(f"jobs is {jobs!r}; expected an integer of 1 or more, or None")
+        raise BadParam(f"jobs is {shown(jobs)}; expected an integer of 1 or more, or None")
     device = _device_of(arch)
     specs = specs_for(device)
     problems = []
@@ -191,10 +191,10 @@ def _shaped(function: str, options: dict[str, Any], dtype: str) -> Problem:
     is by default as q and v as k. Any other input that there must be has the shape that belongs to these.
     """
     if not isinstance(dtype, str):
-        raise BadParam(f"dtype is {dtype!r}; expected a name, such as 'fp16'")
+        raise BadParam(f"dtype is {shown(dtype)}; expected a name, such as 'fp16'")
     dtype = dtype_name(dtype)
     if not isinstance(function, str) or function not in _EXPLAINED:
-        raise BadParam(f"operator is {function!r}; allowed are {', '.join(map(repr, _EXPLAINED))}")
+        raise BadParam(f"operator is {shown(function)}; allowed are {', '.join(map(repr, _EXPLAINED))}")
     defaults, request_by_name = _function(function)
     names = defaults.keys() - _UNEXPLAINED
     if function != "append":
@@ -252,6 +252,11 @@ def _problem_of(request: Request, dtype: str) -> Problem:
     return operator.normalise(views, request.options, request.scalars)
 
 
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return shown(x)
+
+
 def _shape(name: str, extents: tuple[Any, ...] | list[Any] | str) -> tuple[int, ...]:
     """A shape as a caller gives it. Raises BadParam for what is none, and BadTensorShape."""
     try:
@@ -260,11 +265,13 @@ def _shape(name: str, extents: tuple[Any, ...] | list[Any] | str) -> tuple[int, 
         shape = None
     if shape is None:
         raise BadParam(
-            f"{arg(name)} is {reprlib.repr(extents)}; expected a shape of integers, such as (1, 4096, 16, "
+            f"{arg(name)} is {_Short().repr(extents)}; expected a shape of integers, such as (1, 4096, 16, "
             "128), or an array"
         )
-    if any(extent < 0 for extent in shape):
-        raise BadTensorShape(f"{arg(name)} has shape {shape}; expected sizes of 0 or more")
+    if not all(0 <= extent < 1 << 63 for extent in shape):
+        raise BadTensorShape(
+            f"{arg(name)} has shape {shown(shape)}; expected sizes of 0 or more that fit in 64 bits"
+        )
     return shape
 
 

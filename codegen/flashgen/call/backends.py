@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported, arg
 from flashgen.families.arch import KNOWN_ARCHS, typical
-from flashgen.operators.arguments import on_device
+from flashgen.operators.arguments import on_device, shown
 from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def backend_for(device: int | None, backend: str | None = None) -> str:
     if not isinstance(wanted, str) or wanted not in BACKENDS:
         of_environment = isinstance(wanted, str) and wanted == os.environ.get("FLASHGEN_BACKEND")
         name = "FLASHGEN_BACKEND" if of_environment else "backend"
-        raise BadParam(f"{arg(name)} is {wanted!r}; allowed are {', '.join(map(repr, BACKENDS))}")
+        raise BadParam(f"{arg(name)} is {shown(wanted)}; allowed are {', '.join(map(repr, BACKENDS))}")
     if wanted != natural and not (device is None and wanted in _ON_HOST):
         place = on_device(device)
         raise DeviceTypeNotSupported(f"backend {wanted!r} cannot compute arrays {place}; copy them first")

@@ -220,7 +220,7 @@ def _splits(splits: Any) -> str:
 
 def _number(name: str, x: Any) -> str:
     if not isinstance(x, Real) or isinstance(x, bool):  # before the float that hides what it was
-        what = f"has type {type(x).__name__}" if hasattr(x, "shape") else f"is {x!r}"
+        what = f"has type {type(x).__name__}" if hasattr(x, "shape") else f"is {shown(x)}"
         raise BadParam(f"{arg(name)} {what}; expected a tensor or a number")
     if not isinstance(x, Integral):
         number = float(x)

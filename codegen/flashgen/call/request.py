@@ -231,7 +231,7 @@ def named_score(call: Call) -> tuple[tuple[str, ...], dict[str, Any]]:
             raise BadParam(_no_score(name))
     if params is not None and not isinstance(params, Mapping):
         raise BadParam(
-            f"{arg('params')} is {params!r}; it must map the names of parameters to numbers and arrays"
+            f"{arg('params')} is {shown(params)}; it must map the names of parameters to numbers and arrays"
         )
     names, values = (
         [name if name.isidentifier() else " ".join(name.split()) for name in names or ()],
@@ -245,8 +245,8 @@ def named_score(call: Call) -> tuple[tuple[str, ...], dict[str, Any]]:
             continue
         if score is not None:
             raise BadParam(
-                f"{arg('score')} is {score!r} and softcap or alibi_slopes was given as well; name all in "
-                "score, such as ('softcap', 'mine'), and give their params"
+                f"{arg('score')} is {shown(score)} and softcap or alibi_slopes was given as well; name all "
+                "in score, such as ('softcap', 'mine'), and give their params"
             )
         if shorthand.positive:
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -261,7 +261,8 @@ def named_score(call: Call) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 def _no_score(x: Any) -> str:
     return (
-        f"{arg('score')} is {x!r}; it must be the name of a score modification, a formula, or a list of these"
+        f"{arg('score')} is {shown(x)}; it must be the name of a score modification, a formula, or a list of "
+        "these"
     )
 
 

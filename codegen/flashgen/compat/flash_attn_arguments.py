@@ -10,7 +10,7 @@ from flashgen.compat.libraries import int32s, is_tensor, module_of, shape_of
 from flashgen.compat.refusals import refuse_gradients
 from flashgen.compat.widths import missing
 from flashgen.errors import BadParam, BadTensorShape, NullPointer, arg
-from flashgen.operators.arguments import flag, shown_shape
+from flashgen.operators.arguments import flag, shown, shown_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,7 @@ def _is_integer(x: Any) -> bool:
 def splits_of(num_splits: int) -> Any:
     """flash-attn's number of splits as ``attention`` has it."""
     if not _is_integer(num_splits) or num_splits < 0:
-        raise BadParam(f"num_splits is {num_splits!r}; expected an integer of 0 (any number) or more")
+        raise BadParam(f"num_splits is {shown(num_splits)}; expected an integer of 0 (any number) or more")
     return int(num_splits) or "auto"
 
 
@@ -93,7 +93,9 @@ def cache_of(
         length = room if filled is None else int(filled)
         if not 0 <= length <= room - seqlen_new:
             new = f", and k has {seqlen_new} new ones" if seqlen_new else ""
-            raise BadParam(f"cache_seqlens is {length}; {arg('k_cache')} has room for {room} keys{new}")
+            raise BadParam(
+                f"cache_seqlens is {shown(length)}; {arg('k_cache')} has room for {room} keys{new}"
+            )
         lengths = int32s(batch, length, q)
         if lengths is None:
             raise NotImplementedError(

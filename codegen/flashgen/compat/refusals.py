@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+from flashgen.operators.arguments import shown
 from flashgen.runtime.arrays import tensor_kind
 
 
@@ -22,4 +23,4 @@ def refuse_gradients(**arrays: Any) -> None:
 def refuse_dropout(dropout_p: float) -> None:
     """Raise NotImplementedError unless the probability is 0."""
     if not isinstance(dropout_p, numbers.Real) or dropout_p != 0:
-        raise NotImplementedError(f"dropout_p is {dropout_p!r}; flashgen has no dropout: pass 0.0")
+        raise NotImplementedError(f"dropout_p is {shown(dropout_p)}; flashgen has no dropout: pass 0.0")

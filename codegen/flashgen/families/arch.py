@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.errors import BadParam
+from flashgen.operators.arguments import shown
 
 __all__ = ["Device"]
 
@@ -78,7 +79,7 @@ def typical(arch: str) -> Device:
     Raises BadParam unless ``arch`` is in `KNOWN_ARCHS`.
     """
     if not isinstance(arch, str) or arch not in _GPUS:
-        raise BadParam(f"no GPU of architecture {arch!r} is known; known are {', '.join(KNOWN_ARCHS)}")
+        raise BadParam(f"no GPU of architecture {shown(arch)} is known; known are {', '.join(KNOWN_ARCHS)}")
     gpu, num_sms, smem_per_block, smem_per_sm, l2_bytes, gbps = _GPUS[arch]
     number = arch_parts(arch)[0]
     return Device(0, arch, divmod(number, 10), num_sms, smem_per_block, smem_per_sm, l2_bytes, gbps, gpu)

@@ -34,6 +34,7 @@ from flashgen.operators.arguments import (
     check_strides,
     flag,
     place,
+    shown,
     shown_shape,
 )
 from flashgen.operators.contract import DTYPES, MAX_SEQLEN, check_head_dim
@@ -241,7 +242,8 @@ def _check_combination(views: Mapping[str, ArrayView | None], q_positions: Any) 
     """Which arrays go with which."""
     if not isinstance(q_positions, str) or q_positions not in Q_POSITIONS:
         raise BadParam(
-            f"{arg('q_positions')} is {q_positions!r}; allowed are {' and '.join(map(repr, Q_POSITIONS))}"
+            f"{arg('q_positions')} is {shown(q_positions)}; allowed are "
+            f"{' and '.join(map(repr, Q_POSITIONS))}"
         )
     if views["pages"] is not None and views["index"] is not None:
         raise BadParam(

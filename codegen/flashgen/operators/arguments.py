@@ -181,7 +181,12 @@ def shown(x: Any) -> str:
     """``x`` in a message; of a long integer, which Python may refuse to print, how many digits it has."""
     if isinstance(x, int) and x.bit_length() > 128:
         return f"an integer of {math.floor(math.log10(abs(x))) + 1} digits"
-    return repr(x)
+    if type(x) is tuple:
+        return shown_shape(list(map(shown, x)))
+    try:
+        return repr(x)
+    except ValueError:
+        return f"a {type(x).__name__} with an integer of too many digits"
 
 
 def shown_shape(symbols: Sequence[str]) -> str:
@@ -194,7 +199,7 @@ def flag(name: str, value: Any) -> bool:
     # NumPy's own bool is no int.
     if (isinstance(value, int) or type(value).__name__ in ("bool", "bool_")) and value in (0, 1):
         return bool(value)
-    raise BadParam(f"{arg(name)} is {value!r}; expected True or False")
+    raise BadParam(f"{arg(name)} is {shown(value)}; expected True or False")
 
 
 class Expected(NamedTuple):
@@ -218,7 +223,7 @@ def length_bound(name: str, bound: Any) -> int | Expected | None:
             return operator.index(bound)
         except TypeError:
             pass
-    raise BadParam(f"{arg(name)} is {bound!r}; expected an integer, or None")
+    raise BadParam(f"{arg(name)} is {shown(bound)}; expected an integer, or None")
 
 
 def dtype_name(name: str) -> str:

@@ -167,7 +167,7 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
     if softmax_scale is None:
         return head_dim**-0.5
     if not isinstance(softmax_scale, numbers.Real) or isinstance(softmax_scale, bool):
-        raise BadParam(f"{arg('softmax_scale')} is {softmax_scale!r}; expected a number or None")
+        raise BadParam(f"{arg('softmax_scale')} is {shown(softmax_scale)}; expected a number or None")
     try:
         scale = float(softmax_scale)
     except OverflowError:  # an integer beyond fp64

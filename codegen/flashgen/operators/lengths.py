@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, arg, naming
 from flashgen.operators import contract, maskoptions
-from flashgen.operators.arguments import Argument, Expected, length_bound, shown_shape
+from flashgen.operators.arguments import Argument, Expected, length_bound, shown, shown_shape
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import AUTO
 
@@ -164,8 +164,8 @@ def refuse_bounds(max_seqlen_q: Any, max_seqlen_kv: Any) -> None:
     for name, bound in zip(BOUNDS, (max_seqlen_q, max_seqlen_kv), strict=True):
         if bound is not None:
             raise BadParam(
-                f"{arg(name)} is {bound}, but no lengths were given; it is a bound of {arg('kv_lengths')}, "
-                f"{arg('cu_seqlens_q')} and {arg('cu_seqlens_kv')}"
+                f"{arg(name)} is {shown(bound)}, but no lengths were given; it is a bound of "
+                f"{arg('kv_lengths')}, {arg('cu_seqlens_q')} and {arg('cu_seqlens_kv')}"
             )
 
 
@@ -264,7 +264,7 @@ def _bound(name: str, bound: Any, most: int, fixed: bool) -> int:
         return most
     if bound < 0 or (fixed and bound != most):
         what = f"{most}, the queries of each sequence" if fixed else "0 or more"
-        raise BadParam(f"{arg(name)} is {bound}; expected {what}")
+        raise BadParam(f"{arg(name)} is {shown(bound)}; expected {what}")
     return min(bound, most)
 
 

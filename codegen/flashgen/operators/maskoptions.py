@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from flashgen.errors import BadParam, NullPointer, arg
-from flashgen.operators.arguments import flag
+from flashgen.operators.arguments import flag, shown
 from flashgen.operators.masks import UNBOUNDED
 
 MASK_TYPES = ("none", "dense", "causal_top_left", "causal_bottom_right")
@@ -49,7 +49,7 @@ def mask_semantics(
     windowed = (left, right) != (-1, -1)
     if windowed and name == "causal_top_left":
         raise BadParam(
-            f"{arg('window_size')} is {(left, right)}, but {arg('mask_type')} {name!r} takes no window"
+            f"{arg('window_size')} is {shown((left, right))}, but {arg('mask_type')} {name!r} takes no window"
         )
     if name == "causal_bottom_right":
         if right > 0:
@@ -76,8 +76,8 @@ def mask_type_name(mask_type: int | str | None) -> str | None:
     except (TypeError, ValueError):
         allowed = ", ".join(f"{number} {name!r}" for number, name in enumerate(MASK_TYPES))
         raise BadParam(
-            f"{arg('mask_type')} is {mask_type!r}; allowed are {allowed}, and 'causal' for 3; a window is "
-            f"{arg('window_size')}"
+            f"{arg('mask_type')} is {shown(mask_type)}; allowed are {allowed}, and 'causal' for 3; a window "
+            f"is {arg('window_size')}"
         ) from None
 
 
@@ -103,10 +103,13 @@ def window_of(window_size: Any) -> tuple[int, int]:
         left, right = (_integer(side) for side in window_size)
     except (TypeError, ValueError):
         raise BadParam(
-            f"{arg('window_size')} is {window_size!r}; expected two integers (left, right), -1 for no bound"
+            f"{arg('window_size')} is {shown(window_size)}; expected two integers (left, right), -1 for no "
+            "bound"
         ) from None
     if left < -1 or right < -1:
-        raise BadParam(f"{arg('window_size')} is {(left, right)}; each side must be -1 (no bound), 0 or more")
+        raise BadParam(
+            f"{arg('window_size')} is {shown((left, right))}; each side must be -1 (no bound), 0 or more"
+        )
     return left, right
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.errors import BadParam, arg
+from flashgen.operators.arguments import shown
 
 AUTO = "auto"
 
@@ -40,5 +41,5 @@ def splits_of(splits: Any) -> Splits:
 def _count(name: str, count: Any, others: str = "") -> int:
     # Only what cannot change: a plan is kept for it.
     if not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1:
-        raise BadParam(f"{arg(name)} is {count!r}; expected an integer of 1 or more{others}")
+        raise BadParam(f"{arg(name)} is {shown(count)}; expected an integer of 1 or more{others}")
     return int(count)

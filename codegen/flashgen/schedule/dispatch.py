@@ -32,6 +32,7 @@ from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, Sp
 from flashgen.families.arch import arch_parts, reaches
 from flashgen.families.variant import TUNED_TILE
 from flashgen.operators import operator_of
+from flashgen.operators.arguments import shown
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import AUTO, SplitEvery
 from flashgen.schedule.grid import (
@@ -134,7 +135,7 @@ def named(problem: Problem, specs: Iterable[Spec], algorithm: str) -> list[Spec]
         if not names:
             of_what = "a call with lengths" if problem.lengths_on_device else problem.operator.name
             allowed = f"{of_what} has kernels of no algorithm alone: leave algorithm out"
-        raise BadParam(f"algorithm is {algorithm!r}; {allowed}")
+        raise BadParam(f"algorithm is {shown(algorithm)}; {allowed}")
     return families
 
 

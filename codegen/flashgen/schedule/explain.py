@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashgen.families.arch import range_of
+from flashgen.operators.arguments import shown
 from flashgen.schedule.dispatch import (
     computes,
     cost,
@@ -147,7 +148,9 @@ def explain(
     # After the sizes, as `offers` makes no variants of larger sizes.
     too_many = [judged.variant for judged in others if judged.rule == "rows"]
     kept = splitting(problem, left, too_many)
-    left = keep(kept, "split-KV", f"it splits keys in its own way, or never, not as splits={problem.splits}")
+    left = keep(
+        kept, "split-KV", f"it splits keys in its own way, or never, not as splits={shown(problem.splits)}"
+    )
     left = keep(preferred(left), "target", "another target of its family comes first on this GPU")
     left = keep(without_replaced(left), "tuned", "a tile that was tuned on this GPU takes its place")
     modelled, gpu = standard(problem, device)
