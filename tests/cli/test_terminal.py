@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 import zipfile
 
 import pytest
@@ -12,11 +13,13 @@ from flashgen import __version__
 from flashgen.cli import output
 from flashgen.cli.app import main
 
-EVIL = "flash\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\r\x08_end"
+# Controls of a terminal, of the direction of text, of lines; what is invisible; and half a character.
+EVIL = "flash\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\r\x08\u202e\u2066\u200f\u2028\u2029\u200b\xad\ufeff\ud800_end"
 
 
 def is_harmless(text):
-    return not any((ord(each) < 32 and each not in "\n\t") or 127 <= ord(each) < 160 for each in text)
+    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return not any(unicodedata.category(each) in hidden and each not in "\n\t" for each in text)
 
 
 @pytest.fixture(params=[False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shutil
 import sys
 import textwrap
@@ -37,11 +36,29 @@ class Column:
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+# Invisible characters, some of which turn the direction of text; halves of characters, which no stream takes.
+_HIDDEN = {
+    code: f"\\u{code:04x}"
+    for first, last in (
+        (0x00AD, 0x00AD),
+        (0x061C, 0x061C),
+        (0x200B, 0x200F),
+        (0x2028, 0x202E),
+        (0x2060, 0x206F),
+        (0xD800, 0xDFFF),
+        (0xFEFF, 0xFEFF),
+    )
+    for code in range(first, last + 1)
+}
+_IN_TEXT = _HIDDEN | _CONTROLS
+_IN_JSON = _HIDDEN | {code: f"\\u{code:04x}" for code in range(127, 160)}
 
 
 def plain(text: str) -> str:
-    """``text`` without control characters, by which a file could move the cursor or rename the window."""
-    return text.translate(_CONTROLS)
+    """``text`` without control characters, by which a file could move the cursor, rename the window, or show
+    other words than it has.
+    """
+    return text.translate(_IN_TEXT)
 
 
 def say(text: str = "", *, err: bool = False) -> None:
@@ -241,8 +258,7 @@ def print_json(value: Any) -> None:
 
 def as_json(value: Any) -> str:
     """A JSON document. JSON escapes some control characters; the others are escaped as well."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    return re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text)
+    return json.dumps(value, indent=2, ensure_ascii=False).translate(_IN_JSON)
 
 
 def note(message: str) -> None:
