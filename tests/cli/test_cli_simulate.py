@@ -80,7 +80,7 @@ def test_heads_are_those_that_the_help_says(name, options, expected, flashgen):
     said = {option.name: option.help for option in command.params if hasattr(option, "help")}
     assert "[default: --kv-heads, if given; else 2, or 4 for grouped heads]" in said["heads"]
     assert "[default: --heads; 1 for grouped heads, half of --heads for append]" in said["kv_heads"]
-    assert "[default: that of NAME; 128 for append and merge]" in said["head_dim"]
+    assert "[default: from NAME; 128 for append and merge]" in said["head_dim"]
 
 
 @pytest.mark.parametrize("options", [("--mask-type", "causal"), ("--window", 1, 1)], ids=lambda x: x[0])

@@ -29,7 +29,7 @@ Examples:
   flashgen bench small --peer torch-flash --json > small.json
 
 All peers run in one process, in interleaved rounds, timed with CUDA events on inputs that have left L2;
-figures are medians, and what counts is the ratio. Needs a GPU.
+figures are medians. Compare ratios, not rates. Needs a GPU.
 """,
 )
 @click.argument("grid", required=False)

@@ -34,7 +34,7 @@ an entry is never out of date: a kernel whose source, options, compiler or archi
 key.
 
 A folder or an entry that another user could have written is not used, unless FLASHGEN_TRUST names the folder.
-Files that the cache did not write stay, whatever is cleared.
+Files that the cache did not write always stay.
 """,
 )
 def command() -> None:

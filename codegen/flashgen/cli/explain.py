@@ -51,8 +51,8 @@ one of that architecture, such as the H100 for sm_90. Exit code 1 if no kernel s
 """,
 )
 @click.option("--shape", "q", type=ShapeType(), required=True, help="Shape of q.")
-@click.option("--kv", "k", type=ShapeType(), help="Shape of k. [default: that of q]")
-@click.option("--v", "v", type=ShapeType(), help="Shape of v. [default: that of k]")
+@click.option("--kv", "k", type=ShapeType(), help="Shape of k. [default: the shape of q]")
+@click.option("--v", "v", type=ShapeType(), help="Shape of v. [default: the shape of k]")
 @click.option("--dtype", default="fp16", show_default=True, help="fp16, bf16 or fp32.")
 @click.option("--causal", is_flag=True, help="A causal mask, aligned bottom right.")
 @mask_type_option

@@ -29,7 +29,7 @@ specs_option = click.option(
     "--specs",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="A folder of your own specs, in addition to the shipped ones and those in FLASHGEN_SPECS. A file "
+    help="A folder of your own specs, in addition to the shipped specs and FLASHGEN_SPECS. A file "
     "with the name of a shipped one replaces it.",
 )
 

@@ -83,9 +83,9 @@ too far from float64, or gives other bits under another order.
 )
 @click.option("--batch", type=_SIZE, default=1, show_default=True, help="Batch entries.")
 @click.option(
-    "--head-dim", type=_SIZE, help="Head dim of the call. [default: that of NAME; 128 for append and merge]"
+    "--head-dim", type=_SIZE, help="Head dim of the call. [default: from NAME; 128 for append and merge]"
 )
-@click.option("--head-dim-v", type=_SIZE, help="That of v. [default: the same, if NAME holds it]")
+@click.option("--head-dim-v", type=_SIZE, help="Head dim of v. [default: as --head-dim, if NAME holds it]")
 @mask_type_option
 @click.option(
     "--window", type=int, nargs=2, metavar="LEFT RIGHT", help="For local and dense variants; -1 is no bound."
@@ -93,7 +93,7 @@ too far from float64, or gives other bits under another order.
 @click.option(
     "--multiprocessors",
     type=click.IntRange(1),
-    help="Multiprocessors of the simulated GPU: at most so many persistent blocks. [default: that GPU's]",
+    help="Multiprocessors of the simulated GPU, which bound persistent blocks. [default: that GPU's]",
 )
 @click.option("--seed", type=click.IntRange(0), help="First seed. [default: a fresh one]")
 @click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="How many seeds to run.")
