@@ -39,29 +39,31 @@ def append(
 ) -> tuple[Any, Any]:
     """Write new keys and values into a cache, after the ones that each sequence has there.
 
-    cache: a ``KVCache``. Its k and v are written to, its lengths are not. New token i of sequence b goes to
-        position lengths[b] + i; all else in the cache stays as it is.
+    cache: a ``KVCache``. The call writes to its k and v, not to its lengths. New token i of sequence b goes
+        to position lengths[b] + i. Other tokens of the cache do not change.
     k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim), for v_new with head_dim_v; strides as in
         ``attention``.
-    rotary: rotates the new keys on the way, each to its position.
+    rotary: rotates each new key to its position.
     q: (batch, seqlen_q, num_heads_q, head_dim), to be rotated as well; only with ``rotary``.
-    q_positions: "each" rotates query i to position lengths[b] + i, as causal attention and windows want, or
-        to where the ``positions`` of ``rotary`` have it; "first" rotates all queries of a sequence to
-        lengths[b]. "first" needs q, and a ``rotary`` without positions.
+    q_positions: "each" rotates query i to position lengths[b] + i, for causal attention and windows, or to
+        its entry in the ``positions`` of ``rotary``. "first" rotates all queries of a sequence to lengths[b];
+        it needs q, and a ``rotary`` without positions.
     cu_seqlens_new: int32 (batch + 1,), for packed tokens: k_new, v_new and q are (tokens, heads, head_dim),
-        and sequence b has those from cu_seqlens_new[b] to cu_seqlens_new[b + 1]; positions are (tokens,).
+        positions are (tokens,), and sequence b has the tokens from cu_seqlens_new[b] to cu_seqlens_new[b +
+        1].
     stream, backend: as in ``attention``.
 
     Returns (total_lengths, q_rotated), new arrays of the kind of k_new: total_lengths, int32 (batch,), is
     lengths and the new tokens, at most the capacity; q_rotated is None without q.
 
-    On a GPU nobody reads lengths on the host. A token whose position is at or past the capacity, or past the
-    rows of cos, or whose page or row the cache does not have, is left out there, and so is such a query in
-    q_rotated; a place of two tokens gets one of them, or parts of both. On the CPU all this is an error.
+    The host does not read the lengths on a GPU. So a GPU does not write a token whose position is at or past
+    the capacity, or past the rows of cos, or whose page or row the cache lacks; nor such a query to
+    q_rotated. If two tokens have one place, it holds one of them, or parts of both. On the CPU all this is an
+    error.
 
     Raises, before anything is queued or written, BadParam, NullPointer, BadTensorShape, BadTensorDtype,
-    BadTensorStrides or DeviceTypeNotSupported for what does not fit; BadParam also for a tensor that requires
-    a gradient, as there is none.
+    BadTensorStrides or DeviceTypeNotSupported for arguments that do not fit; BadParam also for a tensor that
+    requires a gradient, which append does not compute.
     """
     if unknown:
         raise unexpected(append, unknown)

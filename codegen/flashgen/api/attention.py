@@ -57,9 +57,9 @@ _attention.__doc__ = f"""softmax(q k^T * softmax_scale, masked) v, exactly, with
     in fp16, or 1e9 in bf16 and fp32, as after a finite mask of -1e10, fp32 cannot tell them apart. Then a GPU
     may give 0 for that row, with an LSE of -inf, instead of a mean of v.
 
-    Where a tensor of PyTorch, q, k or v, requires a gradient, autograd records the call. It refuses one with
-    out, stream or a KVCache, and a mask or an array of a score that requires a gradient itself. torch.compile
-    sees operators, also of calls with out or a KVCache; tensors on meta give one there.
+    If q, k or v is a PyTorch tensor that requires a gradient, autograd records the call. Such a call raises
+    BadParam with out, stream or a KVCache, and if a mask or an array of a score requires a gradient.
+    torch.compile sees operators, also for calls with out or a KVCache. Tensors on meta give results there.
 
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.

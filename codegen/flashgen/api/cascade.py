@@ -68,8 +68,8 @@ def cascade(
     backend: str | None = None,
     **positional: Any,
 ) -> Any:
-    """Attention over keys in several arrays, for example a prefix that all sequences of a batch share
-    and what each has of its own.
+    """Attention over keys in several arrays, for example a prefix that all sequences of a batch share and the
+    other keys of each sequence.
 
     q: (batch, seqlen_q, num_heads_q, head_dim), or without batch, as in ``attention``.
     parts: a list of (k, v) or ``KVCache``, from the first keys to the last. k: (batch, seqlen_kv,
@@ -79,20 +79,20 @@ def cascade(
         all entries form one long sequence. This copies q once, unless its strides already describe one
         sequence.
     causal: in the last part hide key j from query i unless j <= i + seqlen_kv - seqlen_q, with the seqlen_kv
-        of that part, in a KVCache of each sequence; all queries see all keys of the others. This is causal
-        attention over all keys where the last part has seqlen_q keys or more. With several queries the last
+        of that part, in a KVCache of each sequence; all queries see all keys of the other parts. If the last
+        part has seqlen_q keys or more, this is causal attention over all keys. With several queries the last
         part must not be a KVCache that the batch shares.
     softmax_scale, softcap, out, return_lse, stream, backend: as in ``attention``.
-    mask, mask_type, window_size, alibi_slopes, score, params: only as they do nothing in ``attention``: their
+    mask, mask_type, window_size, alibi_slopes, score, params: only values that have no effect: their
         positions would count from the beginning of a part.
 
     Returns ``out``, or ``(out, lse)``, as ``attention``. Parts are merged as by ``merge``, each result
     rounded to the dtype.
 
-    Raises what ``attention`` raises, with ``parts[i]`` in front for what is wrong with a part; BadParam for
-    an empty list, for a part that is neither a pair nor a KVCache, for a KVCache of one length that the batch
-    cannot share, for a mask, a window, slopes or a score, and for a tensor that requires a gradient, as there
-    is none.
+    Raises what ``attention`` raises, with ``parts[i]`` in front of an error about a part; BadParam for an
+    empty list, for a part that is neither a pair nor a KVCache, for a KVCache of one length that the batch
+    cannot share, for a mask, a window, slopes or a score, and for a tensor that requires a gradient, which
+    cascade does not compute.
     """
     for name, value in positional.items():
         if name not in _POSITIONAL:

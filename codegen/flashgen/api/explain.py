@@ -77,15 +77,15 @@ def explain(
     others. Needs no GPU and compiles nothing.
 
     q, k, v: shapes, as in ``attention``, or arrays. k is by default as q, and v as k.
-    dtype: the dtype of q, k and v, if these are shapes: "fp16", "bf16" or "fp32", or its usual name
-    ("float16"). arch: the architecture to explain for, for example "sm_90"; None: this machine's GPU. For any
-    other
+    dtype: the dtype of q, k and v, if these are shapes: "fp16", "bf16" or "fp32", or its usual name, for
+        example "float16".
+    arch: the architecture to explain for, for example "sm_90"; None: this machine's GPU. For any other
         architecture a well-known GPU is assumed: an H100 for sm_90.
     operator: the function that is called: "attention", "attention_backward" or "append". A call of
         ``attention`` with append= is one of ``append`` and one of ``attention``, each explained by itself.
-    options: any other argument of it; arrays, such as mask, may be shapes as well, also in a ``KVCache`` or a
-        ``Rotary``, whose cos and sin are then fp32. Inputs that there must be, such as dout, have by default
-        the shapes that belong to the others.
+    options: any other argument of it. Arrays, for example mask, may be shapes as well, also in a ``KVCache``
+        or a ``Rotary``, whose cos and sin are then fp32. Required inputs, for example dout, have by default
+        the shapes that follow from the others.
 
     ``explain(...).variant`` is the kernel, ``steps`` and ``workspace_bytes`` are as in a plan; printed, the
     result says why. Raises BadParam for an unknown option, operator or architecture, SpecError for a spec
