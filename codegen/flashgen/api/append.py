@@ -49,8 +49,7 @@ def append(
         its entry in the ``positions`` of ``rotary``. "first" rotates all queries of a sequence to lengths[b];
         it needs q, and a ``rotary`` without positions.
     cu_seqlens_new: int32 (batch + 1,), for packed tokens: k_new, v_new and q are (tokens, heads, head_dim),
-        positions are (tokens,), and sequence b has the tokens from cu_seqlens_new[b] to cu_seqlens_new[b +
-        1].
+        positions are (tokens,), and sequence b has the tokens cu_seqlens_new[b] to cu_seqlens_new[b + 1].
     stream, backend: as in ``attention``.
 
     Returns (total_lengths, q_rotated), new arrays of the kind of k_new: total_lengths, int32 (batch,), is
