@@ -15,9 +15,9 @@ import flashgen
 from flashgen import errors
 from flashgen.call import compute
 from flashgen.operators.masks import Band
+from flashgen.operators.modification import modification_of
 from flashgen.operators.reference import attention as reference
 from flashgen.operators.reference import largest
-from flashgen.operators.scores import modification_of
 from flashgen.simulator import hostcompiler
 
 simulated = pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="there is no C++ compiler")

@@ -17,8 +17,8 @@ from flashgen.families.load import load_specs  # noqa: E402
 from flashgen.operators.backward import normalise  # noqa: E402
 from flashgen.operators.gradients import gradients  # noqa: E402
 from flashgen.operators.masks import Band  # noqa: E402
+from flashgen.operators.modification import modification_of  # noqa: E402
 from flashgen.operators.reference import largest  # noqa: E402
-from flashgen.operators.scores import modification_of  # noqa: E402
 from flashgen.runtime.arrays import view  # noqa: E402
 from flashgen.runtime.device import device  # noqa: E402
 from flashgen.runtime.launch import bind  # noqa: E402

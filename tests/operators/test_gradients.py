@@ -8,7 +8,7 @@ from flashgen.operators import formula, gradients, reference
 from flashgen.operators.derivative import derivative
 from flashgen.operators.formula import evaluate, parse
 from flashgen.operators.masks import Band
-from flashgen.operators.scores import ScoreOfCall
+from flashgen.operators.modification import ScoreOfCall
 
 HEADS, KV_HEADS, QUERIES, KEYS = 4, 2, 5, 6
 STEP = 1e-5

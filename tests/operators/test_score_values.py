@@ -10,7 +10,8 @@ from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointe
 from flashgen.families.scores import load_scores
 from flashgen.operators.attention import normalise, operator_for
 from flashgen.operators.formula import text
-from flashgen.operators.scores import ScoreOfCall, chained
+from flashgen.operators.modification import ScoreOfCall
+from flashgen.operators.scores import chained
 from flashgen.runtime.arrays import view
 
 SHIPPED = load_scores(keywords=()).by_name

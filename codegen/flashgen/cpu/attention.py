@@ -16,8 +16,8 @@ import numpy as np
 from flashgen.cpu.threads import for_each
 from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.masks import Band, hidden_keys
+from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.scores import modification_of
 from flashgen.operators.sequences import arrays_of, sequences
 from flashgen.runtime.hostarrays import check_writable, host_array
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.operators.attention import AttentionProblem
-    from flashgen.operators.scores import ScoreOfCall
+    from flashgen.operators.modification import ScoreOfCall
     from flashgen.runtime.plans import Arrays
 
 BLOCK_ROWS = 512

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.operators.backward import BackwardProblem
-    from flashgen.operators.scores import ScoreOfCall
+    from flashgen.operators.modification import ScoreOfCall
     from flashgen.runtime.plans import Arrays
 
 

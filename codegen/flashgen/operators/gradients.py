@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flashgen.operators.masks import Band
+from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
 from flashgen.operators.reference import (
     LEAST_OUT,
@@ -53,13 +54,12 @@ from flashgen.operators.reference import (
     parts_of_scores,
     softmax,
 )
-from flashgen.operators.scores import modification_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.operators.backward import BackwardProblem
-    from flashgen.operators.scores import FormulaAt, ScoreOfCall
+    from flashgen.operators.modification import FormulaAt, ScoreOfCall
 
 # Scores at once: 8 MiB in float64, of which there are ten.
 _SCORES = 1 << 20

@@ -45,14 +45,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flashgen.operators.masks import Band, hidden_keys
+from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
-from flashgen.operators.scores import modification_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from flashgen.operators.attention import AttentionProblem
-    from flashgen.operators.scores import FormulaAt, ScoreOfCall
+    from flashgen.operators.modification import FormulaAt, ScoreOfCall
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
 # Exponent of the largest error of a P that fp16 holds as a subnormal: kernels bias P by 2^7.

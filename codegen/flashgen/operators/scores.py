@@ -13,19 +13,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import DTYPE_BYTES, Argument, shown
 from flashgen.operators.derivative import derivative
 from flashgen.operators.formula import MAX_DEPTH, MAX_SIZE, Node, evaluate, short_text
 from flashgen.operators.lowering import Lowered, lower
-from flashgen.operators.roundoff import evaluate_with_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from flashgen.operators.attention import AttentionProblem
 
 # The types of the names that every formula may use.
 NAMES = {"score": "float", "q": "int", "kv": "int", "h": "int", "b": "int"}
@@ -204,87 +200,3 @@ def chained(scores: Sequence[Score]) -> Score:
             )
     text = "; then ".join(score.text for score in scores)
     return Score("_".join(score.name for score in scores), text, params, tree)
-
-
-class ScoreOfCall(NamedTuple):
-    """A modification with the arrays and numbers of a call, all of one library. ``offset`` is seqlen_kv -
-    seqlen_q; ``arrays`` have the shapes that their parameters declare, by broadcasting.
-    """
-
-    score: Score
-    scalars: Mapping[str, Any]
-    arrays: Mapping[str, Any]
-    offset: int
-
-    def at(self, b: Any, h: Any, rows: Any, keys: Any) -> FormulaAt:
-        """The modification for batch entries, query heads, rows of queries and keys, integers that broadcast
-        to the shape of the scores.
-        """
-        indices = {"b": b, "h": h, "kv": keys, "q": rows}
-        loads = {param.name: _loader(param, self.arrays[param.name], indices) for param in self.score.arrays}
-        return FormulaAt(self.score.tree, {**self.scalars, **loads, **indices, "q": rows + self.offset})
-
-
-def modification_of(
-    problem: AttentionProblem, arrays: Mapping[str, Any], xp: Any = np, single: bool = False
-) -> ScoreOfCall | None:
-    """The score modification of a problem with its arrays among those of a call by name, of the library
-    ``xp``, in float64; None if it has none. With ``single`` (NumPy only) its numbers are float32, so that
-    scores in float32 stay so.
-    """
-    score = problem.score
-    if score is None:
-        return None
-    tables = {}
-    for param in score.arrays:
-        array, extents = arrays[param.name], param.argument().extents(problem.sizes)
-        if param.is_integer or not single:
-            # Kernels compute integers in 32 bits.
-            wide = xp.int32 if param.is_integer else xp.float64
-            array = array.to(wide) if xp.__name__ == "torch" else array.astype(wide, copy=False)
-        tables[param.name] = xp.broadcast_to(array, extents)
-    scalars = {
-        param.name: np.float32(value) if single and not param.is_integer else value
-        for param, value in zip(score.scalars, problem.score_scalars, strict=True)
-    }
-    return ScoreOfCall(score, scalars, tables, problem.seqlen_kv - problem.seqlen_q)
-
-
-class FormulaAt(NamedTuple):
-    """A formula with what it reads at some elements of S."""
-
-    tree: Node
-    values: Mapping[str, Any]
-
-    def value(self, xp: Any, score: Any) -> Any:
-        """The modified scores."""
-        return evaluate(self.tree, {**self.values, "score": score}, xp)
-
-    def value_with_error(self, xp: Any, score: Any, error: Any, dtype: str) -> tuple[Any, Any]:
-        """The modified scores, in float64, and how far from them a kernel of elements of ``dtype`` may be
-        whose own scores have an ``error``.
-        """
-        return evaluate_with_error(self.tree, {**self.values, "score": score}, {"score": error}, dtype, xp)
-
-    def derived(self) -> FormulaAt:
-        """The derivative with respect to the score, there."""
-        return FormulaAt(derivative(self.tree), self.values)
-
-
-def _loader(param: ScoreParam, array: Any, indices: Mapping[str, Any]) -> Any:
-    """A function from the indices in a formula to elements. An index past an end stands for the last one."""
-
-    def load(*positions: Any) -> Any:
-        at = tuple(
-            indices[dimension] if dimension in indices else _clamped(index, extent)
-            for dimension, index, extent in zip(param.dimensions, positions, array.shape, strict=True)
-        )
-        return array[at]
-
-    return load
-
-
-def _clamped(index: Any, extent: int) -> Any:
-    if not hasattr(index, "dtype"):
-        return min(max(index, 0), extent - 1)
-    return index.clip(0, extent - 1)

@@ -13,9 +13,9 @@ import numpy as np
 from flashgen.operators.backward import BACKWARD, INPUT_OF, LENGTH_ARRAYS, BackwardProblem, normalise
 from flashgen.operators.gradients import GradientVerdict, judge
 from flashgen.operators.masks import Band
+from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reference import Largest, attention
-from flashgen.operators.scores import modification_of
 from flashgen.operators.sequences import arrays_of, sequences
 from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.operators import gradients, reference
-from flashgen.operators.scores import ScoreOfCall
+from flashgen.operators.modification import ScoreOfCall
 from flashgen.tools.bench.cases import SOFTCAP
 
 if TYPE_CHECKING:
