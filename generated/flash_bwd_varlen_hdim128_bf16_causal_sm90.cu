@@ -38,6 +38,11 @@
 //   ds_ready             4 kConsumers: lane 0 of each warp, dS written and read       consumers
 //   kClearBarrier        256: both consumers, after they cleared rows                 the same
 //   kStartBarrier        256: the other consumer, which has issued S and dP           a consumer, before its S and dP
+//
+// The consumers take turns at S and dP, so that the MMAs of one run while the other computes P and dS. dQ' is dQ of the step before:
+//
+//   consumer 0           S dP of step 0 | P, dV, dS    | dQ' dK           | S dP of step 1 | P, dV, dS    | dQ' dK         | ...
+//   consumer 1                          | S dP of step 0 | P, dV, dS      | dQ' dK         | S dP of step 1 | P, dV, dS    | ...
 
 using element = bf16;
 
@@ -358,7 +363,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
 {
     const Params params = of_sequence(all, block);
     const int lane = threadIdx.x % 32;
-    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the block; modulo kBlockM, its first row of dQ
+    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key; its rows of dQ begin at warp_key % kBlockM
     const shared_address k_smem = shared + 64 * consumer * kPanelRowBytes;  // of the consumer's 64 keys
     const shared_address v_smem = k_smem + kVOffset;
     auto release = [&](shared_address barrier) {  // once for the warp
@@ -366,9 +371,9 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
     };
     const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);
-    // From this query on all attend to all keys of the warp.
+    // All queries from this one on attend to all keys of the warp.
     const int unmasked_from = first_query_of_key(params, block.first_key + warp_key + 15);
-    // Whether some query of a block does not attend to some key of the warp.
+    // Whether the warp has to mask S of the block of queries that begins with `first_query`.
     auto needs_mask = [&](int first_query) { return first_query < unmasked_from; };
 
     float dk[kHeadDim / 2] = {};
@@ -377,7 +382,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
     Step step = first_step(params, block, queries);
     Step previous = step;
     if (count > 0 && has_unseen_keys(params, block)) clear_unseen_keys(params, block, shared, barriers);
-    const shared_address k_rows = k_smem, v_rows = v_smem;
+    const shared_address k_rows = k_smem, v_rows = v_smem;  // operand A of S^T and dP^T
     // Issues dQ = dS K of the columns of this consumer's panel of K, with dS of both consumers.
     auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
         mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
@@ -392,8 +397,8 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         add_dq(address, dq);
     };
 
-    // Consumers start steps in turn, so that one's MMAs run while the other computes P and dS. Otherwise they may come to do the same at
-    // the same time, and their MMAs wait for each other.
+    // Consumers start steps one after the other, so that the MMAs of one run while the other computes P and dS. Otherwise both may compute at the
+    // same time, and the tensor cores idle.
     if (consumer == 1 && count > 0) barrier_arrive(kStartBarrier, 128 * kConsumers);
 
 #pragma unroll 1
@@ -412,7 +417,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, v_rows, dout_smem);
-        // The other consumer may start its step. Consumer 1 skips its last hand-off: consumer 0 has finished.
+        // Let the other consumer start. Consumer 1 skips its last hand-off: consumer 0 has finished.
         if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);
         // 3. Wait for S^T. P^T: score, mask, exponentials.
         wgmma_wait<1>();
@@ -435,16 +440,16 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         // i - 2, whose buffer this step takes. For i = 0 the wait returns at once: the phase of parity 1 of a new mbarrier counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
-        // 6. dQ = dS K of the previous step: issue. The first step has no previous dS. It runs the same MMAs, reads shared memory from K on
-        // as dS, and discards the result: with conditional MMAs ptxas would serialise all of them.
+        // 6. dQ = dS K of the previous step: issue. The first step has no previous dS: it reads K as dS and discards the result, as ptxas would
+        // serialise all MMAs if some were conditional.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         float* dq_sums = dq_address_of(previous);
         // 7. dK += dS^T Q: issue. Wait for dQ, with dK in flight. Release dS.
         mma_gradient(dk, packed_ds, q_smem);
-        fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
+        fence_proxy_async();  // makes the writes of dS visible to the MMA of dQ in the next step; here it overlaps with MMAs
         wgmma_wait<1>();
-        __syncwarp();  // all lanes have written their dS, and have read what the stage has beside Q and dO
+        __syncwarp();  // all lanes have written their dS, and have read LSE and delta of the stage
         release(barriers.ds_ready());
         pin_registers(dq);
         // 8. Add dQ to memory while dK runs. Wait for dK. Release Q and dO.
@@ -458,6 +463,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         step = next_step(step, queries);
     }
 
+    // dQ of the last step.
     if (count > 0) {
         mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
         float dq[kDqColumns / 2];
@@ -466,11 +472,12 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         pin_registers(dq);
         add_dq_of_warp(dq_address_of(previous), dq);
     }
-    // dV is staged over the consumer's V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K for dQ.
+    // dV leaves through the consumer's V: ds_ready of the last step was after the last dP. dK leaves through K, which both consumers read for dQ: it
+    // waits for one more phase of ds_ready.
     release(barriers.ds_ready());  // this warp no longer reads K
-    const KeyBlock stored = load_key_block(params, block_index());  // again, as the loop has no registers for its rows
+    const KeyBlock stored = load_key_block(params, block_index());  // read again, as the loop has no registers for it
     store_dv(params, stored, dv, v_smem, 64 * consumer, lane);
-    mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
+    mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K
     store_dk(params, stored, dk, k_smem, 64 * consumer, lane);
 }
 
