@@ -11,13 +11,13 @@
 // template  flash_bwd_preprocess.cu.j2
 #include "flashgen/sm90.cuh"
 
-// What the main kernel needs of each row of the forward call, in fp32:
+// For each row, two values of the forward call that the main kernel reads, in fp32:
 //
 //     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e), rounded up
 //
 // so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or is past the last one, has
-// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also prepares memory for the main kernel: it clears
-// what the main kernel adds to, or the part that the main kernel does not clear itself.
+// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears dq_accum, or the heads of it that the main
+// kernel does not clear itself, and the counters.
 
 using element = bf16;
 

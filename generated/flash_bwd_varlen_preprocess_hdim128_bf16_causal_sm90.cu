@@ -11,13 +11,13 @@
 // template  flash_bwd_preprocess.cu.j2
 #include "flashgen/sm90.cuh"
 
-// What the main kernel needs of each row of the forward call, in fp32:
+// For each row, two values of the forward call that the main kernel reads, in fp32:
 //
 //     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e), rounded up
 //
 // so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or is past the last one, has
-// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also prepares memory for the main kernel: it clears
-// what the main kernel adds to, or the part that the main kernel does not clear itself.
+// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears dq_accum, or the heads of it that the main
+// kernel does not clear itself, and the counters.
 
 using element = bf16;
 
@@ -129,12 +129,12 @@ constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: ba
 __device__ Rows key_rows_of(const Params& params, int sequence);  // The rows of k of a sequence, whatever their bound
 __device__ void set_rows(const Params& params, KeyBlock& block);  // Gives a block the rows and the lengths of its sequence
 __device__ int key_blocks_of(int rows);  // The blocks of keys of a head
-__device__ int query_blocks_of(const Params& params, int sequence);  // How long a sequence is
+__device__ int query_blocks_of(const Params& params, int sequence);  // The length of a sequence in blocks of kBlockN queries
 
-// A block of the main kernel's grid, in which the longest sequences come first, so that it ends with short ones.
+// A block of the main kernel's grid. The longest sequences come first, so that the grid ends with short ones.
 struct LaunchedBlock {
     int query_blocks;  // of its sequence
-    int index;         // among those of sequences with so many
+    int index;         // among the blocks of sequences with this many query blocks
 };
 
 // Each lane keeps the blocks of this many sequences in registers, as the search goes through them many times.
@@ -366,7 +366,7 @@ __device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) 
 // The blocks of keys of a head.
 __device__ __forceinline__ int key_blocks_of(int rows) { return (rows + kBlockN - 1) / kBlockN; }
 
-// How long a sequence is: in blocks of as many queries as a block has keys. Rows after the last sequence have none.
+// The length of a sequence in blocks of kBlockN queries. Rows after the last sequence have none.
 __device__ __forceinline__ int query_blocks_of(const Params& params, int sequence) {
     return sequence < params.batch_size ? (queries_of(params, sequence).count + kBlockN - 1) / kBlockN : 0;
 }
@@ -383,7 +383,7 @@ __device__ __forceinline__ LaunchedBlock find_launched_block(const Params& param
         blocks[i] = sequence < params.batch_size ? key_blocks_of(key_rows_of(params, sequence).count) : 0;
     }
     int least = 0, most = 1 << 30;
-    uint32_t ahead = 0;
+    uint32_t before = 0;
     for (int bound = 1; least < most; bound = min(2 * bound, (least + most) / 2)) {
         uint32_t count = 0;
 #pragma unroll
@@ -398,17 +398,17 @@ __device__ __forceinline__ LaunchedBlock find_launched_block(const Params& param
             least = bound + 1;
         } else {
             most = bound;
-            ahead = longer;
+            before = longer;
         }
     }
-    return {most, int(index - ahead)};
+    return {most, int(index - before)};
 }
 
 // The block of keys of a thread block.
-// The blocks of a sequence follow each other, by groups of heads that have about blocks_together blocks in all: one block of each head of a
-// group, then the next one. Few heads at a time leave room in L2 for their Q and dO and for the dQ that is added up, which all blocks of a head
-// use. Ordered additions to dQ begin with the last keys (turn_of in the main kernel), so that when a block starts, the ones before it have a
-// lead, and it seldom waits. All others begin with the first keys, to which the most queries attend under a diagonal.
+// The heads of a sequence are launched in groups that have about blocks_together blocks in all. In a group the first block of each head comes first
+// (in clusters the first pair), then the second block. Few heads at a time leave room in L2 for their Q, dO and dq_accum, which all blocks of a
+// head use. Ordered additions to dQ begin with the last keys (turn_of in the main kernel), so that when a block starts, the earlier blocks of its
+// head have a lead, and it seldom waits. Otherwise the first keys come first: under a diagonal the most queries attend to them.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
     const LaunchedBlock launched = find_launched_block(params, index, lane);
     // Lengths that contradict the arrays may add up to more blocks than an int counts, and the search below find a sequence without blocks.
@@ -424,9 +424,9 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     const int first_head = found.index / (together * blocks) * together;
     const int heads = min(together, params.num_heads_kv - first_head);
     const int index_of_heads = found.index - first_head * blocks;
-    const int blocks_ahead = index_of_heads / heads;  // of its head
-    block.kv_head = first_head + index_of_heads - blocks_ahead * heads;
-    block.first_key = blocks_ahead * kBlockN;
+    const int blocks_before = index_of_heads / heads;  // of its head
+    block.kv_head = first_head + index_of_heads - blocks_before * heads;
+    block.first_key = blocks_before * kBlockN;
     set_rows(params, block);
     return block;
 }

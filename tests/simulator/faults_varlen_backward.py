@@ -29,7 +29,7 @@ STEP_CLEARED = "dout_ring.stage * kDoutBytes, queries_left);\n"
 
 FAULTS = (
     (Fault("sequences without units of their own", PLAIN, "main", MANY, (WRONG,),
-           "(rows_ahead / kUnit + sequence) * kUnit;", "rows_ahead / kUnit * kUnit;"),
+           "(rows_before / kUnit + sequence) * kUnit;", "rows_before / kUnit * kUnit;"),
      PACKED),
     (Fault("rows of the next sequence are written", PLAIN, "main", MANY, (WRONG, "race", *BOUNDS),
            "const int valid_rows = block.stored_rows - block.first_key;", "const int valid_rows = kBlockN;"),
@@ -160,7 +160,7 @@ FAULTS = (
            "block.index = block.first_key / kBlockN;", "block.index = 0;"),
      BEHIND),
     (Fault("blocks of more work count once more", HOPPER, "preprocess", ALONE, (WRONG,),
-           "return {most, int(index - ahead)};", "return {most, index};"),
+           "return {most, int(index - before)};", "return {most, index};"),
      BEHIND),
 )  # fmt: skip
 
