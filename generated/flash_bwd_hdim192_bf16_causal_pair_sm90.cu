@@ -28,6 +28,7 @@
 //   cluster           2 thread blocks with neighbouring blocks of keys. They go through the steps together and send each other their dS. Each
 //                     computes half of the columns of dQ over the keys of both, so that half as much is added to memory. For that it has
 //                     16384 bytes of the peer's K
+//   warp 3            clear_ahead(), then count_added(): clears dQ of a later head, and counts this thread block when its dQ is added
 //   mbarrier          arrivals of a phase                                 who waits
 //   q_full            1, and the bytes of TMA: the producer               consumers
 //   dout_full         1, and the bytes of TMA: the producer               consumers
@@ -36,7 +37,6 @@
 //   ds_ready          8: lane 0 of each consumer warp                     consumers
 //   ds_received       1, and the bytes that the peer sends                consumers
 //   slot_free         8: lane 0 of each consumer warp of the peer         consume_dk(), before it overwrites dS
-//   warp 3            clear_ahead(), then count_added(): clears dQ of a later head, and counts this thread block when its dQ is added
 
 using element = bf16;
 
@@ -45,8 +45,8 @@ constexpr int kHeadDimV = 192;  // of V and dO
 constexpr int kBlockM = 64;  // query rows of a step
 constexpr int kBlockN = 64;  // keys of a thread block
 constexpr int kStages = 2;  // buffers of Q
-constexpr int kDoutStages = 2;  // of dO
-constexpr int kConsumers = 2;  // warpgroup 1 computes S, P and dV, 2 computes dP, dS and dK, each some columns of dQ
+constexpr int kDoutStages = 2;  // buffers of dO
+constexpr int kConsumers = 2;  // warpgroups 1 and 2
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread. setmaxnreg moves registers between the warpgroups of a thread block. At launch a thread has at most an equal share of
@@ -87,13 +87,14 @@ struct SharedStorage {
     Mbarriers mbarriers;
 };
 
+// Bytes and offsets of these arrays: a shared_address is a number.
 constexpr int kKBytes = sizeof(SharedStorage::k);
 constexpr int kVBytes = sizeof(SharedStorage::v), kVOffset = offsetof(SharedStorage, v);
 constexpr int kQBytes = sizeof(SharedStorage::q) / kStages, kQOffset = offsetof(SharedStorage, q);
 constexpr int kDoutBytes = sizeof(SharedStorage::dout) / kDoutStages, kDoutOffset = offsetof(SharedStorage, dout);
 constexpr int kDsBytes = sizeof(SharedStorage::ds) / 2, kDsOffset = offsetof(SharedStorage, ds);
 constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;  // of 64 queries
-constexpr int kOwnDsBytes = kDsBytes / 2;
+constexpr int kOwnDsBytes = kDsBytes / 2;  // of the thread block's keys
 constexpr int kPeerKBytes = sizeof(SharedStorage::peer_k), kPeerKOffset = offsetof(SharedStorage, peer_k);
 constexpr int kPOffset = offsetof(SharedStorage, p);
 constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
@@ -223,7 +224,7 @@ struct Barriers {
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 
-    // One thread's work, before any other uses them.
+    // One thread calls it, before any other uses the mbarriers.
     __device__ __forceinline__ void init() const {
         constexpr int kWarps = 4;  // of a consumer
         mbarrier_init(p_full(), kWarps);
@@ -255,15 +256,16 @@ struct RingPosition {
 // Starts loading kRows rows of a head, panel by panel
 template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
     int first_row, int head, int batch);
-__device__ int rank_of(const KeyBlock& block);  // The rank of a thread block in its cluster, and that of the other one
+__device__ int rank_of(const KeyBlock& block);  // The rank of a thread block in its cluster
 __device__ int peer_of(const KeyBlock& block);  // The rank of the other thread block of the cluster
-__device__ int first_key_of_pair(const KeyBlock& block);  // The first key of the pair
-__device__ int first_key_of_peer(const KeyBlock& block);
-__device__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& block);  // The blocks of queries that both go through
-__device__ int first_peer_panel(const KeyBlock& block);  // The first of the panels of the peer's K
+__device__ int first_key_of_pair(const KeyBlock& block);  // The first key of the two thread blocks
+__device__ int first_key_of_peer(const KeyBlock& block);  // The first key of the peer
+// The blocks of queries that both thread blocks go through
+__device__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& block);
+__device__ int first_peer_panel(const KeyBlock& block);  // The first panel that is loaded of the peer's K
 // Starts loading kPeerPanels panels of the peer's K
 __device__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full);
-// Tells the peer that the dS that it sent to a slot has been read
+// Tells the peer that this warp has read dS of a slot
 __device__ void free_slot(const Barriers& barriers, int slot, const KeyBlock& block, int lane);
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
@@ -311,8 +313,9 @@ __device__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, s
 // Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
 
-// P, times the derivative of its score if it has one, goes through shared memory in fp32, as dS takes P unrounded. The accumulators of both
-// consumers have the same layout, so a thread reads what its counterpart has written; 16 bytes at a time, without bank conflicts.
+// P goes from the dV consumer to the dK consumer in fp32, since dS takes P unrounded. Where a score has a derivative, P times the derivative
+// goes. The accumulators of both have the same layout, so a thread reads what the same thread of the other warpgroup wrote: 16 bytes at a time,
+// without bank conflicts.
 constexpr int kVectorBytes = 4 * sizeof(float);
 
 __device__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem);  // Stores P for the consumer of dK
@@ -365,24 +368,22 @@ __device__ void start_loads(const Params& params, const KeyBlock& block, shared_
 // Whether some query of the block that begins with `first_query` does not attend to some of a warp's 16 keys
 __device__ bool needs_mask(const Params& params, int first_key, int first_query);
 
-// Of the columns of dQ a thread block computes half, over the keys of both. Its dK consumer has the outer panel of these, its dV consumer
-// the rest. Rank 0: [0, 64) and [64, 96); rank 1: [128, 192) and [96, 128).
+// A thread block computes half of the columns of dQ, over the keys of both. Its dK consumer has the outer panel of this half, its dV consumer
+// the rest. Columns of the dK and the dV consumer, rank 0: [0, 64) and [64, 96); rank 1: [128, 192) and [96, 128).
 constexpr int kDqColumnsOfDk = kPanelColumns;
 constexpr int kDqColumnsOfDv = kHeadDim / 2 - kPanelColumns;
 
-// The columns of dQ of a consumer: the first one, and where it lies in K of both thread blocks.
+// The columns of dQ of a consumer: the first one, and its address in K and in the copy of the peer's K.
 struct DqColumns {
     int first;
     shared_address k;
     shared_address peer_k;
 };
 
-// The copy of the peer's K begins with panel first_peer_panel()
-__device__ DqColumns columns_from(int first, const KeyBlock& block, shared_address shared);
+__device__ DqColumns columns_from(int first, const KeyBlock& block, shared_address shared);  // The columns of dQ from `first` on
 // Starts dQ = dS K over the keys of both thread blocks
 template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns);
-// Sends a warp's 16 keys of dS, which lie at `rows`, to the same place behind dS of the peer's own keys
-__device__ void send_ds(shared_address rows, shared_address ds_received, int peer);
+__device__ void send_ds(shared_address rows, shared_address ds_received, int peer);  // Sends a warp's 16 keys of dS, at `rows`, to the peer
 // Adds a warp's part of dQ of step `i`, at any time
 template <int kCount> __device__ void add_dq_of_step(const Barriers&, int, float* own, const float (&dq)[kCount], int);
 
@@ -455,13 +456,13 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
         const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
-        // 1. P^T: score, mask, exponentials.
+        // 1. P^T from S^T.
         if (needs_mask(params, block.first_key + warp_row, step.block * kBlockM)) {
             apply_mask(params, p, block.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
         compute_p(p, lse, params.scale_log2);
-        // 2. Wait until the dK consumer has read P of the previous step. Write P, release it. In the first step the wait returns at once: the
-        // phase before a new mbarrier's first counts as complete.
+        // 2. Write P for the dK consumer. Wait first until it has read P of the previous step. In the first step the wait returns at once: the phase
+        // before the first one of a new mbarrier counts as complete.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_p(p, shared + kPOffset);
         __syncwarp();  // all lanes have written their P, and read LSE of the stage
@@ -561,9 +562,8 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         compute_ds(ds, p, delta);
         PackedScores<kBlockM> packed_ds;
         packed_ds.set(ds);
-        // 2. Wait until the peer has received dS of step i - 2, which is in the buffer of step i. Write dS. slot_free says that its copy has left
-        // the buffer here. p_full of step i implies that ds_ready of step i - 1 is complete, so all warps here have finished dQ of step i - 2.
-        // For i < 2 the wait returns at once.
+        // 2. Wait until the buffer is free: it has dS of step i - 2. The wait is for the peer, which has then read its copy of it. The warps here
+        // have read it too: p_full of step i implies ds_ready of step i - 1, and so dQ of step i - 2. For i < 2 the wait returns at once. Write dS.
         mbarrier_wait(barriers.slot_free(i % 2), (i / 2 + 1) % 2);
         const shared_address ds_smem = shared + kDsOffset + i % 2 * kDsBytes;
         store_ds(packed_ds, ds_smem, warp_row, lane);
@@ -576,10 +576,10 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         mma_dq(ds, last_ds, columns);  // in the registers of dS, which is packed
         mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);
         // 4. Send dS to the peer while the MMAs run.
-        // The fence is for the copy and for the MMAs of dQ in the next step, which would not see dS otherwise.
+        // The copy and the MMAs of dQ in the next step read dS by the async proxy, so a fence comes first.
         fence_proxy_async();
         __syncwarp();  // all lanes have read P and delta, and written their dS
-        // Bytes of the peer may have come before: without this arrival the phase cannot end.
+        // Announce the bytes that the peer sends. They may have come before: without this arrival the phase cannot complete.
         if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kOwnDsBytes);
         if (lane == 0) send_ds(ds_smem + warp_row * kPanelRowBytes, barriers.ds_received(i % 2), peer);
         // 5. Wait for dQ, release P and dS of both thread blocks, add dQ to memory while dK runs.
@@ -654,7 +654,7 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
         prefetch_tensormap(params.dk);
         prefetch_tensormap(params.dv);
     }
-    cluster_arrive_relaxed();  // only the dV consumer waits: the dK consumer follows it, by p_full, and the producer sends nothing
+    cluster_arrive_relaxed();  // the dV consumer waits; the dK consumer follows it by p_full, and the producer sends nothing
 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
@@ -806,24 +806,25 @@ __device__ __forceinline__ void load_rows(shared_address destination, const tens
     }
 }
 
-// The rank of a thread block in its cluster, and that of the other one. A head has an even number of blocks of keys in the grid, so the parity
-// of a block's index is its rank.
+// The rank of a thread block in its cluster. A head has an even number of blocks of keys in the grid, so the parity of a block's index is its
+// rank.
 __device__ __forceinline__ int rank_of(const KeyBlock& block) { return block.index % 2; }
 
 // The rank of the other thread block of the cluster.
 __device__ __forceinline__ int peer_of(const KeyBlock& block) { return rank_of(block) ^ 1; }
 
-// The first key of the pair.
+// The first key of the two thread blocks.
 __device__ __forceinline__ int first_key_of_pair(const KeyBlock& block) { return block.first_key - rank_of(block) * kBlockN; }
 
+// The first key of the peer.
 __device__ __forceinline__ int first_key_of_peer(const KeyBlock& block) { return first_key_of_pair(block) + peer_of(block) * kBlockN; }
 
-// The blocks of queries that both go through: those with a query that attends to some key of either.
+// The blocks of queries that both thread blocks go through: some query of the block attends to some key of either.
 __device__ __forceinline__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& block) {
     return find_query_blocks(params, first_key_of_pair(block));  // a query that attends to a later key attends to the first one, too
 }
 
-// The first of the panels of the peer's K: the thread block of rank 0 computes the first half of the columns of dQ.
+// The first panel that is loaded of the peer's K. The thread block of rank 0 computes the first half of the columns of dQ, rank 1 the second.
 __device__ __forceinline__ int first_peer_panel(const KeyBlock& block) { return rank_of(block) * (kPanels - kPeerPanels); }
 
 // Starts loading kPeerPanels panels of the peer's K.
@@ -837,7 +838,7 @@ __device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock
     }
 }
 
-// Tells the peer that the dS that it sent to a slot has been read. Once for the warp.
+// Tells the peer that this warp has read dS of a slot.
 __device__ __forceinline__ void free_slot(const Barriers& barriers, int slot, const KeyBlock& block, int lane) {
     if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(block)));
 }
@@ -1196,7 +1197,7 @@ __device__ __forceinline__ bool needs_mask(const Params& params, int first_key, 
     return first_query < first_query_of_key(params, first_key + 15);
 }
 
-// The copy of the peer's K begins with panel first_peer_panel().
+// The columns of dQ from `first` on. The copy of the peer's K begins with panel first_peer_panel().
 __device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& block, shared_address shared) {
     const int byte = first % kPanelColumns * sizeof(element);  // under the swizzle an operand may begin within a row
     const shared_address k = shared + first / kPanelColumns * kBlockN * kPanelRowBytes + byte;
@@ -1216,7 +1217,7 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_sm
     wgmma_commit();
 }
 
-// Sends a warp's 16 keys of dS, which lie at `rows`, to the same place behind dS of the peer's own keys. One thread's work.
+// Sends a warp's 16 keys of dS, at `rows`, to the peer: to the same place after dS of the peer's keys. One thread calls it.
 __device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_received, int peer) {
     bulk_send(map_shared(rows + kOwnDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
 }
@@ -1244,4 +1245,4 @@ static_assert(offsetof(Params, heads_per_section) == 832 && offsetof(Params, cle
 static_assert(offsetof(Params, diagonal_offset) == 840 && offsetof(Params, scale_log2) == 844);
 static_assert(offsetof(Params, softmax_scale) == 848);
 static_assert(kRowUnit % kBlockM == 0, "LSE and delta have the rows of a step");
-static_assert(kDqColumnsOfDv > 0 && kPanelColumns % kDqColumnsOfDv == 0, "the columns of a consumer lie in one panel");
+static_assert(kDqColumnsOfDv > 0 && kPanelColumns % kDqColumnsOfDv == 0, "the columns of a consumer are in one panel");

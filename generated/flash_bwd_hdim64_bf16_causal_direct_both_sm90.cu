@@ -10,10 +10,10 @@
 // template  flash_bwd_direct_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// A tile is kBlockN keys or kBlockN queries of a head, with warpgroups and shared memory for itself. A thread block has one tile, or one of
-// keys and one of queries. The latter keeps two tiles of keys, which take longest, from meeting on a multiprocessor; where a grid has more tiles
-// of one kind, its last thread blocks have one tile. Keys go through the queries that attend to them, and queries through the keys that they
-// attend to, kBlockM a step. A tile of keys, with rows of K and V:
+// A tile is kBlockN keys or kBlockN queries of a head. It has warpgroups and shared memory of its own. A thread block has one tile, or two: one
+// of keys and one of queries. Two tiles of keys on a multiprocessor would take longest, and a thread block with both kinds avoids them. A tile of
+// keys goes through the queries that attend to them, a tile of queries through the keys that they attend to, kBlockM a step. A tile of keys, with
+// rows of K and V:
 //
 //     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q
@@ -23,19 +23,23 @@
 //     S = Q K^T      P = 2^(scale_log2 S - lse_log2)        dP = dO V^T      dS = P (dP - delta)
 //     dQ += dS K
 //
-// S and dP are computed twice, so seven MMAs take the place of five. In return dQ is summed in registers as dK and dV are: no thread block
-// waits for another, nothing is added up in memory, and one launch computes all. P and dS leave the MMA as A operands.
+// S and dP are computed twice: seven MMAs instead of five. In return dQ is summed in registers, as dK and dV are. So no thread block waits for
+// another, nothing is added in memory, and one launch computes all. P and dS leave the MMA as A operands.
 //
 // Map, of the warpgroups of a tile
-//   warpgroup 0       produce_of_keys() or produce_of_queries(): one thread loads by TMA; put_values_of_...(): kValueWarps = 2 warps prepare
-//                     LSE and delta. kProducerRegisters = 56 a thread
+//   warpgroup 0       thread 0: produce_of_keys() or produce_of_queries() loads by TMA. The last kValueWarps = 2 warps: put_values_of_steps() or
+//                     put_values_of_tile() computes LSE and delta. kProducerRegisters = 56 a thread
 //   warpgroups 1 ...  consume_keys() or consume_queries(): 64 rows each
-//   shared memory     rows of the tile, kTileBytes = 8192 and kTileBytesV = 8192; kStages = 3 stages of rows of a step, kStepBytes = 8192 and
-//                     kStepBytesV = 8192; O; LSE, delta and the mbarriers. Gradients are stored by way of the tile's rows
+//   shared memory     SharedStorage: rows of the tile, 8192 bytes and 8192; 3 x rows of a step, 8192 and 8192; 3 x O, 8192;
+//                     LSE and delta; mbarriers. At the end gradients are staged over the rows of the tile
 //   mbarrier          arrivals of a phase                                 who waits
-//   tile_full, tile_full_v, full, full_v   1, and the bytes of TMA        consumers, put_values_of_...()
-//   lse_full, delta_full   32 kValueWarps: every lane of put_values_of_...()   consumers
-//   empty             4 kConsumers: lane 0 of each consumer warp          producer, put_values_of_...()
+//   tile_full         1, and the bytes of TMA: the producer               consumers
+//   tile_full_v       1, and the bytes of TMA: the producer               consumers, put_values_of_tile()
+//   full              1, and the bytes of TMA: the producer               consumers
+//   full_v            1, and the bytes of TMA: the producer               consumers, put_values_of_steps()
+//   lse_full          32 kValueWarps: every lane of these warps           consumers
+//   delta_full        32 kValueWarps: every lane of these warps           consumers
+//   empty             4 kConsumers: lane 0 of each consumer warp          producer, put_values_of_steps()
 //   named barriers    see NamedBarrier
 
 using element = bf16;
@@ -69,7 +73,7 @@ struct Mbarriers {
     uint64_t full[kStages];        // Q, or K, of a step has arrived
     uint64_t full_v[kStages];      // dO and O, or V
     uint64_t lse_full[kStages];    // LSE of the queries of a step is written; of a tile of queries all LSE, in stage 0
-    uint64_t delta_full[kStages];  // likewise delta
+    uint64_t delta_full[kStages];  // delta of the same queries is written
     uint64_t empty[kStages];       // no warp reads the stage
 };
 
@@ -87,6 +91,7 @@ struct alignas(1024) SharedStorage {
     Mbarriers mbarriers;
 };
 
+// Bytes and offsets of these arrays: a shared_address is a number.
 constexpr int kTileBytes = sizeof(SharedStorage::tile);
 constexpr int kTileBytesV = sizeof(SharedStorage::tile_v), kTileOffsetV = offsetof(SharedStorage, tile_v);
 constexpr int kStepBytes = sizeof(SharedStorage::step) / kStages, kStepOffset = offsetof(SharedStorage, step);
@@ -412,7 +417,7 @@ __device__ __forceinline__ void produce_of_queries(const Params& params, const T
     }
 }
 
-// The value warps of a tile of keys: the queries of each step.
+// The warps of a tile of keys that compute LSE and delta: of the queries of each step.
 __device__ __forceinline__ void put_values_of_steps(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                                     int value_thread) {
     RingPosition<kStages> ring;
@@ -423,7 +428,7 @@ __device__ __forceinline__ void put_values_of_steps(const Params& params, const 
     for (int i = 0; i < steps.count; ++i) {
         const RowValues<kBlockM> values = next_values;
         steps.advance();
-        // LSE of the next step is on its way while delta of this one is computed: consumers wait for these warps.
+        // Load LSE of the next step while delta of this one is computed: consumers wait for these warps.
         if (i + 1 < steps.count) next_values = RowValues<kBlockM>(params, tile.batch, steps.head, steps.block * kBlockM, value_thread);
         mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
         put_lse(values, value_thread, shared + kLseOffset + ring.stage * kQueryValueBytes);
@@ -436,7 +441,7 @@ __device__ __forceinline__ void put_values_of_steps(const Params& params, const 
     }
 }
 
-// The value warps of a tile of queries.
+// The warps of a tile of queries that compute LSE and delta: of all its rows.
 __device__ __forceinline__ void put_values_of_tile(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                                    int value_thread) {
     const RowValues<kBlockN> values(params, tile.batch, tile.head, tile.first_row, value_thread);
@@ -451,7 +456,7 @@ __device__ __forceinline__ void put_values_of_tile(const Params& params, const T
 __device__ __forceinline__ void consume_keys(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                              int consumer) {
     const int lane = threadIdx.x % 32;
-    const int warp_key = tile.first_row + 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first one
+    const int warp_key = tile.first_row + 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kTileOffsetV;
     QuerySteps steps(params, tile);
@@ -526,7 +531,7 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
 __device__ __forceinline__ void consume_queries(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                                 int consumer) {
     const int lane = threadIdx.x % 32;
-    const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first one in the tile
+    const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first query in the tile
     const shared_address q_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address dout_own = q_own + kTileOffsetV;
     const KeySteps steps(params, tile);
