@@ -59,7 +59,6 @@ constexpr int kPanelColumns = 64;  // of a panel of shared memory
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = kHeadDim / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = kHeadDimV / kPanelColumns;  // of V and dO
-constexpr int kPeerPanels = 2;  // of the peer's K: those that hold this thread block's half of the columns of dQ
 
 // The mbarriers of a thread block, in shared memory. The table above says who arrives and who waits.
 struct Mbarriers {
@@ -80,7 +79,7 @@ struct SharedStorage {
     element q[kStages][kPanels][kBlockM][kPanelColumns];
     element dout[kDoutStages][kPanelsV][kBlockM][kPanelColumns];
     element ds[2][2][kBlockN][kBlockM];  // dS^T of the thread block's keys, then of the peer's
-    element peer_k[kPeerPanels][kBlockN][kPanelColumns];
+    element peer_k[2][kBlockN][kPanelColumns];  // the panels of the peer's K that hold this thread block's half of the columns of dQ
     float p[kBlockM * kBlockN];  // P of a step, not yet rounded
     float lse_log2[kStages][kBlockM];
     float delta[kDoutStages][kBlockM];
@@ -95,6 +94,7 @@ constexpr int kDoutBytes = sizeof(SharedStorage::dout) / kDoutStages, kDoutOffse
 constexpr int kDsBytes = sizeof(SharedStorage::ds) / 2, kDsOffset = offsetof(SharedStorage, ds);
 constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;  // of 64 queries
 constexpr int kOwnDsBytes = kDsBytes / 2;  // of the thread block's keys
+constexpr int kPeerPanels = 2;
 constexpr int kPeerKBytes = sizeof(SharedStorage::peer_k), kPeerKOffset = offsetof(SharedStorage, peer_k);
 constexpr int kPOffset = offsetof(SharedStorage, p);
 constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
@@ -203,7 +203,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
 // Addresses of the mbarriers. A buffer is full when TMA has written its bytes, and empty when every consumer warp has released it.
 struct Barriers {
@@ -320,6 +319,7 @@ constexpr int kVectorBytes = 4 * sizeof(float);
 
 __device__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem);  // Stores P for the consumer of dK
 __device__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem);  // Reads P that the consumer of dV has stored
+__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
 __device__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane);
 // Where a lane adds its elements of dQ of a step, from `first_column` on
@@ -792,10 +792,6 @@ __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const
 // The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
-// all others, whatever these hold: 0 * NaN would be NaN.
-__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
-
 // Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
 template <int kPanelCount, int kRows>
 __device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
@@ -1022,6 +1018,10 @@ __device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p
         p[i + 3] = __uint_as_float(words.w);
     }
 }
+
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
+// all others, whatever these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
