@@ -60,6 +60,8 @@ constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = kHeadDim / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = kHeadDimV / kPanelColumns;  // of V and dO
 
+constexpr int kPeerPanels = 2;  // of the peer's K: the panels with this thread block's half of the columns of dQ
+
 // The mbarriers of a thread block, in shared memory. The table above says who arrives and who waits.
 struct Mbarriers {
     uint64_t p_full;                   // P of a step is written
@@ -79,7 +81,7 @@ struct SharedStorage {
     element q[kStages][kPanels][kBlockM][kPanelColumns];
     element dout[kDoutStages][kPanelsV][kBlockM][kPanelColumns];
     element ds[2][2][kBlockN][kBlockM];  // dS^T of the thread block's keys, then of the peer's
-    element peer_k[2][kBlockN][kPanelColumns];  // the panels of the peer's K that hold this thread block's half of the columns of dQ
+    element peer_k[kPeerPanels][kBlockN][kPanelColumns];
     float p[kBlockM * kBlockN];  // P of a step, not yet rounded
     float lse_log2[kStages][kBlockM];
     float delta[kDoutStages][kBlockM];
@@ -94,7 +96,6 @@ constexpr int kDoutBytes = sizeof(SharedStorage::dout) / kDoutStages, kDoutOffse
 constexpr int kDsBytes = sizeof(SharedStorage::ds) / 2, kDsOffset = offsetof(SharedStorage, ds);
 constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;  // of 64 queries
 constexpr int kOwnDsBytes = kDsBytes / 2;  // of the thread block's keys
-constexpr int kPeerPanels = 2;
 constexpr int kPeerKBytes = sizeof(SharedStorage::peer_k), kPeerKOffset = offsetof(SharedStorage, peer_k);
 constexpr int kPOffset = offsetof(SharedStorage, p);
 constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
