@@ -11,7 +11,8 @@
 #include "flashgen/sm80.cuh"
 
 // Few rows of queries on many keys, which is bound by the bandwidth of global memory. So every thread block always has copies of K and V
-// on their way, and all thread blocks have equal shares of the KV blocks of all tiles. For each KV block:
+// on their way, and all thread blocks have equal shares of the pieces of all tiles: of KV blocks, or of splits where
+// the call fixes them. For each KV block:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //

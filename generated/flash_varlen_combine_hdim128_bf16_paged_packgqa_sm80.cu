@@ -130,6 +130,8 @@ struct Tiles {
     int row_blocks;
     int first_kv_block;
     int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
+
+    __device__ __forceinline__ int pieces() const { return kv_blocks; }  // of a tile, as shares have them
 };
 
 __device__ Tiles tiles_of(const Params& params);  // The tiles of a sequence
@@ -142,11 +144,11 @@ __device__ int share_of(const Params& params, int thread_block);  // The number 
 // Head number `nth_head` of a thread block's set, in the grid
 __device__ int head_of_set(const Params& params, int thread_block, int nth_head);
 // How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences
-__device__ int count_kv_blocks(const Params& params, const Lengths& lengths);
+__device__ int count_pieces(const Params& params, const Lengths& lengths);
 // KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from
 __device__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane);
 
-// A sequence, its lengths, and the numbers [begin, end) of its KV blocks.
+// A sequence, its lengths, and the numbers [begin, end) of its pieces.
 struct Place {
     int sequence;
     int begin;
@@ -155,7 +157,7 @@ struct Place {
 };
 
 __device__ Lengths of_lane(const Lengths& lengths, int lane);  // What another lane has
-// The sequence that has number `index` of the KV blocks, of which there are more
+// The sequence that has number `index` of the pieces, of which there are more
 __device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);
 // Tile `tile_index` of a sequence, whose parameters are `params`, among the tiles of the heads that the thread block computes
 __device__ Tile find_tile(const Params& params, const Place& place, int tile_index);
@@ -336,7 +338,7 @@ __device__ __forceinline__ int head_of_set(const Params& params, int thread_bloc
 }
 
 // How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences.
-__device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
+__device__ __forceinline__ int count_pieces(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
     return params.heads_per_set * tiles.row_blocks * tiles.kv_blocks;
 }
@@ -344,10 +346,10 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengt
 // KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from. Each lane counts every 32nd
 // sequence; `lane_lengths` are the lengths of its first one.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
-    int count = count_kv_blocks(params, lane_lengths);
+    int count = count_pieces(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
     for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
-        count += count_kv_blocks(params, lengths_of(params, sequence));
+        count += count_pieces(params, lengths_of(params, sequence));
     }
     num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
@@ -363,12 +365,12 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has number `index` of the KV blocks, of which there are more. `lengths` are the lengths of the lane's
+// The sequence that has number `index` of the pieces, of which there are more. `lengths` are the lengths of the lane's
 // sequence among the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
-        const int count = count_kv_blocks(params, lengths);
+        const int count = count_pieces(params, lengths);
         const int end = begin + sum_up_to_lane(count, lane);
         const uint32_t beyond = __ballot_sync(0xffffffff, index < end);
         if (beyond != 0) {

@@ -11,7 +11,8 @@
 #include "flashgen/sm80.cuh"
 
 // Few rows of queries on many keys, which is bound by the bandwidth of global memory. So every thread block always has copies of K and V
-// on their way, and all thread blocks have equal shares of the KV blocks of all tiles. For each KV block:
+// on their way, and all thread blocks have equal shares of the pieces of all tiles: of KV blocks, or of splits where
+// the call fixes them. For each KV block:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -154,6 +155,8 @@ struct Tiles {
     int row_blocks;
     int first_kv_block;
     int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
+
+    __device__ __forceinline__ int pieces() const { return kv_blocks; }  // of a tile, as shares have them
 };
 
 __device__ Tiles tiles_of(const Params& params);  // The tiles of a sequence
@@ -166,13 +169,13 @@ __device__ int share_of(const Params& params, int thread_block);  // The number 
 // Head number `nth_head` of a thread block's set, in the grid
 __device__ int head_of_set(const Params& params, int thread_block, int nth_head);
 // How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences
-__device__ int count_kv_blocks(const Params& params, const Lengths& lengths);
+__device__ int count_pieces(const Params& params, const Lengths& lengths);
 // KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from
 __device__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane);
 // `lane_lengths` are those of the lane's sequence among the first 32
 __device__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane);
 
-// A sequence, its lengths, and the numbers [begin, end) of its KV blocks.
+// A sequence, its lengths, and the numbers [begin, end) of its pieces.
 struct Place {
     int sequence;
     int begin;
@@ -181,9 +184,9 @@ struct Place {
 };
 
 __device__ Lengths of_lane(const Lengths& lengths, int lane);  // What another lane has
-// The sequence that has number `index` of the KV blocks, of which there are more
+// The sequence that has number `index` of the pieces, of which there are more
 __device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);
-__device__ Place next_place(const Params& params, const Place& place);  // The next sequence that has KV blocks
+__device__ Place next_place(const Params& params, const Place& place);  // The next sequence that has pieces
 // The part that begins with KV block `index` of the share
 __device__ Part find_part(const Params& params, const Share& share, const Place& place, int index);
 // Tile `tile_index` of a sequence, whose parameters are `params`, among the tiles of the heads that the thread block computes
@@ -299,7 +302,7 @@ struct Fetch {
 
 __device__ SeenRows seen_rows(const Params& params, const Fetch& fetch);  // Which of the group's keys of the next KV block some query sees
 __device__ Pages find_pages(const Params& params, const Fetch& fetch);  // `params` have the bounds of all sequences
-// Goes to the first KV block of number `index` of the KV blocks
+// Goes to the first KV block of number `index` of the pieces
 __device__ Fetch seek(const Params& params, const Place& place, int index, int group);
 // Prefetches the next KV block into L2, if the share has one left
 __device__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch);
@@ -587,7 +590,7 @@ __device__ __forceinline__ int head_of_set(const Params& params, int thread_bloc
 }
 
 // How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences.
-__device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
+__device__ __forceinline__ int count_pieces(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
     return params.heads_per_set * tiles.row_blocks * tiles.kv_blocks;
 }
@@ -595,10 +598,10 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengt
 // KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from. Each lane counts every 32nd
 // sequence; `lane_lengths` are the lengths of its first one.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
-    int count = count_kv_blocks(params, lane_lengths);
+    int count = count_pieces(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
     for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
-        count += count_kv_blocks(params, lengths_of(params, sequence));
+        count += count_pieces(params, lengths_of(params, sequence));
     }
     num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
@@ -622,12 +625,12 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has number `index` of the KV blocks, of which there are more. `lengths` are the lengths of the lane's
+// The sequence that has number `index` of the pieces, of which there are more. `lengths` are the lengths of the lane's
 // sequence among the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
-        const int count = count_kv_blocks(params, lengths);
+        const int count = count_pieces(params, lengths);
         const int end = begin + sum_up_to_lane(count, lane);
         const uint32_t beyond = __ballot_sync(0xffffffff, index < end);
         if (beyond != 0) {
@@ -640,12 +643,12 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// The next sequence that has KV blocks.
+// The next sequence that has pieces.
 __device__ __forceinline__ Place next_place(const Params& params, const Place& place) {
     Place next = {place.sequence, place.end, place.end};
     while (next.end == next.begin) {
         next.lengths = lengths_of(params, ++next.sequence);
-        next.end += count_kv_blocks(params, next.lengths);
+        next.end += count_pieces(params, next.lengths);
     }
     return next;
 }
@@ -868,10 +871,10 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& f
     return find_pages(params, fetch.page_table, fetch.first_key, seen_rows(params, fetch));
 }
 
-// Goes to the first KV block of number `index` of the KV blocks. `params` are the parameters of the sequence at `place`.
+// Goes to the first KV block of number `index` of the pieces. `params` are the parameters of the sequence at `place`.
 __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, int index, int group) {
     const Tiles tiles = tiles_of(params);
-    const int tile_index = (index - place.begin) / tiles.kv_blocks;
+    const int tile_index = (index - place.begin) / tiles.pieces();
     const int block = index - place.begin - tile_index * tiles.kv_blocks;
     const Tile tile = find_tile(params, place, tile_index);
     Fetch fetch;

@@ -234,7 +234,6 @@ template <int kColumns, typename RowOfPass> __device__ void copy_keys(const RowO
     const SeenRows& rows, int head_dim);
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them
 template <int kColumns, typename RowOfPass> __device__ void prefetch_keys(const RowOfPass& row_of_pass, const SeenRows& rows, int head_dim);
-__device__ void sync_group(int);  // Waits for the lanes of the warp, and makes their writes visible
 // Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
 __device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
 __device__ int cluster_rank();  // The rank of a thread block in its cluster
@@ -414,10 +413,10 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90(const __grid_constant__ Para
     clear(rows);
     int stage = 0;  // of the KV block to be computed next
     for (int block = 0; block < blocks; ++block) {
-        // 1. Wait for the group's keys of this KV block: a thread waits for its own copies, sync_group() for the copies of the group. All of them
+        // 1. Wait for the warp's keys of this KV block: a thread waits for its own copies, __syncwarp() for the copies of the warp. All lanes
         // have finished with the previous KV block: start the copy of a later one into its stage.
         cp_async_wait<kStages - 2>();
-        sync_group(group);
+        __syncwarp();
         fetch_next(params, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
 
         // 2. S = Q K^T, softmax, O += P V, while later KV blocks are copied.
@@ -682,9 +681,6 @@ __device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, cons
         if (rows.among(kGroupKeys).has(pass * kRowsPerPass + row) && column < min(kColumns, head_dim)) prefetch_l2(source);
     }
 }
-
-// Waits for the lanes of the warp, and makes their writes visible.
-__device__ __forceinline__ void sync_group(int) { __syncwarp(); }
 
 // Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
 __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, shared_address smem) {

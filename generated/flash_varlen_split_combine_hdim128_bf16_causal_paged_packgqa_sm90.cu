@@ -138,12 +138,14 @@ struct Tiles {
     int row_blocks;
     int first_kv_block;
     int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
+
+    __device__ __forceinline__ int pieces() const { return kv_blocks; }  // of a tile, as shares have them
 };
 
 __device__ Tiles tiles_of(const Params& params);  // The tiles of a sequence
 __device__ int num_heads(const Params& params);
-// How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences
-__device__ int count_kv_blocks(const Params& params, const Lengths& lengths);
+// How many pieces all tiles of a sequence have; `params` have the bounds of all sequences
+__device__ int count_pieces(const Params& params, const Lengths& lengths);
 // KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from
 __device__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane);
 
@@ -298,19 +300,19 @@ __device__ __forceinline__ int num_heads(const Params& params) {
     return params.num_heads_kv;
 }
 
-// How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
-__device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
+// How many pieces all tiles of a sequence have; `params` have the bounds of all sequences.
+__device__ __forceinline__ int count_pieces(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
-    return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
+    return num_heads(params) * tiles.row_blocks * tiles.pieces();
 }
 
 // KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from. Each lane counts every 32nd
 // sequence; `lane_lengths` are the lengths of its first one.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
-    int count = count_kv_blocks(params, lane_lengths);
+    int count = count_pieces(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
     for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
-        count += count_kv_blocks(params, lengths_of(params, sequence));
+        count += count_pieces(params, lengths_of(params, sequence));
     }
     num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
@@ -320,7 +322,7 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
 __device__ __forceinline__ void advance_to(const Params& params, KvBlockCounts& counts, int sequence, int lane) {
     for (; counts.sequence < sequence; counts.sequence += 32) {
         const int other = counts.sequence + lane;
-        const int count = other < sequence ? count_kv_blocks(params, lengths_of(params, other)) : 0;
+        const int count = other < sequence ? count_pieces(params, lengths_of(params, other)) : 0;
         counts.before += __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     }
     counts.sequence = sequence;

@@ -269,18 +269,20 @@ struct Tiles {
     int row_blocks;
     int first_kv_block;
     int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
+
+    __device__ __forceinline__ int pieces() const { return kv_blocks; }  // of a tile, as shares have them
 };
 
 __device__ Tiles tiles_of(const Params& params);  // The tiles of a sequence
 __device__ int num_heads(const Params& params);
-// How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences
-__device__ int count_kv_blocks(const Params& params, const Lengths& lengths);
+// How many pieces all tiles of a sequence have; `params` have the bounds of all sequences
+__device__ int count_pieces(const Params& params, const Lengths& lengths);
 // KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from
 __device__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane);
 // `lane_lengths` are those of the lane's sequence among the first 32
 __device__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane);
 
-// A sequence, its lengths, and the numbers [begin, end) of its KV blocks.
+// A sequence, its lengths, and the numbers [begin, end) of its pieces.
 struct Place {
     int sequence;
     int begin;
@@ -289,9 +291,9 @@ struct Place {
 };
 
 __device__ Lengths of_lane(const Lengths& lengths, int lane);  // What another lane has
-// The sequence that has number `index` of the KV blocks, of which there are more
+// The sequence that has number `index` of the pieces, of which there are more
 __device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);
-__device__ Place next_place(const Params& params, const Place& place);  // The next sequence that has KV blocks
+__device__ Place next_place(const Params& params, const Place& place);  // The next sequence that has pieces
 // The part that begins with KV block `index` of the share
 __device__ Part find_part(const Params& params, const Share& share, const Place& place, int index);
 // The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence
@@ -853,19 +855,19 @@ __device__ __forceinline__ int num_heads(const Params& params) {
     return params.num_heads_kv;
 }
 
-// How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
-__device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
+// How many pieces all tiles of a sequence have; `params` have the bounds of all sequences.
+__device__ __forceinline__ int count_pieces(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
-    return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
+    return num_heads(params) * tiles.row_blocks * tiles.pieces();
 }
 
 // KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from. Each lane counts every 32nd
 // sequence; `lane_lengths` are the lengths of its first one.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
-    int count = count_kv_blocks(params, lane_lengths);
+    int count = count_pieces(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
     for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
-        count += count_kv_blocks(params, lengths_of(params, sequence));
+        count += count_pieces(params, lengths_of(params, sequence));
     }
     num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
@@ -889,12 +891,12 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has number `index` of the KV blocks, of which there are more. `lengths` are the lengths of the lane's
+// The sequence that has number `index` of the pieces, of which there are more. `lengths` are the lengths of the lane's
 // sequence among the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
-        const int count = count_kv_blocks(params, lengths);
+        const int count = count_pieces(params, lengths);
         const int end = begin + sum_up_to_lane(count, lane);
         const uint32_t beyond = __ballot_sync(0xffffffff, index < end);
         if (beyond != 0) {
@@ -907,12 +909,12 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// The next sequence that has KV blocks.
+// The next sequence that has pieces.
 __device__ __forceinline__ Place next_place(const Params& params, const Place& place) {
     Place next = {place.sequence, place.end, place.end};
     while (next.end == next.begin) {
         next.lengths = lengths_of(params, ++next.sequence);
-        next.end += count_kv_blocks(params, next.lengths);
+        next.end += count_pieces(params, next.lengths);
     }
     return next;
 }
