@@ -17,12 +17,9 @@
 // A thread has 16 bytes of a row.
 
 using element = bf16;
-using angle = fp32;  // of cos and sin
 
 constexpr int kThreads = 128;
 constexpr int kVector = 16 / int(sizeof(element));  // elements of a thread
-constexpr int kAngles = kVector;  // cosines, and sines, that they take
-constexpr int kAngleWords = kAngles * int(sizeof(angle)) / 4;
 
 struct Params {
     const element* k_new;                 // (batch, seqlen_new, num_heads_kv, head_dim); rows 16-byte aligned
@@ -76,6 +73,10 @@ struct Params {
     int32_t row_chunks_log2;              // of the threads of a row: its 16-byte chunks, rounded up to 2^n
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
 };
+
+using angle = fp32;  // of cos and sin
+constexpr int kAngles = kVector;  // cosines, and sines, of a thread's elements
+constexpr int kAngleWords = kAngles * int(sizeof(angle)) / 4;
 
 __device__ void widen(float (&values)[kVector], uint4 chunk);  // The elements of a chunk as numbers, and back
 __device__ uint4 narrow(const float (&values)[kVector]);
@@ -247,7 +248,6 @@ __device__ __forceinline__ int sequence_of(int token, const Params& params) {
 }
 
 static_assert(kThreads == 128, "one chunk to a thread");
-static_assert(16 / 2 % kVector == 0, "a thread's elements are of one half: rotary_dim is a multiple of 16");
 static_assert(sizeof(Params) == 344 && offsetof(Params, k_new) == 0 && offsetof(Params, v_new) == 8);
 static_assert(offsetof(Params, lengths) == 16 && offsetof(Params, q) == 24 && offsetof(Params, pages) == 32);
 static_assert(offsetof(Params, cos) == 40 && offsetof(Params, sin) == 48 && offsetof(Params, positions) == 56);
@@ -270,3 +270,4 @@ static_assert(offsetof(Params, head_dim_v) == 304 && offsetof(Params, num_pages)
 static_assert(offsetof(Params, capacity) == 316 && offsetof(Params, num_positions) == 320 && offsetof(Params, rotary_dim) == 324);
 static_assert(offsetof(Params, q_step) == 328 && offsetof(Params, row_chunks_log2) == 332);
 static_assert(offsetof(Params, num_row_blocks) == 336);
+static_assert(16 / 2 % kVector == 0, "a thread's elements are of one half: rotary_dim is a multiple of 16");

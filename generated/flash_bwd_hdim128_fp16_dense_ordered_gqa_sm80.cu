@@ -63,24 +63,40 @@ constexpr bool kDqInTurn = (kDqColumnWarps & (kDqColumnWarps - 1)) == 0;
 constexpr int kDqPairStride = kDqInTurn ? kDqColumnWarps : 1;  // from one pair of a warp to the next
 constexpr int kDqWarpStride = kDqInTurn ? 1 : kDqPairs;        // from the first pair of a warp to that of the next warp
 
-// Shared memory: K, V, dS of a step and P where other warps read it, then the stages: Q, dO, lse_log2, delta.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kRowBytesV = kHeadDimV * sizeof(element);
-constexpr int kKOffset = 0;
-constexpr int kVOffset = kKOffset + kBlockN * kRowBytes;
-constexpr int kDsOffset = kVOffset + kBlockN * kRowBytesV;
-constexpr int kDsBytes = kBlockN * kBlockM * sizeof(element);
-constexpr int kPOffset = kDsOffset + kDsBytes;
-constexpr int kStagesOffset = kPOffset + kDsBytes;
-constexpr int kQOffset = 0;  // in a stage
-constexpr int kDoutOffset = kQOffset + kBlockM * kRowBytes;
-constexpr int kLseOffset = kDoutOffset + kBlockM * kRowBytesV;
-constexpr int kDeltaOffset = kLseOffset + 4 * kBlockM;
-constexpr int kMaskOffset = kDeltaOffset + 4 * kBlockM;
-constexpr int kMaskRowBytes = kBlockN + 16;  // rows of a quad's queries lie in different banks
-constexpr int kStageBytes = kMaskOffset + kBlockM * kMaskRowBytes;
-constexpr int kStashOffset = kStagesOffset + kStages * kStageBytes;
-constexpr int kSharedBytes = kStashOffset + 16;
+constexpr int kMaskRowBytes = kBlockN + 16;  // the rows of a quad's queries are in different banks
+
+// A block of queries.
+struct Stage {
+    element q[kBlockM][kHeadDim];
+    element dout[kBlockM][kHeadDimV];
+    float lse_log2[kBlockM];
+    float delta[kBlockM];
+    uint8_t mask[kBlockM][kMaskRowBytes];
+};
+
+struct SharedStorage {
+    element k[kBlockN][kHeadDim];
+    element v[kBlockN][kHeadDimV];
+    element ds[kBlockN][kBlockM];  // of a step, transposed
+    element p[kBlockN][kBlockM];   // the same of P, which other warps read
+    Stage stages[kStages];
+    int32_t block[4];  // the KeyBlock: stash_block()
+};
+constexpr int kKOffset = offsetof(SharedStorage, k);
+constexpr int kVOffset = offsetof(SharedStorage, v);
+constexpr int kDsOffset = offsetof(SharedStorage, ds);
+constexpr int kDsBytes = sizeof(SharedStorage::ds);
+constexpr int kPOffset = offsetof(SharedStorage, p);
+constexpr int kStagesOffset = offsetof(SharedStorage, stages);
+constexpr int kBlockOffset = offsetof(SharedStorage, block);
+constexpr int kStageBytes = sizeof(Stage);
+constexpr int kQOffset = offsetof(Stage, q);
+constexpr int kDoutOffset = offsetof(Stage, dout);
+constexpr int kLseOffset = offsetof(Stage, lse_log2);
+constexpr int kDeltaOffset = offsetof(Stage, delta);
+constexpr int kMaskOffset = offsetof(Stage, mask);
 
 struct Params {
     const element* dout;                  // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
@@ -226,6 +242,8 @@ struct SeenRows {
 };
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+__device__ int count_steps(const Params& params, const QueryBlocks& queries);  // How many steps a thread block has
+__device__ Step step_after(const Params& params, const KeyBlock& block, const Step& step, const QueryBlocks&);  // The step after this one
 // The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the addresses
 // that follow from it
 __device__ void stash_block(const KeyBlock& block, shared_address smem);
@@ -399,7 +417,7 @@ flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params par
     if (threadIdx.x == 0) stash_block(found_block, smem);
     const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
     Step step = first_step(params, found_block, queries);
-    const int num_steps = (queries.last - queries.first + 1) * heads_of_block(params);
+    const int num_steps = count_steps(params, queries);
     const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
     const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
     const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp * kDqWarpStride, lane);
@@ -426,7 +444,7 @@ flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params par
         cp_async_wait<0>();
         barrier_sync(kThreads);
         const KeyBlock block = stashed_block(smem);
-        const Step next = next_step(step, find_query_blocks(params, block.first_key));  // found again: held, they take registers
+        const Step next = step_after(params, block, step, queries);
         if (left > 1) {
             copy_queries(params, block, next, smem + kStagesOffset + (left - 1) % kStages * kStageBytes);
             cp_async_commit();
@@ -620,16 +638,26 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {keys_of_query(params, 0).begin - first_key, end - first_key};
 }
 
+// How many steps a thread block has: the blocks of queries, for each of its query heads.
+__device__ __forceinline__ int count_steps(const Params& params, const QueryBlocks& queries) {
+    return (queries.last - queries.first + 1) * heads_of_block(params);
+}
+
+// The step after this one. The blocks of queries are found again: held from step to step they would take registers.
+__device__ __forceinline__ Step step_after(const Params& params, const KeyBlock& block, const Step& step, const QueryBlocks&) {
+    return next_step(step, find_query_blocks(params, block.first_key));
+}
+
 // The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
 // addresses that follow from it.
 __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address smem) {
-    store_shared_64(smem + kStashOffset, block.batch, block.group_part);
-    store_shared_64(smem + kStashOffset + 8, block.index, block.first_key);
+    store_shared_64(smem + kBlockOffset, block.batch, block.group_part);
+    store_shared_64(smem + kBlockOffset + 8, block.index, block.first_key);
 }
 
 // The block of keys that was stashed.
 __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
-    const uint4 words = load_shared_128(smem + kStashOffset);
+    const uint4 words = load_shared_128(smem + kBlockOffset);
     KeyBlock block;
     block.batch = words.x;
     block.group_part = words.y;
@@ -999,7 +1027,7 @@ static_assert(kHeadDim / kPairColumns % kQueryWarps == 0 && kHeadDimV / kPairCol
 static_assert(kHeadDim / kPairColumns % kDqColumnWarps == 0, "and of dQ");
 static_assert(kDqInTurn || (kDqPairs & (kDqPairs - 1)) == 0, "pairs side by side are a power of two");
 static_assert(kStageBytes % 128 == 0 && kDsBytes % 128 == 0, "blocks begin at multiples of 128 bytes");
-static_assert(kSharedBytes == 124432, "launcher and kernel agree on shared memory");
+static_assert(sizeof(SharedStorage) == 124432, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 344 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
 static_assert(offsetof(Params, v) == 24 && offsetof(Params, dk) == 32 && offsetof(Params, dv) == 40);
 static_assert(offsetof(Params, delta) == 48 && offsetof(Params, lse_log2) == 56 && offsetof(Params, dq_accum) == 64);

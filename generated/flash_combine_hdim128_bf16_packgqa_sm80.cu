@@ -23,8 +23,12 @@ constexpr int kVectors = kHeadDimV / 4;              // of a row of O in fp32
 constexpr int kLaneVectors = (kVectors + 31) / 32;   // of them, the share of a lane
 constexpr int kRowThreads = kHeadDimV / 8;           // threads that store a row, 16 bytes each
 constexpr int kPartsAtOnce = 5;                      // parts that a warp has on their way from global memory
-constexpr int kSumsOffset = kWarps * kHeadDimV * 4;  // shared memory: O of each warp, then row_max and row_sum of each
-constexpr int kSharedBytes = kSumsOffset + kWarps * 8;
+
+struct SharedStorage {
+    float outputs[kWarps][kHeadDimV];  // what each warp has of O
+    float sums[kWarps][2];             // its row_max and row_sum
+};
+constexpr int kSumsOffset = offsetof(SharedStorage, sums);
 
 struct Params {
     const float* part_outputs;            // (parts, kBlockM, kHeadDimV): O, not divided by row_sum; null where no tile is split
@@ -301,7 +305,7 @@ __device__ __forceinline__ void store_row(const Params& params, const Tile& tile
 }
 
 static_assert(kHeadDimV % 8 == 0 && kRowThreads <= kThreads, "a thread stores 16 bytes of a row");
-static_assert(kSharedBytes == 4160, "launcher and kernel agree on shared memory");
+static_assert(sizeof(SharedStorage) == 4160, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 136 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
 static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, out_batch_stride) == 32);
 static_assert(offsetof(Params, out_row_stride) == 40 && offsetof(Params, out_head_stride) == 48);

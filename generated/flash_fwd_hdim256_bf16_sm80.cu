@@ -20,8 +20,8 @@
 //
 // Map
 //   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
-//   shared memory     Q, kBlockM = 64 rows of kRowBytes = 512; kKStages stages of K, then kVStages of V, kStageBytes = 32768 each; the rest
-//                     begins at kStashOffset. O is stored by way of Q
+//   shared memory     SharedStorage, 107088 bytes: Q, kBlockM = 64 rows of kRowBytes = 512; blocks of K and V, kStageBytes = 32768 each.
+//                     O leaves through the rows of Q
 //   barrier           barrier_sync(kThreads): all warps, before they read what the others have copied, and before it is overwritten
 
 using element = bf16;
@@ -30,11 +30,8 @@ constexpr int kHeadDim = 256;  // of Q and K
 constexpr int kHeadDimV = 256;  // of V and O
 constexpr int kBlockM = 64;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a KV block
-constexpr int kKStages = 1;  // blocks of K in shared memory
-constexpr int kVStages = 1;  // and of V
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCopyThreads = kThreads;  // all threads share the copy of a block of K or V
 
 constexpr int kPairs = kWarps / 2;           // of warps that share their rows: warps p and p + kPairs
 constexpr int kWarpRows = kBlockM / kPairs;  // rows of a warp, which it shares with its partner
@@ -45,18 +42,28 @@ constexpr int kDimTiles = kPartDims / 8;     // MMA tiles of O along the head di
 constexpr int kRowTiles = kWarpRows / 16;    // MMA tiles of a warp along its rows
 constexpr int kRowTileStep = 16;             // rows from a warp's MMA tile to its next
 
-// Shared memory: Q, the stages of K, the stages of V, and what the loop adds. Rows of V are as long as rows of K.
+constexpr int kKStages = 1;                  // blocks of K in shared memory
+constexpr int kVStages = 1;                  // and of V
+constexpr int kCopyThreads = kThreads;       // all threads share the copy of a block of K or V
+
+// Rows of V are as long as rows of K.
+struct SharedStorage {
+    element q[kBlockM][kHeadDim];  // then O, on its way to global memory
+    element k[kKStages][kBlockN][kHeadDim];
+    element v[kVStages][kBlockN][kHeadDim];
+    int32_t tile[4];  // the Tile: stash_tile()
+    element p[kBlockM][kBlockN];
+    int32_t max_updates[kWarps][4 + kWarpRows];  // of each warp: whether it raised row_max, then row_max of its rows
+};
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageBytes = kBlockN * kRowBytes;
-constexpr int kKOffset = kBlockM * kRowBytes;
-constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
-constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
-constexpr int kStashBytes = 16;
-constexpr int kPOffset = kStashOffset + kStashBytes;
+constexpr int kKOffset = offsetof(SharedStorage, k);
+constexpr int kVOffset = offsetof(SharedStorage, v);
+constexpr int kTileOffset = offsetof(SharedStorage, tile);
+constexpr int kPOffset = offsetof(SharedStorage, p);
 constexpr int kPRowBytes = kBlockN * sizeof(element);
-constexpr int kMaxUpdateOffset = kPOffset + kBlockM * kPRowBytes;
-constexpr int kMaxUpdateBytes = 16 + kWarpRows * 4;  // of a warp
-constexpr int kSharedBytes = kMaxUpdateOffset + kWarps * kMaxUpdateBytes;
+constexpr int kMaxUpdateOffset = offsetof(SharedStorage, max_updates);
+constexpr int kMaxUpdateBytes = sizeof(SharedStorage::max_updates[0]);
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
@@ -623,13 +630,13 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
 
 // The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask: registers have no room.
 __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
-    store_shared_64(smem + kStashOffset, tile.batch, tile.head);
-    store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
+    store_shared_64(smem + kTileOffset, tile.batch, tile.head);
+    store_shared_64(smem + kTileOffset + 8, tile.kv_head, tile.first_row);
 }
 
 // The tile that was stashed.
 __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
-    const uint4 words = load_shared_128(smem + kStashOffset);
+    const uint4 words = load_shared_128(smem + kTileOffset);
     Tile tile;
     tile.batch = words.x;
     tile.head = words.y;
@@ -1005,7 +1012,7 @@ static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(kSharedBytes == 107088, "launcher and kernel agree on shared memory");
+static_assert(sizeof(SharedStorage) == 107088, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
 static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);

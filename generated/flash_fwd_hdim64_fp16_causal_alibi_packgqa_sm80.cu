@@ -21,8 +21,8 @@
 //
 // Map
 //   warps             kWarps = 8. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
-//   shared memory     Q, kBlockM = 256 rows of kRowBytes = 128; kKStages stages of K, then kVStages of V, kStageBytes = 12288 each; the rest
-//                     begins at kStashOffset. O is stored by way of Q
+//   shared memory     SharedStorage, 81936 bytes: Q, kBlockM = 256 rows of kRowBytes = 128; blocks of K and V, kStageBytes = 12288 each.
+//                     O leaves through the rows of Q
 //   barrier           barrier_sync(kThreads): all warps, before they read what the others have copied, and before it is overwritten
 
 using element = fp16;
@@ -31,26 +31,31 @@ constexpr int kHeadDim = 64;  // of Q and K
 constexpr int kHeadDimV = 64;  // of V and O
 constexpr int kBlockM = 256;  // query rows of a tile
 constexpr int kBlockN = 96;  // keys of a KV block
-constexpr int kKStages = 2;  // blocks of K in shared memory
-constexpr int kVStages = 2;  // and of V
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCopyThreads = kThreads / 2;  // a group copies a block of K or V on its own
 
-constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
+constexpr int kWarpRows = kBlockM / kWarps;  // a warp has whole rows, so that softmax never leaves it
 constexpr int kKeyTiles = kBlockN / 8;       // MMA tiles of S along the keys
 constexpr int kDimTiles = kHeadDimV / 8;     // MMA tiles of O along the head dimension
 constexpr int kRowTiles = kWarpRows / 16;    // MMA tiles of a warp along its rows
 constexpr int kRowTileStep = 16;             // rows from a warp's MMA tile to its next
 
-// Shared memory: Q, the stages of K, the stages of V, and what the loop adds. Rows of V are as long as rows of K.
+constexpr int kKStages = 2;                  // blocks of K in shared memory
+constexpr int kVStages = 2;                  // and of V
+constexpr int kCopyThreads = kThreads / 2;   // a group copies a block of K or V on its own
+
+// Rows of V are as long as rows of K.
+struct SharedStorage {
+    element q[kBlockM][kHeadDim];  // then O, on its way to global memory
+    element k[kKStages][kBlockN][kHeadDim];
+    element v[kVStages][kBlockN][kHeadDim];
+    int32_t tile[4];  // the Tile: stash_tile()
+};
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageBytes = kBlockN * kRowBytes;
-constexpr int kKOffset = kBlockM * kRowBytes;
-constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
-constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
-constexpr int kStashBytes = 16;
-constexpr int kSharedBytes = kStashOffset + kStashBytes;
+constexpr int kKOffset = offsetof(SharedStorage, k);
+constexpr int kVOffset = offsetof(SharedStorage, v);
+constexpr int kTileOffset = offsetof(SharedStorage, tile);
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
@@ -702,13 +707,13 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
 
 // The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask: registers have no room.
 __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
-    store_shared_64(smem + kStashOffset, tile.batch, tile.head);
-    store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
+    store_shared_64(smem + kTileOffset, tile.batch, tile.head);
+    store_shared_64(smem + kTileOffset + 8, tile.kv_head, tile.first_row);
 }
 
 // The tile that was stashed.
 __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
-    const uint4 words = load_shared_128(smem + kStashOffset);
+    const uint4 words = load_shared_128(smem + kTileOffset);
     Tile tile;
     tile.batch = words.x;
     tile.head = words.y;
@@ -987,7 +992,7 @@ static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(kSharedBytes == 81936, "launcher and kernel agree on shared memory");
+static_assert(sizeof(SharedStorage) == 81936, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 256 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
 static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);

@@ -20,8 +20,8 @@
 //
 // Map
 //   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
-//   shared memory     Q, kBlockM = 128 rows of kRowBytes = 128; kKStages stages of K, then kVStages of V, kStageBytes = 8192 each; the rest
-//                     begins at kStashOffset. O is stored by way of Q
+//   shared memory     SharedStorage, 40992 bytes: Q, kBlockM = 128 rows of kRowBytes = 128; blocks of K and V, kStageBytes = 8192 each.
+//                     O leaves through the rows of Q
 //   barrier           barrier_sync(kThreads): all warps, before they read what the others have copied, and before it is overwritten
 
 using element = fp16;
@@ -30,26 +30,33 @@ constexpr int kHeadDim = 64;  // of Q and K
 constexpr int kHeadDimV = 64;  // of V and O
 constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a KV block
-constexpr int kKStages = 2;  // blocks of K in shared memory
-constexpr int kVStages = 1;  // and of V
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCopyThreads = kThreads;  // all threads share the copy of a block of K or V
 
-constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
+constexpr int kWarpRows = kBlockM / kWarps;  // a warp has whole rows, so that softmax never leaves it
 constexpr int kKeyTiles = kBlockN / 8;       // MMA tiles of S along the keys
 constexpr int kDimTiles = kHeadDimV / 8;     // MMA tiles of O along the head dimension
 constexpr int kRowTiles = kWarpRows / 16;    // MMA tiles of a warp along its rows
-constexpr int kRowTileStep = 16 * kWarps;    // from a warp's MMA tile in the upper half of the tile to that in the lower half
+constexpr int kRowTileStep = 16 * kWarps;    // from a warp's MMA tile in the upper half of the tile to the one in the lower half
 
-// Shared memory: Q, the stages of K, the stages of V, and what the loop adds. Rows of V are as long as rows of K.
+constexpr int kKStages = 2;                  // blocks of K in shared memory
+constexpr int kVStages = 1;                  // and of V
+constexpr int kCopyThreads = kThreads;       // all threads share the copy of a block of K or V
+
+// Rows of V are as long as rows of K.
+struct SharedStorage {
+    element q[kBlockM][kHeadDim];  // then O, on its way to global memory
+    element k[kKStages][kBlockN][kHeadDim];
+    element v[kVStages][kBlockN][kHeadDim];
+    int32_t tile[4];  // the Tile: stash_tile()
+    uint32_t kv_head[4];  // the KvHead: stash_kv_head()
+};
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageBytes = kBlockN * kRowBytes;
-constexpr int kKOffset = kBlockM * kRowBytes;
-constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
-constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
-constexpr int kStashBytes = 32;
-constexpr int kSharedBytes = kStashOffset + kStashBytes;
+constexpr int kKOffset = offsetof(SharedStorage, k);
+constexpr int kVOffset = offsetof(SharedStorage, v);
+constexpr int kTileOffset = offsetof(SharedStorage, tile);
+constexpr int kKvHeadOffset = offsetof(SharedStorage, kv_head);
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
@@ -190,25 +197,11 @@ template <int kColumns> __device__ void copy_rows(shared_address block, const el
 // Starts the copy of KV block `block` of a head of K, and of V
 __device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
 __device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
-// The rows that are copied of a block before the last one that a tile visits
-__device__ SeenRows whole_at_its_end(const Params& params, int block);
-// Start the copy of such a block of K, and of V
-__device__ void copy_k_whole(const Params& params, const element* k, shared_address stage, int block);
-__device__ void copy_v_whole(const Params& params, const element* v, shared_address stage, int block);
 // Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
 __device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
 // The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask
 __device__ void stash_tile(const Tile& tile, shared_address smem);
 __device__ Tile stashed_tile(shared_address smem);  // The tile that was stashed
-
-// Where K and V of the tile's head begin, stashed likewise and read back for each block.
-struct KvHead {
-    const element* k;
-    const element* v;
-};
-
-__device__ void stash_kv_head(const KvHead& head, shared_address smem);  // Stashes where K and V of the tile's head begin
-__device__ KvHead stashed_kv_head(shared_address smem);  // Where K and V of the tile's head begin, from the stash
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
 //
@@ -286,6 +279,20 @@ template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles]
 // A step of online softmax
 template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
+
+// Where K and V of the tile's head begin, stashed in shared memory and read back for each block: registers have no room.
+struct KvHead {
+    const element* k;
+    const element* v;
+};
+
+__device__ void stash_kv_head(const KvHead& head, shared_address smem);  // Stashes where K and V of the tile's head begin
+__device__ KvHead stashed_kv_head(shared_address smem);  // Where K and V of the tile's head begin, from the stash
+// The rows that are copied of a block before the last one that a tile visits
+__device__ SeenRows whole_at_its_end(const Params& params, int block);
+// Start the copy of such a block of K, and of V
+__device__ void copy_k_whole(const Params& params, const element* k, shared_address stage, int block);
+__device__ void copy_v_whole(const Params& params, const element* v, shared_address stage, int block);
 
 // Which of the warp's MMA tiles visit a block. Empty arguments that choose them at compile time.
 struct UpperHalf {
@@ -624,23 +631,6 @@ __device__ __forceinline__ void copy_v(const Params& params, const element* v, s
                          params.head_dim_v);
 }
 
-// The rows that are copied of a block before the last one that a tile visits: only the last block may reach past the last key that some
-// query sees, so rows are predicated at the beginning of the window alone.
-__device__ __forceinline__ SeenRows whole_at_its_end(const Params& params, int block) {
-    return {seen_rows(params, block * kBlockN).begin, kBlockN};
-}
-
-// Start the copy of such a block of K, and of V.
-__device__ __forceinline__ void copy_k_whole(const Params& params, const element* k, shared_address stage, int block) {
-    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, whole_at_its_end(params, block),
-                        params.head_dim);
-}
-
-__device__ __forceinline__ void copy_v_whole(const Params& params, const element* v, shared_address stage, int block) {
-    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, whole_at_its_end(params, block),
-                         params.head_dim_v);
-}
-
 // Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address smem) {
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
@@ -668,34 +658,19 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
 
 // The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask: registers have no room.
 __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
-    store_shared_64(smem + kStashOffset, tile.batch, tile.head);
-    store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
+    store_shared_64(smem + kTileOffset, tile.batch, tile.head);
+    store_shared_64(smem + kTileOffset + 8, tile.kv_head, tile.first_row);
 }
 
 // The tile that was stashed.
 __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
-    const uint4 words = load_shared_128(smem + kStashOffset);
+    const uint4 words = load_shared_128(smem + kTileOffset);
     Tile tile;
     tile.batch = words.x;
     tile.head = words.y;
     tile.kv_head = words.z;
     tile.first_row = words.w;
     return tile;
-}
-
-// Stashes where K and V of the tile's head begin.
-__device__ __forceinline__ void stash_kv_head(const KvHead& head, shared_address smem) {
-    const uint64_t k = reinterpret_cast<uint64_t>(head.k);
-    const uint64_t v = reinterpret_cast<uint64_t>(head.v);
-    store_shared_64(smem + kStashOffset + 16, k, k >> 32);
-    store_shared_64(smem + kStashOffset + 24, v, v >> 32);
-}
-
-// Where K and V of the tile's head begin, from the stash.
-__device__ __forceinline__ KvHead stashed_kv_head(shared_address smem) {
-    const uint4 words = load_shared_128(smem + kStashOffset + 16);
-    return {reinterpret_cast<const element*>(uint64_t(words.y) << 32 | words.x),
-            reinterpret_cast<const element*>(uint64_t(words.w) << 32 | words.z)};
 }
 
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
@@ -864,6 +839,38 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     exponentiate(scores, rows, scale_log2, p);
 }
 
+// Stashes where K and V of the tile's head begin.
+__device__ __forceinline__ void stash_kv_head(const KvHead& head, shared_address smem) {
+    const uint64_t k = reinterpret_cast<uint64_t>(head.k);
+    const uint64_t v = reinterpret_cast<uint64_t>(head.v);
+    store_shared_64(smem + kKvHeadOffset, k, k >> 32);
+    store_shared_64(smem + kKvHeadOffset + 8, v, v >> 32);
+}
+
+// Where K and V of the tile's head begin, from the stash.
+__device__ __forceinline__ KvHead stashed_kv_head(shared_address smem) {
+    const uint4 words = load_shared_128(smem + kKvHeadOffset);
+    return {reinterpret_cast<const element*>(uint64_t(words.y) << 32 | words.x),
+            reinterpret_cast<const element*>(uint64_t(words.w) << 32 | words.z)};
+}
+
+// The rows that are copied of a block before the last one that a tile visits: only the last block may reach past the last key that some
+// query sees, so rows are predicated at the beginning of the window alone.
+__device__ __forceinline__ SeenRows whole_at_its_end(const Params& params, int block) {
+    return {seen_rows(params, block * kBlockN).begin, kBlockN};
+}
+
+// Start the copy of such a block of K, and of V.
+__device__ __forceinline__ void copy_k_whole(const Params& params, const element* k, shared_address stage, int block) {
+    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, whole_at_its_end(params, block),
+                        params.head_dim);
+}
+
+__device__ __forceinline__ void copy_v_whole(const Params& params, const element* v, shared_address stage, int block) {
+    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, whole_at_its_end(params, block),
+                         params.head_dim_v);
+}
+
 // Divides O by the complete row_sum. A row that attends to nothing has the sum 0 and becomes 0.
 __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
@@ -969,7 +976,7 @@ static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(kSharedBytes == 40992, "launcher and kernel agree on shared memory");
+static_assert(sizeof(SharedStorage) == 40992, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 224 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
 static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);

@@ -30,11 +30,15 @@ constexpr int kRowTileStep = 16;             // rows from one of them to the nex
 constexpr int kKeyTiles = kBlockN / 8;       // MMA tiles of S along the keys
 constexpr int kDimTiles = kHeadDimV / 8;     // MMA tiles of O along the head dimension
 
-// Shared memory: a block each of Q, K and V. Rows of V are as long as rows of K.
+// A block each of Q, K and V. Rows of V are as long as rows of K.
+struct SharedStorage {
+    element q[kBlockM][kHeadDim];
+    element k[kBlockN][kHeadDim];
+    element v[kBlockN][kHeadDim];
+};
 constexpr int kRowBytes = kHeadDim * sizeof(element);
-constexpr int kKOffset = kBlockM * kRowBytes;
-constexpr int kVOffset = kKOffset + kBlockN * kRowBytes;
-constexpr int kSharedBytes = kVOffset + kBlockN * kRowBytes;
+constexpr int kKOffset = offsetof(SharedStorage, k);
+constexpr int kVOffset = offsetof(SharedStorage, v);
 
 // fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
 // factor cancels in O / row_sum and in the LSE.
@@ -715,7 +719,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
 
 static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
-static_assert(kSharedBytes == 49152, "launcher and kernel agree on shared memory");
+static_assert(sizeof(SharedStorage) == 49152, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 192 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, running_o) == 40);
 static_assert(offsetof(Params, row_sum) == 48 && offsetof(Params, row_max) == 56 && offsetof(Params, q_batch_stride) == 64);

@@ -25,8 +25,12 @@ constexpr int kVectors = kHeadDimV / 4;              // of a row of O in fp32
 constexpr int kLaneVectors = (kVectors + 31) / 32;   // of them, the share of a lane
 constexpr int kRowThreads = kHeadDimV / 8;           // threads that store a row, 16 bytes each
 constexpr int kPartsAtOnce = 5;                      // parts that a warp has on their way from global memory
-constexpr int kSumsOffset = kWarps * kHeadDimV * 4;  // shared memory: O of each warp, then row_max and row_sum of each
-constexpr int kSharedBytes = kSumsOffset + kWarps * 8;
+
+struct SharedStorage {
+    float outputs[kWarps][kHeadDimV];  // what each warp has of O
+    float sums[kWarps][2];             // its row_max and row_sum
+};
+constexpr int kSumsOffset = offsetof(SharedStorage, sums);
 
 struct Params {
     const float* part_outputs;            // (parts, kBlockM, kHeadDimV): O, not divided by row_sum; null where no tile is split
@@ -564,7 +568,7 @@ __device__ __forceinline__ void combine(const Params& params, const Parts& parts
 }
 
 static_assert(kHeadDimV % 8 == 0 && kRowThreads * kWarps <= kThreads, "a row for each warp can be stored at once");
-static_assert(kSharedBytes == 2080, "launcher and kernel agree on shared memory");
+static_assert(sizeof(SharedStorage) == 2080, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 136 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
 static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, cu_seqlens_q) == 32);
 static_assert(offsetof(Params, kv_lengths) == 40 && offsetof(Params, out_batch_stride) == 48);

@@ -45,14 +45,22 @@ constexpr int kRowTileStep = 16;                  // rows from a warp's MMA tile
 constexpr int kKeyTiles = kGroupKeys / 8;         // MMA tiles of S along the keys
 constexpr int kDimTiles = kHeadDimV / 8;          // MMA tiles of O along the head dimension
 
-// Shared memory: Q, the stages, each with a KV block of K and one of V, then row_max and row_sum of all groups but group 0.
-// Rows of V are as long as rows of K.
+// A KV block. Rows of V are as long as rows of K.
+struct Stage {
+    element k[kBlockN][kHeadDim];
+    element v[kBlockN][kHeadDim];
+};
+
+struct SharedStorage {
+    element q[kBlockM][kHeadDim];
+    Stage stages[kStages];
+    float sums[kGroups - 1][kGroupThreads][kRowTiles][4];  // row_max and row_sum of all groups but group 0
+};
 constexpr int kRowBytes = kHeadDim * sizeof(element);
-constexpr int kStageOffset = kBlockM * kRowBytes;
-constexpr int kVOffset = kBlockN * kRowBytes;  // within a stage
+constexpr int kStageOffset = offsetof(SharedStorage, stages);
+constexpr int kVOffset = offsetof(Stage, v);  // within a stage
 constexpr int kStageBytes = 2 * kBlockN * kRowBytes;
-constexpr int kSumsOffset = kStageOffset + kStages * kStageBytes;
-constexpr int kSharedBytes = kSumsOffset + (kGroups - 1) * kGroupThreads * kRowTiles * 16;
+constexpr int kSumsOffset = offsetof(SharedStorage, sums);
 
 struct Params {
     const element* q;                     // (batch_q, rows_q, num_heads_q, head_dim); rows 16-byte aligned
@@ -1325,7 +1333,7 @@ static_assert(kStages >= 2, "a KV block is on its way while another is computed"
 static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
 static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");
-static_assert(kSharedBytes == 103936, "launcher and kernel agree on shared memory");
+static_assert(sizeof(SharedStorage) == 103936, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 272 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
 static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, pages) == 56 && offsetof(Params, part_outputs) == 64);

@@ -24,9 +24,11 @@ constexpr int kWarpRows = kBlockM / kWarps;
 constexpr int kRowTiles = kWarpRows / 16;  // MMA tiles of a warp along its rows
 constexpr int kDimTiles = kHeadDim / 8;    // MMA tiles along the head dimension
 
-// Shared memory: a block of P, then a block of V.
-constexpr int kVOffset = kBlockM * kBlockN * sizeof(element);
-constexpr int kSharedBytes = kVOffset + kBlockN * kHeadDim * sizeof(element);
+struct SharedStorage {
+    element p[kBlockM][kBlockN];
+    element v[kBlockN][kHeadDim];
+};
+constexpr int kVOffset = offsetof(SharedStorage, v);
 
 struct Params {
     const float* scores;                  // (batch, num_heads_q, seqlen_q, row_keys(params)): S, and then P
@@ -264,7 +266,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
 
 static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P V takes keys by 16");
-static_assert(kSharedBytes == 16384, "launcher and kernel agree on shared memory");
+static_assert(sizeof(SharedStorage) == 16384, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 104 && offsetof(Params, scores) == 0 && offsetof(Params, row_sum) == 8);
 static_assert(offsetof(Params, v) == 16 && offsetof(Params, out) == 24 && offsetof(Params, v_batch_stride) == 32);
 static_assert(offsetof(Params, v_row_stride) == 40 && offsetof(Params, v_head_stride) == 48);

@@ -24,9 +24,11 @@ constexpr int kRowTiles = kWarpRows / 16;  // MMA tiles of a warp along its rows
 constexpr int kRowTileStep = 16;           // rows from one of them to the next
 constexpr int kKeyTiles = kBlockN / 8;     // MMA tiles along the keys
 
-// Shared memory: Q, then a block of K.
-constexpr int kKOffset = kBlockM * kHeadDim * sizeof(element);
-constexpr int kSharedBytes = kKOffset + kBlockN * kHeadDim * sizeof(element);
+struct SharedStorage {
+    element q[kBlockM][kHeadDim];
+    element k[kBlockN][kHeadDim];
+};
+constexpr int kKOffset = offsetof(SharedStorage, k);
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
@@ -340,7 +342,7 @@ __device__ __forceinline__ void store_scores(const Params& params, const Tile& t
 
 static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "ldmatrix brings 16 keys at a time");
-static_assert(kSharedBytes == 16384, "launcher and kernel agree on shared memory");
+static_assert(sizeof(SharedStorage) == 16384, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 96 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, scores) == 16);
 static_assert(offsetof(Params, q_batch_stride) == 24 && offsetof(Params, q_row_stride) == 32);
 static_assert(offsetof(Params, q_head_stride) == 40 && offsetof(Params, k_batch_stride) == 48);
