@@ -107,11 +107,10 @@ append_bf16_halves_wide_paged_sm80(const __grid_constant__ Params params) {
     const int token = row / heads;
     const int head = row - token * heads;
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     const int64_t thread = int64_t(block_index()) * kThreads + threadIdx.x;

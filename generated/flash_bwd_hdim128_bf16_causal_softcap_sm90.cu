@@ -160,7 +160,7 @@ struct QueryValues {
     __device__ __forceinline__ float2 two(int j) const { return load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float)); }
 };
 
-// ==== score: what is made of q . k before the mask, and its derivative in dS
+// ==== score: changes q . k before the mask; its derivative is a factor of dS
 
 // The score modification `softcap`: cap * tanh(score / cap)
 
@@ -188,10 +188,9 @@ __device__ void modify_scores(const Params& params, int batch, int head, float (
     const QueryValues& delta, int lane_key, int lane_query);
 // Turns what modify_scores() made of dP^T into dS^T, without the factor softmax_scale
 __device__ void weigh(float (&ds)[kBlockM / 2], const float (&p)[kBlockM / 2]);
-
 // ====
 
-// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+// ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
 // Queries [begin, end), none where begin is not less.
 struct QueryRange {
@@ -211,7 +210,6 @@ struct QueryBlocks {
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 // Masks the scores of queries that do not attend to their key
 __device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
-
 // ====
 
 // Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
@@ -516,11 +514,10 @@ flash_bwd_hdim128_bf16_causal_softcap_sm90(const __grid_constant__ Params params
         prefetch_tensormap(params.dv);
     }
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     const KeyBlock block = find_key_block(params, block_index());
@@ -568,7 +565,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// ==== score: what is made of q . k before the mask, and its derivative in dS
+// ==== score: changes q . k before the mask; its derivative is a factor of dS
 
 __device__ __forceinline__ ScoreHead score_head(const Params&, int, int) {
     return {};
@@ -618,10 +615,9 @@ __device__ __forceinline__ void weigh(float (&ds)[kBlockM / 2], const float (&p)
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) ds[i] = p[i] == 0.0f ? 0.0f : p[i] * ds[i];
 }
-
 // ====
 
-// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+// ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
 // The queries that attend to a key: from its diagonal on; no queries for a key past the last.
 __device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
@@ -645,7 +641,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
         if (query < range.begin - lane_query || query >= range.end - lane_query) score = -INFINITY;
     });
 }
-
 // ====
 
 // Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,

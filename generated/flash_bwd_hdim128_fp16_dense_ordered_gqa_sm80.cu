@@ -174,7 +174,7 @@ using Scores = float[kKeyTiles][kQueryTiles][4];
 // Visits the scores of S^T with their queries and keys
 template <typename AtQuery> __device__ void for_each_score(Scores& scores, int first_query, int first_key, int lane, AtQuery at_query);
 
-// ==== visible: which keys a query attends to; of a block of queries none, all, or some, which are masked then
+// ==== visible: which keys a query attends to, and which blocks of queries need a mask
 
 // Keys [begin, end).
 struct KeyRange {
@@ -195,7 +195,6 @@ __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 // Masks the keys that the mask hides from their query, and those outside the range of their query
 __device__ void apply_mask(const Params& params, Scores& scores, shared_address tile, int warp_key, int warp_query, int first_key,
     int first_query, int lane);
-
 // ====
 
 // P^T = 2^(scale_log2 * S^T - lse_log2), in place
@@ -234,10 +233,10 @@ struct SeenRows {
 
     __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
 
-    // The same counted from `row`.
+    // The same rows, counted from `row`.
     __device__ __forceinline__ SeenRows from(int row) const { return {begin - row, end - row}; }
 
-    // Those among the first `count`.
+    // Only the rows before `count`.
     __device__ __forceinline__ SeenRows among(int count) const { return {begin, min(end, count)}; }
 };
 
@@ -423,11 +422,10 @@ flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params par
     const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp * kDqWarpStride, lane);
     Gradients gradients = {};
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     if (num_steps > 0) {
@@ -521,7 +519,7 @@ __device__ __forceinline__ void for_each_score(Scores& scores, int first_query, 
     }
 }
 
-// ==== visible: which keys a query attends to; of a block of queries none, all, or some, which are masked then
+// ==== visible: which keys a query attends to, and which blocks of queries need a mask
 
 // The keys in the range of a query: a window around its diagonal. A side without a bound is past every key.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
@@ -553,7 +551,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, Scores& scores,
         };
     });
 }
-
 // ====
 
 // P^T = 2^(scale_log2 * S^T - lse_log2), in place.

@@ -162,7 +162,7 @@ struct QueryValues {
     __device__ __forceinline__ float2 two(int j) const { return values[j]; }
 };
 
-// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+// ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
 __device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
 
@@ -176,7 +176,6 @@ struct QueryBlocks {
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 // Masks the scores of queries that do not attend to their key
 __device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
-
 // ====
 
 // Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
@@ -657,11 +656,10 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
     }
     cluster_arrive_relaxed();  // the dV consumer waits; the dK consumer follows it by p_full, and the producer sends nothing
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     const KeyBlock block = find_key_block(params, block_index());
@@ -712,7 +710,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+// ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
 // The first query that attends to a key: the query of its diagonal; to a key past the last none does.
 __device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
@@ -736,7 +734,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
         if (query < begin[key / 8]) score = -INFINITY;
     });
 }
-
 // ====
 
 // Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,

@@ -150,7 +150,7 @@ struct QueryValues {
     __device__ __forceinline__ float2 two(int j) const { return values[j]; }
 };
 
-// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+// ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
 __device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
 
@@ -164,7 +164,6 @@ struct QueryBlocks {
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 // Masks the scores of queries that do not attend to their key
 __device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
-
 // ====
 
 // Turns S^T into P^T = 2^(scale_log2 S - lse_log2)
@@ -185,7 +184,7 @@ __device__ Tile find_tile(const Params& params, int index, bool of_keys);  // Ti
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 
-// ==== visible, in a tile of queries: which keys a query attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible, in a tile of queries: which keys a query attends to, and which blocks of keys need a mask
 
 // Keys [begin, end).
 struct KeyRange {
@@ -200,7 +199,6 @@ __device__ KeyRange keys_of_some(const Params& params, int first_row, int count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 // Masks the scores of keys that their query does not attend to
 __device__ void apply_mask_of_rows(const Params& params, float (&scores)[kBlockM / 2], int lane_query, int lane_key);
-
 // ====
 
 // The steps of a tile of keys: of each query head of the group the blocks of kBlockM queries, from the last to the first.
@@ -339,8 +337,7 @@ constexpr float kLog2e = 1.4426950408889634f;
 
 // The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1
 __device__ float rounded_lse_log2(float lse);
-__device__ float row_delta(float lse, float sum, float dlse);  // delta of a row
-
+__device__ float row_delta(const float& lse, float sum, const float& dlse);  // delta of a row
 // ====
 
 // Writes lse_log2 of a thread's rows
@@ -626,11 +623,10 @@ flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params par
     const Tile tile = find_tile(params, block_index(), kind == 0);
     __syncthreads();
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     // There are more tiles of the other kind. No barrier of all threads follows, and registers are traded within a half.
@@ -683,7 +679,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// ==== visible: which queries attend to a key; of a block of queries none, all, or some, which are masked then
+// ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
 // The first query that attends to a key: the query of its diagonal; to a key past the last none does.
 __device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
@@ -707,7 +703,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
         if (query < begin[key / 8]) score = -INFINITY;
     });
 }
-
 // ====
 
 // Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
@@ -758,22 +753,22 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 // The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// ==== visible, in a tile of queries: which keys a query attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible, in a tile of queries: which keys a query attends to, and which blocks of keys need a mask
 
 // The keys that a query attends to: those up to its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. No row sees a key of a
-// block outside of it.
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. A block outside
+// of it is not visited.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -788,7 +783,6 @@ __device__ __forceinline__ void apply_mask_of_rows(const Params& params, float (
         if (key >= range.end - lane_key) score = -INFINITY;
     });
 }
-
 // ====
 
 // Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time; what lies outside of the array becomes zeros.
@@ -942,7 +936,7 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 
 // ==== row_end, in the backward pass: what P and dS take from the end of a row
 
-// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. Between S and here the LSE is rounded
+// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. On its way here the LSE is rounded
 // a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
 // LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
 __device__ __forceinline__ float rounded_lse_log2(float lse) {
@@ -952,8 +946,8 @@ __device__ __forceinline__ float rounded_lse_log2(float lse) {
 }
 
 // delta of a row: the sum of dO times O, less dlse. A row that sees nothing has no gradients, whatever dO and O of it are: its delta is 0.
-__device__ __forceinline__ float row_delta(float lse, float sum, float dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
-
+// References: with values ptxas writes other code for a kernel.
+__device__ __forceinline__ float row_delta(const float& lse, float sum, const float& dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
 // ====
 
 // Writes lse_log2 of a thread's rows.

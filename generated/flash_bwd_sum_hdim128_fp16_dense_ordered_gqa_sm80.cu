@@ -63,11 +63,10 @@ flash_bwd_sum_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params
     element* dk = params.dk + batch * params.dk_batch_stride + head * params.dk_head_stride;
     element* dv = params.dv + batch * params.dv_batch_stride + head * params.dv_head_stride;
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     // The columns of dK, then those of dV.

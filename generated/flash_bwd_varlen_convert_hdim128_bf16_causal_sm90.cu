@@ -97,11 +97,10 @@ __device__ void store(element* destination, const float (&values)[8], float scal
 extern "C" __global__ void __launch_bounds__(kThreads)
 flash_bwd_varlen_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params all) {
     // The wait comes first: lengths may be results of the grid before.
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     const QueryUnit unit = find_query_unit(all, block_index(), threadIdx.x % 32);

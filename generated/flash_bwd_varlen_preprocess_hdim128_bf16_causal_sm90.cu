@@ -159,19 +159,17 @@ constexpr float kLog2e = 1.4426950408889634f;
 
 // The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1
 __device__ float rounded_lse_log2(float lse);
-__device__ float row_delta(float lse, float sum, float dlse);  // delta of a row
-
+__device__ float row_delta(const float& lse, float sum, const float& dlse);  // delta of a row
 // ====
 
 // The same at all head dims: left to choose, ptxas makes room for more thread blocks at 32, and at 64 with turns, and spills there.
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
 flash_bwd_varlen_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Params all) {
     // The wait comes first: lengths may be results of the grid before.
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     place_key_blocks(all);
@@ -460,7 +458,7 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 
 // ==== row_end, in the backward pass: what P and dS take from the end of a row
 
-// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. Between S and here the LSE is rounded
+// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. On its way here the LSE is rounded
 // a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
 // LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
 __device__ __forceinline__ float rounded_lse_log2(float lse) {
@@ -470,8 +468,8 @@ __device__ __forceinline__ float rounded_lse_log2(float lse) {
 }
 
 // delta of a row: the sum of dO times O, less dlse. A row that sees nothing has no gradients, whatever dO and O of it are: its delta is 0.
-__device__ __forceinline__ float row_delta(float lse, float sum, float dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
-
+// References: with values ptxas writes other code for a kernel.
+__device__ __forceinline__ float row_delta(const float& lse, float sum, const float& dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
 // ====
 
 static_assert(sizeof(Params) == 192 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);

@@ -59,11 +59,11 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -75,8 +75,7 @@ struct RowEnd {
     __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
 };
 
-__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
-
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
 // ====
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
@@ -128,9 +127,9 @@ flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
-    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of another call. Before its
-    // own wait it only prefetches, or reads values that it reads again after the wait. That wait is for the end of this grid, which has
-    // waited for the grids before it.
+    // Programmatic dependent launch in the last step of a call: let the next grid start at once. It begins another call. Before its own wait it
+    // only prefetches, or reads values that it reads again after the wait. Its wait ends when this grid has ended, which waits for all earlier
+    // grids.
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
 
@@ -149,11 +148,10 @@ flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row.
+// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
-
 // ====
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift

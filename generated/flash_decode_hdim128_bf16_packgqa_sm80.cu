@@ -10,9 +10,9 @@
 // template  flash_decode_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
-// Few rows of queries on many keys, which is bound by the bandwidth of global memory. So every thread block always has copies of K and V
-// on their way, and all thread blocks have equal shares of the pieces of all tiles: of KV blocks, or of splits where
-// the call fixes them. For each KV block:
+// Attention of few query rows over many keys, which is bound by the bandwidth of global memory. So each thread block keeps copies of K and V in
+// flight, and all thread blocks have equal shares of the pieces of all tiles: of KV blocks, or of splits where the call fixes them.
+// For each KV block:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -20,9 +20,10 @@
 // has all KV blocks of a tile, it divides O by row_sum in the end. Other parts go to the workspace, and the next kernel combines them.
 //
 // Map
-//   warps             kWarps = 4, in groups of kGroupWarps = 1. A group copies and computes its own keys of each KV block
+//   warps             kWarps = 4, in groups of kGroupWarps = 1. A group copies its own keys of each KV block and computes their S and P V
 //   shared memory     Q, kBlockM = 16 rows of kRowBytes = 256; kStages = 3 stages of K and V, kStageBytes = 32768 each
-//   barriers          sync_group(): the warps of a group, before they read a stage; barrier_sync(kThreads): all warps, around Q and the merge
+//   barriers          sync_group()            the warps of a group, before they read a stage
+//                     barrier_sync(kThreads)  all warps, before Q is read or overwritten, and around the merge of groups
 
 using element = bf16;
 
@@ -34,7 +35,7 @@ constexpr int kStages = 3;  // KV blocks in shared memory
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 
-// The warps of a group share keys of each KV block, and each has rows for itself. A group of one warp has all rows of the tile.
+// The warps of a group have the same keys of each KV block, and different rows. A group of one warp has all rows of the tile.
 constexpr int kGroupWarps = 1;
 constexpr int kGroupThreads = 32 * kGroupWarps;
 constexpr int kGroups = kWarps / kGroupWarps;
@@ -118,26 +119,26 @@ struct Share {
     int end;
 };
 
-// What a thread block computes of a tile at a time: KV blocks [first, end) of the sequence.
+// A part of a tile that a thread block computes at a time: KV blocks [first, end) of the sequence.
 struct Part {
     int tile;  // among those of all sequences and the set
     int first;
     int end;
-    int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
+    int slot;  // of the workspace, where another share has KV blocks of the tile; below 0 where this is all of the tile
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 
-// The heads of the grid are 1, 2 or 4 sets: head h is of set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
+// The heads of the grid form 1, 2 or 4 sets: head h is in set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
 // and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
 // through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
 
 __device__ int share_of(const Params& params, int thread_block);  // The number of a thread block's share in its set
 // Head number `nth_head` of a thread block's set, in the grid
 __device__ int head_of_set(const Params& params, int thread_block, int nth_head);
-__device__ Share find_share(const Params& params, int thread_block);
+__device__ Share find_share(const Params& params, int thread_block);  // The share of a thread block
 __device__ Part find_part(const Params& params, const Share& share, int index);  // The part that begins with KV block `index` of the share
-__device__ Tile find_tile(const Params& params, int tile_index);
+__device__ Tile find_tile(const Params& params, int tile_index);  // Tile number `tile_index` of the thread block's set of heads
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
@@ -146,7 +147,7 @@ __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, i
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane, AtRow at_row);
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // Keys [begin, end).
 struct KeyRange {
@@ -160,7 +161,6 @@ __device__ KeyRange keys_of_every(const Params& params, int first_row, int count
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
     int first_key, int lane);
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax
@@ -173,24 +173,24 @@ struct SeenRows {
 
     __device__ __forceinline__ bool has(int row) const { return row < end; }
 
-    // The same counted from `row`.
+    // The same rows, counted from `row`.
     __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
 
-    // Those among the first `count`.
+    // Only the rows before `count`.
     __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
 };
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+// consecutive rows of one logical column that ldmatrix reads at a time are in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
 // step's XOR flips.
 using LaneAddress = shared_address;
 
@@ -236,11 +236,11 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -252,8 +252,7 @@ struct RowEnd {
     __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
 };
 
-__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
-
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
 // ====
 
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
@@ -266,7 +265,7 @@ struct RowTile {
     float output[kDimTiles][4];
 };
 
-__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Clears rows
 __device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
 // S = Q . K^T of kTiles MMA tiles of rows, in fp32
 template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
@@ -298,7 +297,7 @@ template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles]
 // A step of online softmax
 template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
-// Groups have different keys of the same rows
+// Where a group leaves its O for group 0
 __device__ shared_address output_address(shared_address exchange, int group, int warp, int tile, int lane);
 __device__ shared_address sums_address(shared_address sums, int group, int warp, int tile, int lane);
 // Leaves the group's rows in shared memory for group 0
@@ -306,7 +305,7 @@ __device__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address excha
 // Adds the rows of the other groups to those of group 0, in the order of the groups
 __device__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp, int lane);
 __device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the complete row_sum
-// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing
+// Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing
 __device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
 __device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);  // Writes O
 // Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts
@@ -325,13 +324,12 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
 
     const Share share = find_share(params, block_index());
     Fetch fetch = seek(params, share.begin, group);
-    prefetch_next(params, share, fetch);  // on its way to L2 while the grid before this one ends
+    prefetch_next(params, share, fetch);  // into L2, while the previous grid ends
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     // Q is copied before K and V, so that it does not queue behind their copies.
@@ -344,15 +342,15 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
     const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
     const int group_offset = group * kGroupKeys * kRowBytes;
     int stage = 0;  // of the KV block to be computed next
-    for (int index = share.begin;;) {
+    for (int index = share.begin;;) {  // the parts of the share, tile after tile
         const Part part = find_part(params, share, index);
         const Tile tile = find_tile(params, part.tile);
         RowTile rows[kRowTiles];
         clear(rows);
 
         for (int block = part.first; block < part.end; ++block) {
-            // 1. Wait for the group's keys of this KV block: a thread waits for its own copies, sync_group() for the copies of the group. All of
-            // them have finished with the previous KV block: start the copy of a later one into its stage.
+            // 1. Wait for the group's keys of this KV block: each thread for its own copies, sync_group() for those of the other lanes and warps. The
+            // group has finished with the previous KV block: start the copy of a later one into that stage.
             cp_async_wait<kStages - 2>();
             sync_group(group);
             fetch_next(params, share, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
@@ -367,7 +365,7 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
             stage = stage == kStages - 1 ? 0 : stage + 1;
         }
 
-        // Q of the next tile is on its way while this one's results are put together, as are its first KV blocks.
+        // While this part is finished, Q of the next tile and its first KV blocks are copied.
         index += part.end - part.first;
         const bool more = index < share.end;
         // The stage of the last KV block is free: nothing is fetched into it before the next KV block is computed.
@@ -400,6 +398,7 @@ __device__ __forceinline__ int head_of_set(const Params& params, int thread_bloc
     return (nth_head << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
 }
 
+// The share of a thread block.
 __device__ __forceinline__ Share find_share(const Params& params, int thread_block) {
     const int begin = share_of(params, thread_block) * params.kv_blocks_per_share;
     return {begin, begin + min(params.kv_blocks_per_share, params.num_kv_blocks - begin)};
@@ -415,6 +414,7 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     return {tile, first, first + count, count == params.kv_blocks_per_tile ? -1 : slot};
 }
 
+// Tile number `tile_index` of the thread block's set of heads.
 __device__ __forceinline__ Tile find_tile(const Params& params, int tile_index) {
     const int head_of_batch = divide(tile_index, params.num_row_blocks_divisor);
     Tile tile;
@@ -461,12 +461,12 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
     }
 }
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -487,7 +487,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
         });
     }
 }
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
@@ -655,11 +654,10 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row.
+// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
-
 // ====
 
 // The maximum over the four lanes of a quad.
@@ -674,7 +672,7 @@ __device__ __forceinline__ float quad_sum(float value) {
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
-// Begins rows: nothing seen yet.
+// Clears rows: no key seen yet.
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -818,8 +816,8 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     exponentiate(scores, rows, scale_log2, p);
 }
 
-// Groups have different keys of the same rows. What the others found of them goes through shared memory to group 0: for each lane and
-// MMA tile of rows, kDimTiles vectors of O, and one of row_max and row_sum.
+// Where a group leaves its O for group 0. Groups have different keys of the same rows, so their results are added: for each lane and MMA tile of
+// rows kDimTiles vectors of O, and one of row_max and row_sum.
 __device__ __forceinline__ shared_address output_address(shared_address exchange, int group, int warp, int tile, int lane) {
     const int sender = (group - 1) * kGroupWarps + warp % kGroupWarps;
     return exchange + ((sender * kRowTiles + tile) * kDimTiles * 32 + lane) * 16;
@@ -898,7 +896,7 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing.
+// Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing.
 // The layout is (batch, num_heads_q, seqlen_q), or (num_heads_q, rows) of the sequence.
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                           int lane) {

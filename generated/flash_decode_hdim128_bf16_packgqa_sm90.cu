@@ -113,7 +113,7 @@ __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, i
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane, AtRow at_row);
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // Keys [begin, end).
 struct KeyRange {
@@ -127,7 +127,6 @@ __device__ KeyRange keys_of_every(const Params& params, int first_row, int count
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
     int first_key, int lane);
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax
@@ -140,24 +139,24 @@ struct SeenRows {
 
     __device__ __forceinline__ bool has(int row) const { return row < end; }
 
-    // The same counted from `row`.
+    // The same rows, counted from `row`.
     __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
 
-    // Those among the first `count`.
+    // Only the rows before `count`.
     __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
 };
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+// consecutive rows of one logical column that ldmatrix reads at a time are in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
 // step's XOR flips.
 using LaneAddress = shared_address;
 
@@ -210,11 +209,11 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -226,8 +225,7 @@ struct RowEnd {
     __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
 };
 
-__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
-
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
 // ====
 
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
@@ -240,7 +238,7 @@ struct RowTile {
     float output[kDimTiles][4];
 };
 
-__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Clears rows
 __device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
 // S = Q . K^T of kTiles MMA tiles of rows, in fp32
 template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
@@ -301,11 +299,10 @@ flash_decode_hdim128_bf16_packgqa_sm90(const __grid_constant__ Params params) {
     Start start = find_start(params, group);
     prefetch_next(params, start.fetch);  // on its way to L2 while the grid before this one ends
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
     const Tile tile = start.tile;
     Fetch fetch = start.fetch;
@@ -393,12 +390,12 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
     }
 }
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -419,7 +416,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
         });
     }
 }
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
@@ -602,11 +598,10 @@ __device__ __forceinline__ Start find_start(const Params& params, int group) {
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row.
+// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
-
 // ====
 
 // The maximum over the four lanes of a quad.
@@ -621,7 +616,7 @@ __device__ __forceinline__ float quad_sum(float value) {
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
-// Begins rows: nothing seen yet.
+// Clears rows: no key seen yet.
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {

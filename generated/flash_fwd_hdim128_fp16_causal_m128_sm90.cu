@@ -154,7 +154,7 @@ __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t 
 // Visits the scores that a lane holds of a KV block
 template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // Keys [begin, end).
 struct KeyRange {
@@ -177,7 +177,6 @@ __device__ constexpr key_word key_bit(int key);  // The bit of a key
 __device__ key_word bits_from(int key, int first_key, int lane);
 // Hides the keys of the KV block at `first_key` that are outside the range of their row; the warp's rows begin at `first_row`
 __device__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key, int lane);
-
 // ====
 
 // A place in a ring of stages. The parity of a stage's barriers changes each time round.
@@ -261,11 +260,11 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -277,8 +276,7 @@ struct RowEnd {
     __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
 };
 
-__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
-
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
 // ====
 
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
@@ -462,11 +460,10 @@ flash_fwd_hdim128_fp16_causal_m128_sm90(const __grid_constant__ Params params) {
     }
     __syncthreads();
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {
@@ -529,22 +526,22 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
     }
 }
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // The keys that a query attends to: those up to its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. No row sees a key of a
-// block outside of it.
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. A block outside
+// of it is not visited.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -578,7 +575,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
         if (hidden[row / 8] & key_bit(key)) score = -INFINITY;
     });
 }
-
 // ====
 
 // Initialises the barriers with the arrivals that complete a phase of each. One thread calls it, before any other uses them.
@@ -734,11 +730,10 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedSco
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row.
+// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
-
 // ====
 
 // The maximum over the four lanes of a quad.

@@ -118,7 +118,7 @@ __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t 
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane, AtRow at_row);
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // Keys [begin, end).
 struct KeyRange {
@@ -134,7 +134,6 @@ __device__ KeyRange keys_of_every(const Params& params, int first_row, int count
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
     int first_key, int lane);
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax
@@ -156,24 +155,24 @@ struct SeenRows {
 
     __device__ __forceinline__ bool has(int row) const { return row < end; }
 
-    // The same counted from `row`.
+    // The same rows, counted from `row`.
     __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
 
-    // Those among the first `count`.
+    // Only the rows before `count`.
     __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
 };
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+// consecutive rows of one logical column that ldmatrix reads at a time are in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
 // step's XOR flips.
 using LaneAddress = shared_address;
 
@@ -192,8 +191,7 @@ template <int kColumns> __device__ void copy_rows(shared_address block, const el
 // Starts the copy of KV block `block` of a head of K, and of V
 __device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
 __device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
-__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
+__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);  // Starts the copy of the tile's rows of Q
 // The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask
 __device__ void stash_tile(const Tile& tile, shared_address smem);
 __device__ Tile stashed_tile(shared_address smem);  // The tile that was stashed
@@ -208,11 +206,11 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -224,8 +222,7 @@ struct RowEnd {
     __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
 };
 
-__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
-
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
 // ====
 
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
@@ -238,7 +235,7 @@ struct RowTile {
     float output[kDimTiles][4];
 };
 
-__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Clears rows
 __device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
 // S = Q . K^T of kTiles MMA tiles of rows, in fp32
 template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
@@ -295,7 +292,7 @@ __device__ void agree_on_row_max(const Pair& pair, bool partner_raised, float pr
     P<kRowTiles>& partner_p, int lane);
 __device__ void add_partner_sums(const Pair& pair, RowTile (&rows)[kRowTiles], int lane);  // Adds the partner's row_sum to the warp's
 __device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the complete row_sum
-// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing
+// Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing
 __device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
 // Rounds O and puts it into the Q tile
 __device__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane);
@@ -385,11 +382,10 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     RowTile rows[kRowTiles];
     clear(rows);
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     main_loop(params, tile, blocks, rows, smem, warp, lane);
@@ -460,20 +456,20 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
     }
 }
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. No row sees a key of a
-// block outside of it.
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. A block outside
+// of it is not visited.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -494,7 +490,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
         });
     }
 }
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
@@ -560,10 +555,9 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
 
-// Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side along a row
-// and each takes every kSwizzleChunks-th chunk of its rows. Rows that are not among `rows` and elements from `head_dim` on become zeros.
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kCopyThreads threads call it together. kSwizzleChunks neighbouring
+// threads copy a row, and each takes every kSwizzleChunks-th chunk of it. Rows outside of `rows`, and elements from `head_dim` on, become zeros.
 // `row_stride` is in elements.
-// kCopyThreads threads call it together, and a thread counts among them.
 template <int kColumns>
 __device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
                                           int head_dim) {
@@ -603,7 +597,7 @@ __device__ __forceinline__ void copy_v(const Params& params, const element* v, s
                          params.head_dim_v);
 }
 
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+// Starts the copy of the tile's rows of Q. Rows past the last one, and elements from head_dim on, become zeros.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address smem) {
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
     static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
@@ -648,11 +642,10 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row.
+// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
-
 // ====
 
 // The maximum over the four lanes of a quad.
@@ -667,7 +660,7 @@ __device__ __forceinline__ float quad_sum(float value) {
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
-// Begins rows: nothing seen yet.
+// Clears rows: no key seen yet.
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -922,7 +915,7 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing.
+// Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing.
 // The layout is (batch, num_heads_q, seqlen_q), or (num_heads_q, rows) of the sequence.
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                           int lane) {

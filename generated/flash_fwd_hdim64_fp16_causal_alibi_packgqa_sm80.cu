@@ -117,7 +117,7 @@ __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, i
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane, AtRow at_row);
 
-// ==== score: what is made of q . k before the mask
+// ==== score: changes q . k before the mask
 
 // The score modification `alibi`: score + slope[b, h] * (kv - q)
 
@@ -143,10 +143,9 @@ __device__ ScoreRow score_row_of(const Params& params, const Tile& tile, int row
 // Replaces q . k by the modified scores, in the tiles of the warp; the arguments are as for for_each_score()
 template <int kTiles> __device__ void modify_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     int first_row, int first_key, int lane);
-
 // ====
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // Keys [begin, end).
 struct KeyRange {
@@ -162,7 +161,6 @@ __device__ KeyRange keys_of_every(const Params& params, int first_row, int count
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
     int first_key, int lane);
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax
@@ -184,24 +182,24 @@ struct SeenRows {
 
     __device__ __forceinline__ bool has(int row) const { return row < end; }
 
-    // The same counted from `row`.
+    // The same rows, counted from `row`.
     __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
 
-    // Those among the first `count`.
+    // Only the rows before `count`.
     __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
 };
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+// consecutive rows of one logical column that ldmatrix reads at a time are in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
+// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. A step XORs `swizzled`; `offset` is added after that.
 struct LaneAddress {
     shared_address swizzled;
     int offset;
@@ -221,8 +219,7 @@ __device__ const element* head_v(const Params& params, const Tile& tile);  // Wh
 // Starts the copy of a KV block of K or V, kColumns wide, into shared memory
 template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
     int head_dim);
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
-__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
+__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);  // Starts the copy of the tile's rows of Q
 // The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask
 __device__ void stash_tile(const Tile& tile, shared_address smem);
 __device__ Tile stashed_tile(shared_address smem);  // The tile that was stashed
@@ -241,11 +238,11 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -257,8 +254,7 @@ struct RowEnd {
     __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
 };
 
-__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
-
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
 // ====
 
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
@@ -271,7 +267,7 @@ struct RowTile {
     float output[kDimTiles][4];
 };
 
-__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Clears rows
 __device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
 // S = Q . K^T of kTiles MMA tiles of rows, in fp32
 template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
@@ -310,7 +306,7 @@ template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles]
 template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
 __device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the complete row_sum
-// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing
+// Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing
 __device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
 // Rounds O and puts it into the Q tile
 __device__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane);
@@ -318,9 +314,14 @@ __device__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address sm
 __device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], shared_address smem, int warp,
     int lane);
 
-// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have two stages each; block b lies in stage
-// b % 2. The warps form two groups that take turns: while the MMAs of one run, the other, on the same four schedulers, does its softmax
-// and starts a copy, the first group of K, the second of V. A turn ends at a barrier for all.
+// The main loop: S, softmax and P V of one KV block after another. K and V have two stages each; block b is in stage b % 2.
+//
+// The warps form two groups that take turns at the tensor cores: while one group issues MMAs, the other, on the same four schedulers, computes its
+// softmax. A turn begins and ends with a barrier of all warps. At the end of its turn group 0 starts the copy of a block of K, group 1 of V:
+//
+//     turn       0           1                 2                 3                 4
+//     group 0    S(b)        softmax(b)        PV(b) S(b-1)      softmax(b-1)      PV(b-1) S(b-2)
+//     group 1                S(b)              softmax(b)        PV(b) S(b-1)      softmax(b-1)
 __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
                                           shared_address smem, int warp, int lane) {
     const int group = warp / (kWarps / 2);
@@ -341,17 +342,17 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     barrier_sync(kThreads);  // the stash is written
 
     auto begin_turn = [&]() {
-        // Everybody's share of the copies that were started before the previous turn is here.
+        // The copies that all threads started before the previous turn have arrived.
         cp_async_wait<0>();
         barrier_sync(kThreads);
     };
     auto end_turn = [&](int block) {
-        // Everybody has finished with the stages that the next copies overwrite.
+        // All warps have finished with the stages that the next copies overwrite.
         barrier_sync(kThreads);
         if (block > blocks.first) fetch(block - 1);
         cp_async_commit();
     };
-    if (group == 1) begin_turn();  // one turn behind
+    if (group == 1) begin_turn();  // its turns come one later
 
     const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
     const LaneAddress k_lanes = k_lane_address(smem + kKOffset, lane);
@@ -359,7 +360,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     auto k_lane = [&](int block) { return k_lanes.with_offset(block % 2 * kStageBytes); };
     auto v_lane = [&](int block) { return v_lanes.with_offset(block % 2 * kStageBytes); };
 
-    // The blocks that this warp's rows attend to; it sits the others out, at the same barriers as everybody.
+    // The blocks that this warp's rows attend to. In other blocks it does nothing but meet the barriers.
     KvBlocks warp_blocks = kv_blocks_of(params, min(tile.first_row + first_row_of(warp), num_rows(params) - 1), kWarpRows);
     warp_blocks.first = max(warp_blocks.first, blocks.first);
     warp_blocks.last = max(warp_blocks.last, blocks.first - 1);
@@ -368,7 +369,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
         finish_scores(params, stashed_tile(smem), scores, first_row_of(warp), block * kBlockN, lane);
     };
 
-    // Takes blocks from `block` on, in a turn that has begun; returns the last one, in the turn of its P . V.
+    // Computes the blocks from `block` on, in a turn that has begun. Returns the last one, in the turn of its P V, which the caller ends.
     auto visit_run = [&](int block) {
         float scores[kRowTiles][kKeyTiles][4];
         P<kRowTiles> p;
@@ -391,7 +392,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
             --block;
             end_turn(block);
         }
-        // Last turn: O += P V. The caller ends it.
+        // Last turn: O += P V.
         VFragments v_fragments[2];
         load_v(v_fragments[0], v_lane(block), 0);
         begin_turn();
@@ -422,11 +423,10 @@ flash_fwd_hdim64_fp16_causal_alibi_packgqa_sm80(const __grid_constant__ Params p
     RowTile rows[kRowTiles];
     clear(rows);
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     main_loop(params, tile, blocks, rows, smem, warp, lane);
@@ -501,7 +501,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
     }
 }
 
-// ==== score: what is made of q . k before the mask
+// ==== score: changes q . k before the mask
 
 __device__ __forceinline__ ScoreHead score_head(const Params& params, int b, int h) {
     ScoreHead head;
@@ -547,25 +547,24 @@ __device__ __forceinline__ void modify_scores(const Params& params, const Tile& 
         };
     });
 }
-
 // ====
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // The keys that a query attends to: those up to its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. No row sees a key of a
-// block outside of it.
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. A block outside
+// of it is not visited.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -586,7 +585,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
         });
     }
 }
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
@@ -650,10 +648,9 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
 
-// Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side along a row
-// and each takes every kSwizzleChunks-th chunk of its rows. Rows that are not among `rows` and elements from `head_dim` on become zeros.
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kCopyThreads threads call it together. kSwizzleChunks neighbouring
+// threads copy a row, and each takes every kSwizzleChunks-th chunk of it. Rows outside of `rows`, and elements from `head_dim` on, become zeros.
 // `row_stride` is in elements.
-// kCopyThreads threads call it together, and a thread counts among them.
 template <int kColumns>
 __device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
                                           int head_dim) {
@@ -682,7 +679,7 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     }
 }
 
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+// Starts the copy of the tile's rows of Q. Rows past the last one, and elements from head_dim on, become zeros.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address smem) {
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
     static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
@@ -725,11 +722,10 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row.
+// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
-
 // ====
 
 // The maximum over the four lanes of a quad.
@@ -744,7 +740,7 @@ __device__ __forceinline__ float quad_sum(float value) {
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
-// Begins rows: nothing seen yet.
+// Clears rows: no key seen yet.
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -910,7 +906,7 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing.
+// Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing.
 // The layout is (batch, num_heads_q, seqlen_q), or (num_heads_q, rows) of the sequence.
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                           int lane) {

@@ -90,7 +90,7 @@ __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t 
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane, AtRow at_row);
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // Keys [begin, end).
 struct KeyRange {
@@ -106,7 +106,6 @@ __device__ KeyRange keys_of_every(const Params& params, int first_row, int count
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
     int first_key, int lane);
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax
@@ -128,24 +127,24 @@ struct SeenRows {
 
     __device__ __forceinline__ bool has(int row) const { return row < end; }
 
-    // The same counted from `row`.
+    // The same rows, counted from `row`.
     __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
 
-    // Those among the first `count`.
+    // Only the rows before `count`.
     __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
 };
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+// consecutive rows of one logical column that ldmatrix reads at a time are in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
 // step's XOR flips.
 using LaneAddress = shared_address;
 
@@ -163,18 +162,17 @@ template <int kColumns> __device__ void copy_rows(shared_address block, const el
 // Starts the copy of KV block `block` of a head of K, and of V
 __device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
 __device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
-__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);
+__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);  // Starts the copy of the tile's rows of Q
 
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -186,8 +184,7 @@ struct RowEnd {
     __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
 };
 
-__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
-
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
 // ====
 
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
@@ -219,13 +216,13 @@ using VAddress = LaneAddress;
 
 __device__ VAddress v_address(shared_address block, int lane);
 template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
-__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Clears rows
 // Multiplies O of each row by a function of the row's l
 template <typename Factor> __device__ void scale_output(RowTile (&rows)[kRowTiles], Factor factor);
 // Calls at_row(row, rows[i], row8) for each row of this warp's MMA tiles that exists; the row counts within the head
 template <typename Rows, typename AtRow> __device__ void for_each_row(const Params& params, const Tile& tile, Rows& rows, int warp,
     int lane, AtRow at_row);
-__device__ int64_t row_index(const Params& params, const Tile& tile, int row);  // Where l and m of a row lie, and the LSE
+__device__ int64_t row_index(const Params& params, const Tile& tile, int row);  // The index of l, m and the LSE of a row
 // Loads O, l and m of a tile's rows
 __device__ void load_rows(const Params& params, const Tile& tile, RowTile (&rows)[kRowTiles], int warp, int lane);
 // Stores O, l and m of a tile's rows
@@ -333,22 +330,22 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
     }
 }
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // The keys that a query attends to: those up to its diagonal.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. No row sees a key of a
-// block outside of it.
+// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. A block outside
+// of it is not visited.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -369,7 +366,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
         });
     }
 }
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
@@ -431,10 +427,9 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
 
-// Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side along a row
-// and each takes every kSwizzleChunks-th chunk of its rows. Rows that are not among `rows` and elements from `head_dim` on become zeros.
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kCopyThreads threads call it together. kSwizzleChunks neighbouring
+// threads copy a row, and each takes every kSwizzleChunks-th chunk of it. Rows outside of `rows`, and elements from `head_dim` on, become zeros.
 // `row_stride` is in elements.
-// kCopyThreads threads call it together, and a thread counts among them.
 template <int kColumns>
 __device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
                                           int head_dim) {
@@ -474,7 +469,7 @@ __device__ __forceinline__ void copy_v(const Params& params, const element* v, s
                          params.head_dim_v);
 }
 
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+// Starts the copy of the tile's rows of Q. Rows past the last one, and elements from head_dim on, become zeros.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address smem) {
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
     static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
@@ -502,11 +497,10 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row.
+// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
-
 // ====
 
 // The maximum over the four lanes of a quad.
@@ -571,7 +565,7 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
     }
 }
 
-// Begins rows: nothing seen yet.
+// Clears rows: no key seen yet.
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -615,13 +609,13 @@ __device__ __forceinline__ void for_each_row(const Params& params, const Tile& t
     }
 }
 
-// Where l and m of a row lie, and the LSE. O of a row lies at head_dim_v times that.
+// The index of l, m and the LSE of a row. O of the row begins at head_dim_v times this index.
 __device__ __forceinline__ int64_t row_index(const Params& params, const Tile& tile, int row) {
     return (int64_t(tile.batch) * params.num_heads_q + tile.head) * params.seqlen_q + row;
 }
 
 // Loads O, l and m of a tile's rows.
-// Line 8: m, l and O from global memory. Rows past the last one have none, and are never stored.
+// Line 8 of the algorithm: m, l and O from global memory. Rows past the last one stay clear, and are never stored.
 __device__ __forceinline__ void load_rows(const Params& params, const Tile& tile, RowTile (&rows)[kRowTiles], int warp, int lane) {
     clear(rows);
     for_each_row(params, tile, rows, warp, lane, [&](int row, RowTile& of_row, int row8) {
@@ -640,8 +634,8 @@ __device__ __forceinline__ void load_rows(const Params& params, const Tile& tile
 }
 
 // Stores O, l and m of a tile's rows.
-// Lines 12 and 13: m, l and O to global memory. A lane stores what it loads again, except that one of a quad stores m and l for all;
-// barriers stand between that and the next load.
+// Lines 12 and 13 of the algorithm: m, l and O to global memory. Each lane loads again what it stored of O. One lane of a quad stores m and l
+// for all four; barriers separate that from the next load.
 __device__ __forceinline__ void store_rows(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                            int lane) {
     for_each_row(params, tile, rows, warp, lane, [&](int row, const RowTile& of_row, int row8) {

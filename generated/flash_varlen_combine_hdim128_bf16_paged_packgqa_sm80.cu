@@ -65,18 +65,17 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
-
 // ====
 
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -88,8 +87,7 @@ struct RowEnd {
     __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
 };
 
-__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
-
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
 // ====
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
@@ -140,7 +138,7 @@ struct Tiles {
 
 __device__ Tiles tiles_of(const Params& params);  // The tiles of a sequence
 
-// The heads of the grid are 1, 2 or 4 sets: head h is of set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
+// The heads of the grid form 1, 2 or 4 sets: head h is in set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
 // and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
 // through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
 
@@ -223,9 +221,9 @@ flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Par
     const Params params = of_sequence(all, place);
     const Parts parts = has_share ? find_parts(params, place, per_share, share) : Parts{};
 
-    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of another call. Before its
-    // own wait it only prefetches, or reads values that it reads again after the wait. That wait is for the end of this grid, which has
-    // waited for the grids before it.
+    // Programmatic dependent launch in the last step of a call: let the next grid start at once. It begins another call. Before its own wait it
+    // only prefetches, or reads values that it reads again after the wait. Its wait ends when this grid has ended, which waits for all earlier
+    // grids.
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
 
@@ -236,17 +234,15 @@ flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Par
 
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
-
 // ====
 
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row.
+// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
-
 // ====
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift

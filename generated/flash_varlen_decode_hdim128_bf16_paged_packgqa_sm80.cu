@@ -10,9 +10,9 @@
 // template  flash_decode_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
-// Few rows of queries on many keys, which is bound by the bandwidth of global memory. So every thread block always has copies of K and V
-// on their way, and all thread blocks have equal shares of the pieces of all tiles: of KV blocks, or of splits where
-// the call fixes them. For each KV block:
+// Attention of few query rows over many keys, which is bound by the bandwidth of global memory. So each thread block keeps copies of K and V in
+// flight, and all thread blocks have equal shares of the pieces of all tiles: of KV blocks, or of splits where the call fixes them.
+// For each KV block:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -20,9 +20,10 @@
 // has all KV blocks of a tile, it divides O by row_sum in the end. Other parts go to the workspace, and the next kernel combines them.
 //
 // Map
-//   warps             kWarps = 4, in groups of kGroupWarps = 1. A group copies and computes its own keys of each KV block
+//   warps             kWarps = 4, in groups of kGroupWarps = 1. A group copies its own keys of each KV block and computes their S and P V
 //   shared memory     Q, kBlockM = 16 rows of kRowBytes = 256; kStages = 3 stages of K and V, kStageBytes = 32768 each
-//   barriers          sync_group(): the warps of a group, before they read a stage; barrier_sync(kThreads): all warps, around Q and the merge
+//   barriers          sync_group()            the warps of a group, before they read a stage
+//                     barrier_sync(kThreads)  all warps, before Q is read or overwritten, and around the merge of groups
 
 using element = bf16;
 
@@ -34,7 +35,7 @@ constexpr int kStages = 3;  // KV blocks in shared memory
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 
-// The warps of a group share keys of each KV block, and each has rows for itself. A group of one warp has all rows of the tile.
+// The warps of a group have the same keys of each KV block, and different rows. A group of one warp has all rows of the tile.
 constexpr int kGroupWarps = 1;
 constexpr int kGroupThreads = 32 * kGroupWarps;
 constexpr int kGroups = kWarps / kGroupWarps;
@@ -121,12 +122,12 @@ struct Share {
     int end;
 };
 
-// What a thread block computes of a tile at a time: KV blocks [first, end) of the sequence.
+// A part of a tile that a thread block computes at a time: KV blocks [first, end) of the sequence.
 struct Part {
     int tile;  // among those of the sequence and the set
     int first;
     int end;
-    int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
+    int slot;  // of the workspace, where another share has KV blocks of the tile; below 0 where this is all of the tile
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
@@ -169,7 +170,7 @@ struct Tiles {
 
 __device__ Tiles tiles_of(const Params& params);  // The tiles of a sequence
 
-// The heads of the grid are 1, 2 or 4 sets: head h is of set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
+// The heads of the grid form 1, 2 or 4 sets: head h is in set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
 // and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
 // through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
 
@@ -204,7 +205,7 @@ __device__ Params of_sequence(const Params& params, int sequence, const Lengths&
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
     int lane, AtRow at_row);
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // Keys [begin, end).
 struct KeyRange {
@@ -218,7 +219,6 @@ __device__ KeyRange keys_of_every(const Params& params, int first_row, int count
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
     int first_key, int lane);
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax
@@ -231,24 +231,24 @@ struct SeenRows {
 
     __device__ __forceinline__ bool has(int row) const { return row < end; }
 
-    // The same counted from `row`.
+    // The same rows, counted from `row`.
     __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
 
-    // Those among the first `count`.
+    // Only the rows before `count`.
     __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
 };
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+// consecutive rows of one logical column that ldmatrix reads at a time are in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
 // step's XOR flips.
 using LaneAddress = shared_address;
 
@@ -347,11 +347,11 @@ constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a mas
 
 __device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -363,8 +363,7 @@ struct RowEnd {
     __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
 };
 
-__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
-
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
 // ====
 
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
@@ -377,7 +376,7 @@ struct RowTile {
     float output[kDimTiles][4];
 };
 
-__device__ void clear(RowTile (&rows)[kRowTiles]);  // Begins rows
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Clears rows
 __device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
 // S = Q . K^T of kTiles MMA tiles of rows, in fp32
 template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
@@ -409,7 +408,7 @@ template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles]
 // A step of online softmax
 template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
-// Groups have different keys of the same rows
+// Where a group leaves its O for group 0
 __device__ shared_address output_address(shared_address exchange, int group, int warp, int tile, int lane);
 __device__ shared_address sums_address(shared_address sums, int group, int warp, int tile, int lane);
 // Leaves the group's rows in shared memory for group 0
@@ -417,7 +416,7 @@ __device__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address excha
 // Adds the rows of the other groups to those of group 0, in the order of the groups
 __device__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp, int lane);
 __device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the complete row_sum
-// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing
+// Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing
 __device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
 __device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);  // Writes O
 // Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts
@@ -435,12 +434,12 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
     auto stage_address = [&](int stage) { return smem + kStageOffset + stage * kStageBytes; };
 
     const Start start = await_start(all, group, lane);
-    // Programmatic dependent launch: the next grid may start once all thread blocks of this one have come here or ended. It may rely on every
-    // grid before this one having ended.
+    // Programmatic dependent launch: let the next grid start, once all thread blocks have come here or ended. await_start() has waited for the
+    // previous grid, so the next one may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     const Share share = start.share;
-    if (share.begin == share.end) return;  // the shares before this one have all KV blocks
+    if (share.begin == share.end) return;  // earlier shares have all KV blocks
     Place place = start.place;
     Params params = of_sequence(all, place.sequence, place.lengths);
     Fetch fetch = start.fetch;
@@ -455,15 +454,15 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
     const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
     const int group_offset = group * kGroupKeys * kRowBytes;
     int stage = 0;  // of the KV block to be computed next
-    for (int index = share.begin;;) {
+    for (int index = share.begin;;) {  // the parts of the share, tile after tile
         const Part part = find_part(params, share, place, index);
         const Tile tile = find_tile(params, place, part.tile);
         RowTile rows[kRowTiles];
         clear(rows);
 
         for (int block = part.first; block < part.end; ++block) {
-            // 1. Wait for the group's keys of this KV block: a thread waits for its own copies, sync_group() for the copies of the group. All of
-            // them have finished with the previous KV block: start the copy of a later one into its stage.
+            // 1. Wait for the group's keys of this KV block: each thread for its own copies, sync_group() for those of the other lanes and warps. The
+            // group has finished with the previous KV block: start the copy of a later one into that stage.
             cp_async_wait<kStages - 2>();
             sync_group(group);
             fetch_next(all, share, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
@@ -478,10 +477,10 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
             stage = stage == kStages - 1 ? 0 : stage + 1;
         }
 
-        // Q of the next tile is on its way while this one's results are put together, as are its first KV blocks.
+        // While this part is finished, Q of the next tile and its first KV blocks are copied.
         index += part.end - part.first;
         const bool more = index < share.end;
-        // This tile's results still need the parameters of its sequence.
+        // The results of this tile still need the parameters of its own sequence.
         const bool same_sequence = index < place.end;
         const Place next_place_of_share = more && !same_sequence ? next_place(all, place) : place;
         const Params next_params =
@@ -718,12 +717,12 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
     }
 }
 
-// ==== visible: which keys a row attends to; of a block of keys none, all, or some, which are masked then
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it has no key outside of a row's range.
+// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -744,7 +743,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
         });
     }
 }
-
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
@@ -1011,11 +1009,10 @@ __device__ __forceinline__ Start await_start(const Params& all, int group, int l
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row.
+// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
-
 // ====
 
 // The maximum over the four lanes of a quad.
@@ -1030,7 +1027,7 @@ __device__ __forceinline__ float quad_sum(float value) {
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
-// Begins rows: nothing seen yet.
+// Clears rows: no key seen yet.
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -1174,8 +1171,8 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     exponentiate(scores, rows, scale_log2, p);
 }
 
-// Groups have different keys of the same rows. What the others found of them goes through shared memory to group 0: for each lane and
-// MMA tile of rows, kDimTiles vectors of O, and one of row_max and row_sum.
+// Where a group leaves its O for group 0. Groups have different keys of the same rows, so their results are added: for each lane and MMA tile of
+// rows kDimTiles vectors of O, and one of row_max and row_sum.
 __device__ __forceinline__ shared_address output_address(shared_address exchange, int group, int warp, int tile, int lane) {
     const int sender = (group - 1) * kGroupWarps + warp % kGroupWarps;
     return exchange + ((sender * kRowTiles + tile) * kDimTiles * 32 + lane) * 16;
@@ -1254,7 +1251,7 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Writes lse = ln(sum of exp(score)) of the scores that the softmax has; -inf for a row that attends to nothing.
+// Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing.
 // The layout is (batch, num_heads_q, seqlen_q), or (num_heads_q, rows) of the sequence.
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                           int lane) {

@@ -59,11 +59,10 @@ merge_bf16_sm80(const __grid_constant__ Params params) {
     const int row = block_index() % params.num_row_blocks * kBlockM + threadIdx.x / kLanes;
     const int lane = threadIdx.x % kLanes;
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
+    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // The next grid may start once all thread blocks of this one have come here or ended. They come here after their wait, so the next grid
-    // may rely on every grid before this one having ended.
+    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
+    // earlier grids are done.
     griddepcontrol_launch_dependents();
 
     if (row >= params.seqlen_q * params.num_heads_q) return;

@@ -77,7 +77,6 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
-
 // ====
 
 // Which rows of a block of keys some query of the sequence sees: those before `end`.
@@ -86,20 +85,20 @@ struct SeenRows {
 
     __device__ __forceinline__ bool has(int row) const { return row < end; }
 
-    // The same counted from `row`.
+    // The same rows, counted from `row`.
     __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
 
-    // Those among the first `count`.
+    // Only the rows before `count`.
     __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
 };
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Functions, since most threads need no LSE.
+// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -111,8 +110,7 @@ struct RowEnd {
     __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
 };
 
-__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row
-
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
 // ====
 
 // O += P V for this warp's rows and the keys of a block
@@ -201,7 +199,6 @@ __device__ __forceinline__ void load_a(uint32_t (&fragment)[4], shared_address b
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
-
 // ====
 
 // The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
@@ -210,11 +207,10 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
     return {end - first_key};
 }
 
-// ==== row_end: what the sums of a row become after its last key
+// ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row.
+// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
-
 // ====
 
 // O += P V for this warp's rows and the keys of a block. Element [i][n][e] of thread (g, t) = (lane / 4, lane % 4) is row

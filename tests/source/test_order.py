@@ -114,7 +114,6 @@ struct Range {
 
 // The keys of a row.
 __device__ Range keys_of(int row) { return {row}; }
-
 // ====
 
 __device__ int after() { return 1; }
@@ -134,7 +133,6 @@ struct Range {
 };
 
 __device__ Range keys_of(int row);  // The keys of a row
-
 // ====
 
 __device__ int after();
@@ -147,7 +145,6 @@ __device__ int before() { return 0; }
 
 // The keys of a row.
 __device__ Range keys_of(int row) { return {row}; }
-
 // ====
 
 __device__ int after() { return 1; }

@@ -66,7 +66,7 @@ def from_the_top(text: str, *roles: str) -> str:
     algorithm: list[str] = []
     functions: list[str] = []
     assertions: list[str] = []
-    part = functions  # or those of a section
+    part = functions  # or the functions of a section
     heading = ""
     last_prototype = None  # its end in `first`
     for unit in _units(_marked(text)):
@@ -76,7 +76,7 @@ def from_the_top(text: str, *roles: str) -> str:
         mark = unit.comment[0] if unit.comment and not begin else ""
         if _bare(mark) == _SECTION:
             if part:
-                functions += ["", heading, *part, "", mark]
+                functions += ["", heading, *part, mark]
             part = functions
             first += whole
         elif mark.startswith(_SECTION):
