@@ -262,6 +262,33 @@ def test_a_child_finds_no_lock_of_a_build_that_its_parent_is_at(tmp_path, monkey
 
 
 @needs_fork
+def test_a_child_finds_no_lock_of_a_bundle_that_its_parent_reads(tmp_path, monkeypatch):
+    """Neither of the bundle nor of the library that unpacks it, however far the parent is."""
+    import zipfile
+
+    from flashgen.toolchain import bundle
+
+    key, reading = "ab" * 32, threading.Event()
+    path = tmp_path / "kernels.zip"
+    bundle.write(path, "nvrtc 13.0", {key: b"code"}, [bundle.Held("kernel", "sm_90", key)])
+    opened = bundle.Bundle(path)
+    read = zipfile._SharedFile.read
+
+    def slow(self, count=-1):
+        with self._lock:  # as it holds while it seeks and reads
+            reading.set()
+            threading.Event().wait(0.05)
+            return read(self, count)
+
+    monkeypatch.setattr(zipfile._SharedFile, "read", slow)
+    thread = threading.Thread(target=opened.get, args=(key,))
+    thread.start()
+    reading.wait()
+    assert child_can(lambda: opened.get(key))
+    thread.join()
+
+
+@needs_fork
 def test_a_child_finds_no_lock_of_a_kernel_that_its_parent_loads():
     from flashgen.runtime import kernel
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen import __version__
 from flashgen.errors import BadParam, CacheWarning
-from flashgen.host import paths
+from flashgen.host import forks, paths
 from flashgen.toolchain import atomic, private
 from flashgen.toolchain.cacheentry import MAX_BYTES as MAX_ENTRY
 from flashgen.toolchain.cacheentry import pack, unpack
@@ -48,6 +48,8 @@ _DAMAGED = (
     NotImplementedError,
     RuntimeError,
 )
+# zipfile has a lock for each file, which a child of a fork would find locked if a thread of its parent reads.
+_reading = forks.guard()
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)  # a zip's first moment: equal kernels make equal files
 
 
@@ -126,7 +128,7 @@ class Bundle:
 
     def _read(self, name: str, most: int) -> bytes:
         """A member of the file. Raises ValueError for more than ``most`` bytes, which are not unpacked."""
-        with self._file.open(name) as member:
+        with _reading, self._file.open(name) as member:
             data = member.read(most + 1)  # the size that the zip states need not be true
         if len(data) > most:
             raise ValueError(f"{name} has more than {most:,} bytes")
