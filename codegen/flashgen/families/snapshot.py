@@ -79,7 +79,7 @@ def encode(content: Content) -> bytes:
 
 def decode(stored: bytes, replaced: Callable[[Exception], Content]) -> Content:
     """The content that `encode` made these bytes of. Its entries are read when they are first looked at:
-    where they turn out to be wrong, they are those of ``replaced``, which gets the error.
+    where they turn out to be wrong, ``replaced`` gets the error and gives the entries.
     """
     first, _, entries = stored.partition(b"\n")
     plain = json.loads(first)
