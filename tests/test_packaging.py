@@ -235,15 +235,16 @@ def test_both_commands_of_the_readme_set_up_from_nothing():
 
 
 LOCK = ROOT / ".ci" / "requirements.txt"
+LIBRARIES = ROOT / ".ci" / "libraries.txt"
 CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-def locked() -> dict[str, list[tuple[Requirement, int]]]:
-    """What the lock pins, by name, each with the number of its hashes; several where versions of Python
+def locked(lock: Path = LOCK) -> dict[str, list[tuple[Requirement, int]]]:
+    """What a lock pins, by name, each with the number of its hashes; several where versions of Python
     differ.
     """
     found: dict[str, list[tuple[Requirement, int]]] = {}
-    text = re.sub(r"^ *#.*\n", "", LOCK.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = re.sub(r"^ *#.*\n", "", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)
     for line in text.replace("\\\n", " ").splitlines():
         requirement, *hashes = re.split(r" +--hash=sha256:(?=[0-9a-f]{64}\b)", line)
         pinned = Requirement(requirement)
@@ -251,9 +252,10 @@ def locked() -> dict[str, list[tuple[Requirement, int]]]:
     return found
 
 
-def test_every_line_of_the_lock_pins_a_version_and_its_hashes():
-    assert locked()
-    for name, pinned in locked().items():
+@pytest.mark.parametrize("lock", [LOCK, LIBRARIES], ids=lambda path: path.name)
+def test_every_line_of_the_lock_pins_a_version_and_its_hashes(lock):
+    assert locked(lock)
+    for name, pinned in locked(lock).items():
         for requirement, hashes in pinned:
             assert re.fullmatch(r"==[^,*]+", str(requirement.specifier)), name
             assert hashes > 0, name
@@ -280,6 +282,21 @@ def test_the_lock_has_a_version_of_all_that_ci_installs(python, machine):
         assert requirement.specifier.contains(version), f"{requirement}: the lock has {version}"
 
 
+def test_the_locks_agree_and_have_the_libraries():
+    """pip takes both at once. What PyTorch requires beyond them is of one kind of machine alone."""
+    tests, libraries = locked(), locked(LIBRARIES)
+    for name in tests.keys() & libraries.keys():
+        assert sorted(map(str, dict(tests[name]))) == sorted(map(str, dict(libraries[name]))), name
+    wanted = (ROOT / ".ci" / "libraries.in").read_text(encoding="utf-8").splitlines()
+    for requirement in (Requirement(line) for line in wanted if not line.startswith("#")):
+        (pinned, _), *_ = libraries[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(str(pinned.specifier).removeprefix("=="))
+    (torch,) = re.findall(r"^[^#\n]+", (ROOT / ".ci" / "torch.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.fullmatch(r"torch==[0-9.]+", torch)
+    for command in re.findall(r"pip install.*\.ci/(?:requirements|libraries)\.txt", CI):
+        assert "--require-hashes" in command
+
+
 def test_no_version_of_filelock_that_follows_links_will_do():
     (filelock,) = (each for each in map(Requirement, METADATA["dependencies"]) if each.name == "filelock")
     assert not any(filelock.specifier.contains(old) for old in ("3.13.0", "3.20.0", "3.20.2"))
@@ -296,7 +313,7 @@ def test_ci_installs_the_lock_before_the_command_of_the_readme():
 def test_no_file_that_installs_names_a_package_index():
     """Which one, pip is told by whoever installs."""
     index = re.compile(r"index-url|find-links|PIP_(?!NO_)|pypi\.org|pythonhosted|https?://")
-    for path in (ROOT / "pyproject.toml", ROOT / ".ci" / "run", LOCK):
+    for path in (ROOT / "pyproject.toml", *(ROOT / ".ci").iterdir()):
         text = path.read_text(encoding="utf-8").replace("--no-emit-index-url", "")
         assert not index.search(text), path
     index = re.compile(r"index-url|find-links|PIP_|pypi\.org|pythonhosted")
