@@ -42,3 +42,38 @@ def test_a_kernel_without_such_constants_has_one_region():
     assert (
         regions("constexpr int kSharedBytes = kOffset + 8;\nconstexpr int kOffset = 4;\n", variant) == whole
     )
+
+
+STORAGE = """\
+constexpr int kStages = 2;
+constexpr int kWords = sizeof(Entry) / 4;
+struct Entry {
+    int row;
+    int head;
+
+    void load() {
+        row = 1;
+    }
+};
+struct alignas(64) SharedStorage {
+    element k[kStages][4][8];  // K
+    float lse_log2[3];
+    uint64_t full[kStages];
+    uint64_t empty;
+    int32_t entry[kWords];
+};
+"""
+
+
+def test_members_of_a_struct_are_regions():
+    variant = next(
+        v for s in load_specs() for v in s.variants() if v.smem_bytes > 512 and v.element_bytes == 2
+    )
+    parts = regions(STORAGE, variant)
+    assert parts[:4] == (
+        Region("K", 0, 128, 2),
+        Region("LSE", 128, 144),  # and four bytes, so that a barrier begins at a multiple of 8
+        Region("barriers", 144, 168),
+        Region("entry", 168, 192),  # to the end of the struct
+    )
+    assert parts[-1].end == variant.smem_bytes

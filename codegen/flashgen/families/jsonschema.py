@@ -53,7 +53,7 @@ def spec_schema() -> dict[str, Any]:
     fields = {key: Field(refined.get(key, field.kind), field.default) for key, field in FILE.fields.items()}
     schema = Record(fields).schema()
     properties = schema["properties"]
-    properties["tiles"] = _rows(tile_row({}, {}, False), Either(*_CONDITIONS))
+    properties["tiles"] = _rows(tile_row({}, {}, {}, False), Either(*_CONDITIONS))
     properties["tune"] = _rows(tune_row({}, {}), Either(*_CONDITIONS, RANGE))
     for key in ("exclude", "commit"):
         properties[key] = _rows(Record({}), ANYTHING)

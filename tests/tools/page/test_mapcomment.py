@@ -27,6 +27,10 @@ TEXT = """\
 //                                                         consumers
 //   named barriers    see NamedBarrier
 //   warp 3            counts
+//
+// Consumers take turns:
+//
+//   consumer 0        S | P V
 
 """
 CONSTANTS = """\
@@ -38,6 +42,7 @@ enum NamedBarrier : int {  // __syncthreads() has the number 0
 # Words of the table's head, and of the line that named barriers replace.
 _HEAD = {
     "Map",
+    "barrier",
     "mbarrier",
     "arrivals",
     "of",
@@ -60,6 +65,7 @@ def test_a_map_has_rows_barriers_and_named_barriers():
         MapRow("shared memory", "Q, kQBytes = 16; then the mbarriers"),
         MapRow("warp 3", "counts"),
     )
+    assert found.notes == "Consumers take turns:\n\n  consumer 0        S | P V"
     assert found.barriers == (
         BarrierRow("q_full, k_full, v_full", "1: the producer", "consumers"),
         BarrierRow("q_full, dout_full", "1, and the bytes", "producer, consumers"),
@@ -71,7 +77,7 @@ def test_a_map_has_rows_barriers_and_named_barriers():
 def test_a_kernel_without_a_map_has_a_summary_alone():
     found = read_map("// Merges two results.\n//\n//     out = a + b\n\n", "")
     assert found.summary == "Merges two results.\n\n    out = a + b"
-    assert (found.rows, found.barriers) == ((), ())
+    assert (found.rows, found.barriers, found.notes) == ((), (), "")
 
 
 @pytest.mark.parametrize("spec", load_specs(), ids=lambda spec: spec.name)
@@ -79,13 +85,12 @@ def test_no_word_of_a_shipped_map_is_lost(spec, fresh_seed):
     for step in random.Random(fresh_seed).choice(spec.variants()).steps:
         texts = {part.name: part.text for part in sections(render(step))}
         found = read_map(texts["map"], texts["constants"])
-        shown = [found.summary, *(f"{row.label} {row.text}" for row in found.rows)]
+        shown = [found.summary, found.notes, *(f"{row.label} {row.text}" for row in found.rows)]
         shown += [f"{row.name} {row.arrivals} {row.waits}" for row in found.barriers]
         lost = set(re.findall(r"\w+", texts["map"])) - set(re.findall(r"\w+", " ".join(shown)))
         assert lost <= _HEAD
-        if "mbarrier          arrivals" in texts["map"]:
+        if "arrivals of a phase" in texts["map"]:
             assert any(row.waits for row in found.barriers)
         named = re.search(r"enum NamedBarrier.*?\};", texts["constants"], re.DOTALL)
-        assert len(re.findall(r"^ +k\w+ =", named[0], re.MULTILINE) if named else []) == len(
-            [row for row in found.barriers if row.name.startswith("k") and " = " in row.name]
-        )
+        for name in re.findall(r"^ +(k\w+) =", named[0], re.MULTILINE) if named else []:
+            assert sum(row.name.split(" ")[0] == name for row in found.barriers) == 1

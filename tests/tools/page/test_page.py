@@ -103,8 +103,8 @@ def test_a_page_has_the_barriers_and_the_regions_of_shared_memory(pages):
     name = KERNELS[1]
     parsed = Parsed(pages[name])
     cells = pages[name]
-    for barrier in ("q_full, dout_full", "p_full", "slot_free", "kAddedBarrier = 5"):
-        assert f"<td>{barrier}</td>" in cells
+    for barrier in ("p_full", "slot_free", "kAddedBarrier"):
+        assert re.search(rf"<td>{barrier}\b[^<]*</td>", cells)
     for region in regions(render(step(name)), step(name)):
         assert re.search(rf"{re.escape(region.name.replace(chr(39), '&#x27;'))}: [\d,× ]+ bytes", cells)
     assert sum(tag == "svg" for tag, _ in parsed.elements) == 1

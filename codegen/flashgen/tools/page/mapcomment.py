@@ -32,21 +32,26 @@ class BarrierRow:
 
 @dataclass(frozen=True)
 class KernelMap:
-    """What a kernel computes, as text; the rows of its map; its barriers."""
+    """What a kernel computes, as text; the rows of its map; its barriers; the text after these, such as a
+    timeline.
+    """
 
     summary: str
     rows: tuple[MapRow, ...]
     barriers: tuple[BarrierRow, ...]
+    notes: str
 
 
 def read_map(text: str, constants: str) -> KernelMap:
     """The map from the section of that name; named barriers from the section of constants."""
     lines = [line.removeprefix("//").removeprefix(" ") for line in text.rstrip().splitlines()]
     title = next((at for at, line in enumerate(text.splitlines()) if _TITLE.match(line)), len(lines))
+    after = [at for at, line in enumerate(lines) if at > title and line and not line.startswith(" ")]
+    end = after[0] if after else len(lines)
     rows: list[MapRow] = []
     barriers: list[BarrierRow] = []
     in_barriers, after_barrier = False, False
-    for line in lines[title + 1 :]:
+    for line in lines[title + 1 : end]:
         if line.startswith(_CONTINUED) and (barriers if after_barrier else rows):
             more = line.strip()
             if after_barrier:
@@ -62,7 +67,10 @@ def read_map(text: str, constants: str) -> KernelMap:
             barriers.append(BarrierRow(label, *cells))
         elif label and label != "named barriers":
             rows.append(MapRow(label, "  ".join(cells)))
-    return KernelMap(_joined(lines[:title]), tuple(rows), (*barriers, *_named(constants)))
+    # The map has some named barriers as rows; of others the comments of the enum speak.
+    listed = {row.name for row in barriers}
+    named = [row for row in _named(constants) if row.name.split(" ")[0] not in listed]
+    return KernelMap(_joined(lines[:title]), tuple(rows), (*barriers, *named), "\n".join(lines[end:]))
 
 
 def _joined(lines: list[str]) -> str:
