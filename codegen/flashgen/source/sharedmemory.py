@@ -156,7 +156,14 @@ def _laid_out(body: str, values: Mapping[str, int], sizes: Mapping[str, int]) ->
             return []
         counted = extents and 1 < extents[0] <= _MOST_BUFFERS and re.fullmatch(r"k\w*Stages|\d", texts[0])
         label = "barriers" if kind == "uint64_t" else _NAMES.get(name, name.replace("_", " "))
-        regions.append(Region(label, begin, end, extents[0] if counted and len(extents) > 1 else 1))
+        regions.append(
+            Region(
+                label,
+                begin,
+                end,
+                extents[0] if counted and (len(extents) > 1 or kind not in (*_SIZES, "element")) else 1,
+            )
+        )
     return regions
 
 
