@@ -119,7 +119,8 @@ def test_a_template_that_comes_ahead_of_one_in_use_is_taken(tiny_folder, variant
     own = tiny_folder / "templates" / "lib" / "names.j2"
     shipped = tiny_folder / "shipped"
     shutil.move(tiny_folder / "templates" / "lib", shipped / "lib")
-    monkeypatch.setattr("flashgen.source.render.templates_dir", lambda: shipped)
+    for module in ("render", "files"):
+        monkeypatch.setattr(f"flashgen.source.{module}.templates_dir", lambda: shipped)
     before = render(variant)
     own.parent.mkdir()
     own.write_text(
@@ -199,7 +200,8 @@ def test_a_wrong_template_names_its_line(old, new, line, said, variant, edit):
 @pytest.mark.parametrize("new", ["${ dtyp }", "${ dtype"])
 def test_a_shipped_template_is_not_the_users_mistake(new, variant, edit, monkeypatch):
     path = edit(TEMPLATE, "${ dtype }", new)
-    monkeypatch.setattr("flashgen.source.render.templates_dir", lambda: path.parent)
+    for module in ("render", "files"):
+        monkeypatch.setattr(f"flashgen.source.{module}.templates_dir", lambda: path.parent)
     with pytest.raises(InternalError, match=rf"^{re.escape(str(path))}:6: "):
         render(variant)
 
@@ -317,7 +319,8 @@ def test_an_installer_may_link_the_shipped_templates(tiny_folder, variant, monke
         store.parent.mkdir(exist_ok=True)
         file.rename(store)
         link.symlink_to(store)
-    monkeypatch.setattr("flashgen.source.render.templates_dir", lambda: shipped)
+    for module in ("render", "files"):
+        monkeypatch.setattr(f"flashgen.source.{module}.templates_dir", lambda: shipped)
     assert headers(render(variant), include_dirs(variant))
     source_digest(variant)
 

@@ -14,7 +14,6 @@ it to multiply by (`operators.lowering`).
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import warnings
 from functools import lru_cache
@@ -23,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import FlashgenError, InternalError, SpecError, TemplateWarning
 from flashgen.families.arch import range_of
-from flashgen.host.paths import INSIDE, code_digest, specs_dir, templates_dir
+from flashgen.host.paths import code_digest, specs_dir, templates_dir
 from flashgen.operators import OPERATORS
+from flashgen.source import files
 from flashgen.source.params import struct_text
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Sequence
 
     import jinja2
@@ -42,7 +43,6 @@ RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this fil
 # included one may print a value: //% include "mask_${ mask_type }.cuh.j2".
 _REFERENCE = re.compile(r"^[ \t]*//%[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
-_INSIDE = re.compile(INSIDE)
 # Headers that the compiler would look for in the current directory.
 _OTHER_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"((?!flashgen/|\$\{)[^"\n]*)"', re.MULTILINE)
 # Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
@@ -81,10 +81,6 @@ _BLANK_LINES = r"\n(?:[ \t]*\n){2,}"
 _PRAGMA_ONCE = r"(?m)^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n"
 
 
-class _Outside(SpecError):
-    """A name leads out of the folder that it is looked for in."""
-
-
 def render(variant: Variant) -> str:
     """The CUDA source of one variant; ends with a newline.
 
@@ -120,21 +116,21 @@ def _rendered(variant: Variant, marked: bool) -> str:
     try:
         text = environment.get_template(variant.template).render(_context(form))
     except jinja2.TemplateSyntaxError as error:
-        raise _wrong(f"{error.filename or error.name}:{error.lineno}", error.message) from error
+        raise files.wrong(f"{error.filename or error.name}:{error.lineno}", error.message) from error
     except jinja2.TemplateNotFound as error:
-        at = "" if error.name == variant.template else _template_line(error, folders)
-        raise _missing(error.name, _spec_file(variant), folders, at) from error
-    except _Outside as error:
-        raise SpecError(f"{_template_line(error, folders) or _spec_file(variant)}: {error}") from error
+        at = "" if error.name == variant.template else files.template_line(error, folders)
+        raise files.missing(error.name, _spec_file(variant), folders, at) from error
+    except files.Outside as error:
+        raise SpecError(f"{files.template_line(error, folders) or _spec_file(variant)}: {error}") from error
     except FlashgenError:
         raise
     except Exception as error:
-        where = _template_line(error, folders) or variant.template
-        raise _wrong(where, f"{error} (rendering {variant.name})") from error
+        where = files.template_line(error, folders) or variant.template
+        raise files.wrong(where, f"{error} (rendering {variant.name})") from error
     text = re.sub(_BLANK_LINES, "\n\n", text).strip("\n") + "\n"
     if not text.startswith(header_comment(form)):
-        where = str(_find(variant.template, folders))
-        raise _wrong(where, "a template starts with ${ header }; this one does not")
+        where = str(files.find(variant.template, folders))
+        raise files.wrong(where, "a template starts with ${ header }; this one does not")
     return text
 
 
@@ -184,14 +180,14 @@ def headers(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None =
     ``include_dirs`` are the folders that hold ``flashgen/``; the shipped one by default. Raises InternalError
     for a header that is in none of them, SpecError where it is a header of the user's own that includes it.
     """
-    return _headers(_included(source, "the rendered source"), _include_dirs(include_dirs))
+    return _headers(_included(source, "the rendered source"), files.include_folders(include_dirs))
 
 
 def include_dirs(variant: Variant) -> tuple[str, ...]:
     """Where the headers of a variant are looked for: ``include`` in each folder of ``search_path`` that has
     one.
     """
-    return _including(search_path(variant))
+    return files.including(search_path(variant))
 
 
 def flatten(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None = None) -> str:
@@ -288,11 +284,11 @@ def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
 
     class Lines(jinja2.BaseLoader):
         def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Any]:
-            path = _find(template, folders)
+            path = files.find(template, folders)
             if path is None:
                 raise jinja2.TemplateNotFound(template)
             changed = path.stat().st_mtime_ns
-            source = re.sub(_COMMENT_LINE, _BEGIN_COMMENT + _END_COMMENT, _read(path))
+            source = re.sub(_COMMENT_LINE, _BEGIN_COMMENT + _END_COMMENT, files.read(path))
             source = re.sub(_COMMENT, "", source)
             refuse_foreign(source, str(path))
             source = re.sub(_STATEMENT_LINE, _statement, source)
@@ -301,7 +297,7 @@ def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
 
             def is_current() -> bool:
                 # A new file in a user's folder may now come before it.
-                return _find(template, folders) == path and path.stat().st_mtime_ns == changed
+                return files.find(template, folders) == path and path.stat().st_mtime_ns == changed
 
             return source, str(path), is_current
 
@@ -331,8 +327,8 @@ def refuse_foreign(text: str, file: str) -> None:
     for pattern, instead in _FOREIGN:
         match = pattern.search(text)
         if match:
-            raise _wrong(
-                f"{file}:{_line_of(match)}",
+            raise files.wrong(
+                f"{file}:{files.line_of(match)}",
                 f"{match[0].strip()!r} has Jinja's usual delimiters. flashgen has its own: {instead}",
             )
 
@@ -396,10 +392,10 @@ def check_files(specs: Iterable[Spec]) -> None:
     for spec in specs:
         for step in spec.content.steps:
             folders = folders_for(str(spec.path.parent))
-            files = _closure(step.template, spec.content.family["header"], str(spec.path), folders)
-            for name, text in files.items():
+            texts = _closure(step.template, spec.content.family["header"], str(spec.path), folders)
+            for name, text in texts.items():
                 if not name.endswith(".cuh"):  # headers are not rendered
-                    refuse_foreign(re.sub(_COMMENT, "", text), str(_find(name, folders)))
+                    refuse_foreign(re.sub(_COMMENT, "", text), str(files.find(name, folders)))
 
 
 def _spec_file(variant: Variant) -> str:
@@ -416,27 +412,27 @@ def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) ->
         if name in texts:
             continue
         try:
-            path = _find(name, folders)
-        except _Outside as error:
+            path = files.find(name, folders)
+        except files.Outside as error:
             raise SpecError(f"{at or spec}: {error}") from error
         if path is None:
-            raise _missing(name, spec, folders, at)
-        texts[name] = text = _read(path)
+            raise files.missing(name, spec, folders, at)
+        texts[name] = text = files.read(path)
         for number, line in enumerate(text.split("\n"), 1):
             for match in _REFERENCE.finditer(line) if "//%" in line else ():  # most lines have none
                 here = f"{path}:{number}"
                 if match[1] is None:
-                    raise _wrong(here, "the name of an included template must be a plain string")
+                    raise files.wrong(here, "the name of an included template must be a plain string")
                 waiting += [(included_name, here) for included_name in _names(match[1][1:-1], folders)]
         included += _included(text, str(path))
     included.append((header, spec))
-    return texts | _headers(included, _including(folders))
+    return texts | _headers(included, files.including(folders))
 
 
 def _names(name: str, folders: tuple[str, ...]) -> list[str]:
     """The templates that an included name may be: one, or all that match where it prints values."""
     pattern = _PRINTED.sub("*", name)
-    if pattern == name or _INSIDE.match(pattern) is None:
+    if pattern == name or files.INSIDE_FOLDER.match(pattern) is None:
         return [name]
     names = {path.relative_to(folder).as_posix() for folder in folders for path in Path(folder).glob(pattern)}
     return sorted(names) or [name]
@@ -449,8 +445,8 @@ def _headers(included: list[tuple[str, str]], folders: Sequence[str]) -> dict[st
     while waiting:
         name, at = waiting.pop(0)
         if name not in texts:
-            path = _locate(name, folders, at)
-            texts[name] = _read(path)
+            path = files.locate(name, folders, at)
+            texts[name] = files.read(path)
             waiting += _included(texts[name], str(path))
     return texts
 
@@ -459,115 +455,12 @@ def _included(text: str, file: str) -> list[tuple[str, str]]:
     """The headers that ``text`` includes, each with the file and line."""
     other = _OTHER_INCLUDE.search(text)
     if other:
-        raise _wrong(
-            f"{file}:{_line_of(other)}",
+        raise files.wrong(
+            f"{file}:{files.line_of(other)}",
             f'#include "{other[1]}": in quotes only "flashgen/..." may stand, a header in the folder '
             "include/flashgen/ of the templates or specs, as the compiler would look for another one in the "
             f"current directory; <{other[1]}> is for headers of CUDA",
         )
     if '"flashgen/' not in text:
         return []
-    return [(match[1], f"{file}:{_line_of(match)}") for match in _INCLUDE.finditer(text)]
-
-
-def _line_of(match: re.Match[str]) -> int:
-    # A match may begin with the blank lines before it.
-    start = match.start() + len(match[0]) - len(match[0].lstrip())
-    return match.string.count("\n", 0, start) + 1
-
-
-def _including(folders: Sequence[str]) -> tuple[str, ...]:
-    includes = []
-    for folder in folders:
-        path = Path(folder, "include")
-        if path.is_dir():
-            _check_link("include", folder)
-            includes.append(str(path))
-    return tuple(includes)
-
-
-def _include_dirs(include_dirs: Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
-    return (str(templates_dir() / "include"),) if include_dirs is None else tuple(map(str, include_dirs))
-
-
-def _find(name: str, folders: Sequence[str]) -> Path | None:
-    """The first that is there. Raises SpecError where that is no file, as the next one is not what was meant,
-    and where the name, or a link, leads out of the folder.
-    """
-    if _INSIDE.match(name) is None:
-        raise _Outside(f"{name!r} is no name of a file below the folders {', '.join(folders)}")
-    for folder in folders:
-        path = Path(folder, name)
-        if path.is_file():
-            _check_link(name, folder)
-            return path
-        if os.path.lexists(path):
-            what = "a link to nothing" if path.is_symlink() and not path.exists() else "no file"
-            raise SpecError(f"{path} is {what}; put a file there, or remove it")
-    return None
-
-
-def _check_link(name: str, folder: str) -> None:
-    """Raise SpecError where a link below a folder of the user leads out of it. Installers may link the
-    shipped ones.
-    """
-    path = folder
-    for part in name.split("/"):
-        path += f"/{part}"
-        if os.path.islink(path):  # noqa: PTH114 - a Path takes longer, and a kernel on disk waits for this
-            real = os.path.realpath(Path(folder, name))
-            inside = Path(real).is_relative_to(os.path.realpath(folder))
-            if not inside and Path(folder) not in (templates_dir(), templates_dir() / "include"):
-                raise _Outside(f"{path} is a link out of {folder}; put the file itself there")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from error
-
-
-def _locate(name: str, folders: Sequence[str], at: str) -> Path:
-    try:
-        path = _find(name, folders)
-    except _Outside as error:
-        raise SpecError(f"{at}: {error}") from error
-    if path is None:
-        raise _wrong(at, f'#include "{name}": no such header; searched {", ".join(folders) or "no folder"}')
-    return path
-
-
-def _wrong(where: str, message: str) -> FlashgenError:
-    """What is wrong with a template or a header, at its file and line: the user's mistake where the file is
-    theirs. ``where`` is no path for what is in no file.
-    """
-    shipped = any(Path(where).is_relative_to(folder) for folder in (templates_dir(), specs_dir()))
-    is_users = Path(where).is_absolute() and not shipped
-    return (SpecError if is_users else InternalError)(f"{where}: {message}")
-
-
-def _missing(name: str, spec: str, folders: Sequence[str], at: str) -> SpecError:
-    """``at`` is the file and line that ask for the template, "" where the spec's own file does."""
-    searched = ", ".join(folders)
-    if at:
-        return SpecError(f"{at}: template {name} is in none of {searched}")
-    return SpecError(f"{_spec_line(spec, name)}: template: {name} is in none of {searched}")
-
-
-def _spec_line(spec: str, template: str) -> str:
-    """``file:line`` of the key of a spec that names a template; the file alone where a base of it does."""
-    named = rf"""^[^#\n]*\btemplate:[ \t]*["']?{re.escape(template)}(?=["'\s,}}]|$)"""
-    match = re.search(named, _read(Path(spec)), re.MULTILINE) if Path(spec).is_file() else None
-    return f"{spec}:{_line_of(match)}" if match else spec
-
-
-def _template_line(error: BaseException, folders: Sequence[str]) -> str:
-    """``file:line`` of the innermost template frame of an error raised while rendering; "" outside of any."""
-    where, trace = "", error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if any(file.startswith(folder) for folder in folders):
-            where = f"{file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return where
+    return [(match[1], f"{file}:{files.line_of(match)}") for match in _INCLUDE.finditer(text)]
