@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashgen.operators.append import ARGUMENTS, pair_slices
-from flashgen.operators.append_rows import check_places, new_tokens, queries, slots, total_lengths
+from flashgen.operators.append import ARGUMENTS
+from flashgen.operators.append_rows import (
+    check_places,
+    new_tokens,
+    pair_slices,
+    queries,
+    slots,
+    total_lengths,
+)
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.runtime.hostarrays import check_writable, host_array
 

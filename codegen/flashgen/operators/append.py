@@ -109,9 +109,7 @@ class AppendProblem(Problem):
         return {symbol: getattr(self, symbol) for symbol in sorted(APPEND.symbols)}
 
     def symbol_name(self, symbol: str) -> str:
-        names = {"num_pages": "pages" if self.paged else "rows"}
-        if not self.paged:
-            names["page_size"] = "capacity"
+        names = {"num_pages": "pages"} if self.paged else {"num_pages": "rows", "page_size": "capacity"}
         return names.get(symbol, symbol)
 
     @property
@@ -169,14 +167,6 @@ class AppendProblem(Problem):
 
     def with_scalars(self, scalars: Sequence[Any]) -> AppendProblem:
         return self
-
-
-def pair_slices(problem: AppendProblem) -> tuple[slice, slice]:
-    """The first elements of the pairs of a row, and the second ones, in the order of the columns of cos."""
-    half = problem.rotary_half
-    if problem.pairs == "interleaved":
-        return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    return slice(half), slice(half, 2 * half)
 
 
 def normalise(
@@ -430,8 +420,7 @@ def _contract(
     operator: Operator, views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]
 ) -> Problem:
     interleaved, q_positions = options
-    named = zip(ARGUMENTS, views, strict=True)
-    arrays = {argument.name: view for argument, view in named if view is not None}
+    arrays = {x.name: view for x, view in zip(ARGUMENTS, views, strict=True) if view is not None}
     return normalise(arrays, interleaved=interleaved, q_positions=q_positions)
 
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashgen.operators.append import pair_slices
-from flashgen.operators.append_rows import new_tokens, queries, slots, total_lengths
+from flashgen.operators.append_rows import new_tokens, pair_slices, queries, slots, total_lengths
 from flashgen.operators.numbers import widened
 from flashgen.operators.reference import LEAST_OUT, UNIT_ROUNDOFF, Largest, Verdict, largest
 

@@ -1,5 +1,5 @@
 """Where the tokens of an append go, and whether there is such a place, from lengths and tables that can be
-read on the host.
+read on the host; and which elements of a row are rotated together.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Sizes(Protocol):
     paged: bool
     pairs: str
     num_positions: int
+    rotary_half: int
     q_positions: str
 
     @property
@@ -41,6 +42,14 @@ class Sizes(Protocol):
     @property
     def empty(self) -> bool:
         """Whether there are no sequences."""
+
+
+def pair_slices(problem: Sizes) -> tuple[slice, slice]:
+    """The first elements of the pairs of a row, and the second ones, in the order of the columns of cos."""
+    half = problem.rotary_half
+    if problem.pairs == "interleaved":
+        return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    return slice(half), slice(half, 2 * half)
 
 
 class Tokens(NamedTuple):

@@ -120,10 +120,8 @@ class AttentionProblem(Problem):
         return symbol if self.lengths is None else self.lengths.symbol_name(symbol)
 
     def missing(self, argument: Argument) -> int:
-        """How many dimensions of an argument the caller leaves out: the batch of packed rows, or of a call
-        without a batch.
-        """
-        return _missing(argument, self.lengths, self.batched)
+        """As `lengths.missing`."""
+        return of_lengths.missing(argument, self.lengths, self.batched)
 
     def shape(self, position: int) -> tuple[int, ...]:
         argument = self.operator.arguments[position]
@@ -368,7 +366,7 @@ def normalise(
     operator = operator_for(score, lengths is not None)
     for name in inputs.keys() - arrays.keys():
         argument = operator.arguments[operator.position(name)]
-        missing = _missing(argument, lengths, batched)
+        missing = of_lengths.missing(argument, lengths, batched)
         contract.check_beside_q(argument, inputs[name], symbols, dtype, missing)
     present = views | inputs | masks | tables
     problem = AttentionProblem(
@@ -396,14 +394,6 @@ def normalise(
     if any(value is not None for value in score_scalars):
         return problem.with_scalars((None, *score_scalars))
     return problem
-
-
-def _missing(argument: Argument, lengths: Lengths | None, batched: bool) -> int:
-    """As `AttentionProblem.missing`."""
-    if lengths is None:
-        return int(argument.leads_with_batch and not batched)
-    packed = {"batch_q": lengths.packed_q, "batch_kv": lengths.packed_kv}
-    return int(packed.get(argument.symbols[0] if argument.symbols else "", False))
 
 
 def _serves_grouping(problem: AttentionProblem, gqa: Value) -> bool:

@@ -92,6 +92,16 @@ class Lengths:
         return _capacity(batch, self.batch_kv, self.rows_kv, self.max_pages if self.paged else 1)
 
 
+def missing(argument: Argument, lengths: Lengths | None, batched: bool) -> int:
+    """How many dimensions of an argument the caller leaves out: the batch of packed rows, or of a call
+    without lengths that is not ``batched``.
+    """
+    if lengths is None:
+        return int(argument.leads_with_batch and not batched)
+    packed = {"batch_q": lengths.packed_q, "batch_kv": lengths.packed_kv}
+    return int(packed.get(argument.symbols[0] if argument.symbols else "", False))
+
+
 def read(
     q: ArrayView,
     k: ArrayView,
