@@ -3,9 +3,12 @@
 import pytest
 
 from flashgen.errors import DeviceTypeNotSupported
-from flashgen.operators.arguments import view_of_shape
-from flashgen.operators.backward import normalise
+from flashgen.operators.arguments import Argument, view_of_shape
+from flashgen.operators.attention import ATTENTION
+from flashgen.operators.attention import normalise as attention
+from flashgen.operators.backward import INPUT_OF, gradient_arguments, kept_of, normalise
 
+ARGUMENTS = ATTENTION.without_lengths.arguments
 ROWS, LSE = (9, 4, 16), (4, 9)
 SHAPES = dict.fromkeys(("dout", "q", "k", "v", "out", "dq", "dk", "dv"), ROWS) | {"lse": LSE, "dlse": LSE}
 
@@ -22,3 +25,24 @@ def test_all_arrays_are_on_one_device(packed, name, other):
     views[name] = view_of_shape(SHAPES[name], views[name].dtype, other)
     with pytest.raises(DeviceTypeNotSupported, match=f"^{name} is .* but q is on GPU 0"):
         normalise(**views)
+
+
+def test_a_row_that_is_appended_to_the_forward_table_moves_nothing_before_it():
+    added = Argument("scale", "input", "num_heads_q", ("fp32",), "contiguous", 4, True, differentiable=True)
+    now, then = (gradient_arguments(rows, ()) for rows in (ARGUMENTS, (*ARGUMENTS, added)))
+    inputs = [x.name for x in now if not x.is_output]
+    assert [x.name for x in then][: len(inputs)] == [*inputs[:-1], "scale"]  # dlse comes after it
+    assert [x.name for x in then if x.is_output] == [*(x.name for x in now if x.is_output), "dscale"]
+    assert then[-1] == added._replace(name="dscale", role="output", differentiable=False)
+
+
+def test_an_optional_gradient_is_there_where_its_input_is(monkeypatch):
+    added = Argument("scale", "input", "num_heads_q", ("fp32",), "contiguous", 4, True, differentiable=True)
+    arguments = gradient_arguments((*ARGUMENTS, added), ())
+    monkeypatch.setitem(INPUT_OF, "dscale", "scale")
+    q = view_of_shape((2, 5, 4, 64), "fp16", 0)
+    forward = attention(q, q, q)
+    for views in ({}, {"scale": None}):
+        strides = kept_of(forward, arguments, views)["strides"]
+        by_name = dict(zip((x.name for x in arguments), strides, strict=True))
+        assert (by_name["dscale"] is not None) == (by_name["scale"] is not None) == bool(views)
