@@ -57,8 +57,7 @@ def append(
 
     The host does not read the lengths on a GPU. So a GPU does not write a token whose position is at or past
     the capacity, or past the rows of cos, or whose page or row the cache lacks; nor such a query to
-    q_rotated. If two tokens have one place, it holds one of them, or parts of both. On the CPU all this is an
-    error.
+    q_rotated. A place of two tokens holds one of them, or parts of both. On the CPU all this is an error.
 
     Raises, before anything is queued or written, BadParam, NullPointer, BadTensorShape, BadTensorDtype,
     BadTensorStrides or DeviceTypeNotSupported for arguments that do not fit; BadParam also for a tensor that
