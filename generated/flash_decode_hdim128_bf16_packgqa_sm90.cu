@@ -20,11 +20,24 @@
 // kernel waits for this one.
 //
 // Map
-//   warps             kWarps = 4. Each copies and computes its own keys of each KV block, for all rows of the tile
-//   cluster           kCluster = 8 thread blocks share a tile; each combines some of its rows
-//   shared memory     Q, kBlockM = 16 rows of kRowBytes = 256; kStages = 3 stages of K and V, kStageBytes = 32768 each; then the rows that the cluster
-//                     sends here, and an mbarrier for their bytes. In the end the stages have O of all warps
-//   barriers          barrier_sync(kThreads): all warps, around the stages' last use; cluster_wait(): the peers' mbarriers are initialised
+//   warps                kWarps = 4: each copies and computes its keys of each KV block, for all rows of the tile
+//   cluster              kCluster = 8 thread blocks share a tile; row r is combined by the thread block of rank r % kCluster
+//
+//   shared memory        bytes
+//   Q                    4096         kBlockM = 16 rows
+//   stages               32768  x 3   K and V of a KV block; in the end O of all warps
+//   received rows        8192         O of the rows combined here, from each thread block of the cluster
+//   received sums        128          row_max and row_sum of these
+//
+//   barrier              arrivals of a phase                                            who waits
+//   received             1: thread 0, and the bytes of st.async from the cluster        all threads, before they combine
+//   cluster_wait()       all threads of the cluster, once the mbarriers are initialised all threads, before they send
+//   barrier_sync()       kThreads                                                       all threads, before and after the last use of the stages
+//
+// The thread blocks of a cluster meet twice, without a barrier in the loop:
+//
+//   rank 0               KV blocks of part 0 | merge warps | send rows to their ranks | wait for the bytes | combine rows 0, kCluster, ...
+//   rank 1               KV blocks of part 1 | merge warps | send rows to their ranks | wait for the bytes | combine rows 1, kCluster + 1, ...
 
 using element = bf16;
 
@@ -37,7 +50,7 @@ constexpr int kCluster = 8;  // thread blocks of a cluster
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 
-// A warp is a group of its own: it has all rows of the tile, and keys of each KV block to itself.
+// A group of warps has keys of each KV block to itself; here it is one warp, which has all rows of the tile.
 constexpr int kGroupThreads = 32;
 constexpr int kGroups = kWarps;
 constexpr int kGroupKeys = kBlockN / kGroups;  // keys of a KV block that a group has
@@ -272,10 +285,9 @@ template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles]
     P<kTiles>& p);
 // Groups have different keys of the same rows
 __device__ void store_group_rows(const RowTile (&rows)[kRowTiles], shared_address smem, int group, int lane);
-// Where the part that thread block `rank` of the cluster sends of a row lies, of the `received`-th one that the receiver combines; and
-// row_max and row_sum of it
+// Where the thread block that combines a row receives its O from thread block `rank`
 __device__ shared_address received_row(shared_address smem, int received, int rank);
-__device__ shared_address received_sums(shared_address smem, int received, int rank);
+__device__ shared_address received_sums(shared_address smem, int received, int rank);  // Where it receives row_max and row_sum of that part
 // Adds up the groups, in order, and sends each row of the tile to the thread block that combines it
 __device__ void send_rows(shared_address smem, int num_rows_of_tile);
 // Waits for all parts of the rows that this thread block combines, adds them up in the order of their ranks, divides O by row_sum and
@@ -307,7 +319,7 @@ flash_decode_hdim128_bf16_packgqa_sm90(const __grid_constant__ Params params) {
     const Tile tile = start.tile;
     Fetch fetch = start.fetch;
 
-    // Q is copied before K and V, so that it does not queue behind their copies.
+    // Q is copied before K and V, so that it does not wait for their copies.
     copy_q(params, tile, smem);
     const int blocks = fetch.left;
     int first_key = fetch.first_key;
@@ -781,12 +793,12 @@ __device__ __forceinline__ void store_group_rows(const RowTile (&rows)[kRowTiles
     }
 }
 
-// Where the part that thread block `rank` of the cluster sends of a row lies, of the `received`-th one that the receiver combines; and
-// row_max and row_sum of it.
+// Where the thread block that combines a row receives its O from thread block `rank`. The row is the `received`-th that it combines.
 __device__ __forceinline__ shared_address received_row(shared_address smem, int received, int rank) {
     return smem + kReceivedOffset + (received * kCluster + rank) * kHeadDimV * 4;
 }
 
+// Where it receives row_max and row_sum of that part.
 __device__ __forceinline__ shared_address received_sums(shared_address smem, int received, int rank) {
     return smem + kReceivedSumsOffset + (received * kCluster + rank) * 8;
 }

@@ -21,10 +21,11 @@
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 32 a thread
 //     thread 0             produce(): loads Q, K and V by TMA
-//   warpgroups 1 to 3     consume(): S, softmax and O of 64 rows, kConsumerRegisters a thread
+//   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 3, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
 //   q                    49152  x 2  Q of a tile
+//                                    then its O, on the way out
 //   k                    16384  x 3  K of a KV block
 //   v                    16384  x 3  V of a KV block
 //

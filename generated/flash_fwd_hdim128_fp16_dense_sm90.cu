@@ -22,7 +22,7 @@
 //   warpgroup 0          the producer, kProducerRegisters = 88 a thread
 //     thread 0             produce(): loads Q, K and V by TMA
 //     warps 1 to 3         read_mask(): packs the mask into bits
-//   warpgroups 1 to 2     consume(): S, softmax and O of 64 rows, kConsumerRegisters a thread
+//   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 2, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
 //   q                    32768  x 1  Q of a tile

@@ -21,7 +21,7 @@
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread
 //     thread 0             produce(): loads Q, K and V by TMA
-//   warpgroups 1 to 2     consume(): S, softmax and O of 64 rows, kConsumerRegisters a thread
+//   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 2, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
 //   q                    65536  x 1  Q of a tile

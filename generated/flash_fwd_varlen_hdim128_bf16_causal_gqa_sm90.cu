@@ -22,7 +22,7 @@
 //   warpgroup 0          the producer, kProducerRegisters = 32 a thread
 //     warp 0               produce(): loads Q, K and V by TMA
 //     warp 1               find_tiles(): finds tile after tile, and passes each on to the other roles
-//   warpgroups 1 to 3     consume(): S, softmax and O of 64 rows, kConsumerRegisters a thread
+//   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 3, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
 //   q                    49152  x 2  Q of a tile
@@ -216,7 +216,7 @@ __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
-// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence
+// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are the rows of the sequence
 __device__ SequenceTile tile_at(const Params& params, int sequence, const Rows& queries, const Rows& keys, int head, int first_row);
 __device__ Params of_sequence(const Params& params, const SequenceTile& found);  // The parameters of a call of one sequence alone
 __device__ Tile tile_of(const Params& params, const SequenceTile& found);
@@ -375,7 +375,7 @@ struct TileSequence {
 };
 
 __device__ int rows_of(const Params& params, int sequence);  // Rows of all queries of a sequence, as tiles have them
-__device__ int rows_ahead(const Params&, int rows);  // How many rows of a sequence's first tile lie ahead of its first query
+__device__ int rows_ahead(const Params&, int rows);  // The rows of a sequence's first tile that are before its first query
 
 // Finds tile after tile, in rising order. The row blocks of sequences are numbered slice by slice, the last slice first: slice s has
 // row blocks [s * slice_blocks, (s + 1) * slice_blocks) of each sequence. So the longest sequences come first, and the end of the grid
@@ -386,7 +386,7 @@ struct TileFinder {
     int slice;
     int first;       // of the 32 sequences
     int row_blocks;  // of the lane's sequence
-    int before;      // row blocks that are numbered ahead of those that these sequences have in the slice
+    int before;      // row blocks with lower numbers than the row blocks that these sequences have in the slice
 
     __device__ __forceinline__ TileFinder(const Params& params, int lane) : first(0), before(0) {
         int most = 0;
@@ -432,8 +432,8 @@ struct TileFinder {
         return sequence < params.batch_size ? (rows_of(params, sequence) + kBlockM - 1) / kBlockM : 0;
     }
 
-    // Where rows_ahead() is not 0, the last tile ends with the last unit of 64 rows that has a query. The first tile lacks units in its place: its
-    // rows attend to the fewest keys.
+    // Where rows_ahead() is not 0, the first tile is not whole, as its rows attend to the fewest keys. The last tile ends with the last 64 rows
+    // that have a query.
     __device__ static __forceinline__ int first_row(const Params& params, int sequence, int row_block) {
         return row_block * kBlockM - rows_ahead(params, rows_of(params, sequence));
     }
@@ -468,7 +468,7 @@ __device__ __forceinline__ void produce(const Params& params, const SharedAddres
     }
 }
 
-// The warp that finds the thread block's tiles, ahead of the producer and the consumers.
+// The warp that finds the thread block's tiles, before the producer and the consumers need them.
 __device__ __forceinline__ void find_tiles(const Params& params, const SharedAddresses& shared) {
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> ring;
@@ -725,7 +725,7 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence.
+// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are the rows of the sequence.
 __device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, const Rows& queries, const Rows& keys, int head,
                                                 int first_row) {
     SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
@@ -737,11 +737,11 @@ __device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequen
 
 // The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
 __device__ __forceinline__ Params of_sequence(const Params& params, const SequenceTile& found) {
-    Params own = with_lengths(params, found.seqlen_q, found.seqlen_kv);
-    own.out += found.sequence * params.out_batch_stride + found.first_query * params.out_row_stride;
-    if (params.lse != nullptr) own.lse += found.sequence * params.lse_batch_stride + found.first_query;
-    own.out_batch_stride = 0;  // the pointer is for the sequence
-    return own;
+    Params sequence_params = with_lengths(params, found.seqlen_q, found.seqlen_kv);
+    sequence_params.out += found.sequence * params.out_batch_stride + found.first_query * params.out_row_stride;
+    if (params.lse != nullptr) sequence_params.lse += found.sequence * params.lse_batch_stride + found.first_query;
+    sequence_params.out_batch_stride = 0;  // the pointer is for the sequence
+    return sequence_params;
 }
 
 __device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile& found) {
@@ -1158,8 +1158,8 @@ __device__ __forceinline__ int rows_of(const Params& params, int sequence) {
     return queries_of(params, sequence).count;
 }
 
-// How many rows of a sequence's first tile lie ahead of its first query: the last tile ends with the sequence's last unit of 64 rows,
-// counted from the first row.
+// The rows of a sequence's first tile that are before its first query. The last tile ends with the last 64 rows that have a query, counted
+// from the first row in steps of 64.
 __device__ __forceinline__ int rows_ahead(const Params&, int rows) {
     return (rows + kBlockM - 1) / kBlockM * kBlockM - (rows + 63) / 64 * 64;
 }

@@ -20,11 +20,24 @@
 // kernel waits for this one.
 //
 // Map
-//   warps             kWarps = 4. Each copies and computes its own keys of each KV block, for all rows of the tile
-//   cluster           kCluster = 8 thread blocks share a tile; each combines some of its rows
-//   shared memory     Q, kBlockM = 16 rows of kRowBytes = 256; kStages = 3 stages of K and V, kStageBytes = 32768 each; then the rows that the cluster
-//                     sends here, and an mbarrier for their bytes. In the end the stages have O of all warps
-//   barriers          barrier_sync(kThreads): all warps, around the stages' last use; cluster_wait(): the peers' mbarriers are initialised
+//   warps                kWarps = 4: each copies and computes its keys of each KV block, for all rows of the tile
+//   cluster              kCluster = 8 thread blocks share a tile; row r is combined by the thread block of rank r % kCluster
+//
+//   shared memory        bytes
+//   Q                    4096         kBlockM = 16 rows
+//   stages               32768  x 3   K and V of a KV block; in the end O of all warps
+//   received rows        8192         O of the rows combined here, from each thread block of the cluster
+//   received sums        128          row_max and row_sum of these
+//
+//   barrier              arrivals of a phase                                            who waits
+//   received             1: thread 0, and the bytes of st.async from the cluster        all threads, before they combine
+//   cluster_wait()       all threads of the cluster, once the mbarriers are initialised all threads, before they send
+//   barrier_sync()       kThreads                                                       all threads, before and after the last use of the stages
+//
+// The thread blocks of a cluster meet twice, without a barrier in the loop:
+//
+//   rank 0               KV blocks of part 0 | merge warps | send rows to their ranks | wait for the bytes | combine rows 0, kCluster, ...
+//   rank 1               KV blocks of part 1 | merge warps | send rows to their ranks | wait for the bytes | combine rows 1, kCluster + 1, ...
 
 using element = bf16;
 
@@ -37,7 +50,7 @@ constexpr int kCluster = 8;  // thread blocks of a cluster
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 
-// A warp is a group of its own: it has all rows of the tile, and keys of each KV block to itself.
+// A group of warps has keys of each KV block to itself; here it is one warp, which has all rows of the tile.
 constexpr int kGroupThreads = 32;
 constexpr int kGroups = kWarps;
 constexpr int kGroupKeys = kBlockN / kGroups;  // keys of a KV block that a group has
@@ -248,7 +261,7 @@ struct ThreadRows {
 __device__ ThreadRows thread_rows(const KeyRows& rows);  // All lanes of the warp call it
 
 // How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
-// Behind the copies of KV block n the rows of n + 1 are found from their pages, then the pages of n + 2 are looked up.
+// After the copies of KV block n the rows of n + 1 are found from their pages, then the pages of n + 2 are looked up.
 struct Fetch {
     int left;           // KV blocks that are still to come
     int first_key;      // the first of the group's keys of the next one
@@ -264,7 +277,7 @@ struct Fetch {
 __device__ Pages find_pages(const Params& params, const Fetch& fetch, int first_key, bool early);
 // The rows of the KV block that comes next, which has these pages
 __device__ void find_rows(const Params& params, Fetch& fetch, const Pages& pages);
-// Those of the part's first KV block, and the pages of the one behind it
+// Finds the rows of the part's first KV block, and looks up the pages of the second
 __device__ void find_first_rows(const Params& params, Fetch& fetch);
 // The thread block's part of the KV blocks that some row of the tile attends to; parts differ by one KV block at most
 __device__ Fetch seek(const Params& params, const Tile& tile, int group);
@@ -360,10 +373,9 @@ template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles]
     P<kTiles>& p);
 // Groups have different keys of the same rows
 __device__ void store_group_rows(const RowTile (&rows)[kRowTiles], shared_address smem, int group, int lane);
-// Where the part that thread block `rank` of the cluster sends of a row lies, of the `received`-th one that the receiver combines; and
-// row_max and row_sum of it
+// Where the thread block that combines a row receives its O from thread block `rank`
 __device__ shared_address received_row(shared_address smem, int received, int rank);
-__device__ shared_address received_sums(shared_address smem, int received, int rank);
+__device__ shared_address received_sums(shared_address smem, int received, int rank);  // Where it receives row_max and row_sum of that part
 // Adds up the groups, in order, and sends each row of the tile to the thread block that combines it
 __device__ void send_rows(shared_address smem, int num_rows_of_tile);
 // Waits for all parts of the rows that this thread block combines, adds them up in the order of their ranks, divides O by row_sum and
@@ -396,7 +408,7 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90(const __grid_constant__ Para
     const Tile tile = start.tile;
     Fetch fetch = start.fetch;
 
-    // Q is copied before K and V, so that it does not queue behind their copies.
+    // Q is copied before K and V, so that it does not wait for their copies.
     copy_q(params, tile, smem);
     const int blocks = fetch.left;
     int first_key = fetch.first_key;
@@ -737,7 +749,7 @@ __device__ __forceinline__ void find_rows(const Params& params, Fetch& fetch, co
     fetch.v_rows = thread_rows(find_key_rows(params, pages, fetch.first_key, fetch.v, params.v_batch_stride, params.v_row_stride));
 }
 
-// Those of the part's first KV block, and the pages of the one behind it.
+// Finds the rows of the part's first KV block, and looks up the pages of the second.
 __device__ __forceinline__ void find_first_rows(const Params& params, Fetch& fetch) {
     const Pages pages = find_pages(params, fetch, fetch.first_key, false);
     fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, false);
@@ -779,7 +791,7 @@ __device__ __forceinline__ void fetch_next(const Params& params, Fetch& fetch, s
         --fetch.left;
         fetch.first_key += kBlockN;
         // Rows are found a KV block ahead, so that copies do not wait for it: where a warp is alone on its scheduler, nothing else would hide
-        // what it takes. The look-up comes behind find_rows(), the last use of the pages before: ahead of it the compiler loads into another
+        // what it takes. The look-up comes after find_rows(), the last use of the pages before: before it the compiler loads into another
         // register, and the move to that of fetch.pages waits for the load.
         find_rows(params, fetch, fetch.pages);
         fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, false);
@@ -1023,12 +1035,12 @@ __device__ __forceinline__ void store_group_rows(const RowTile (&rows)[kRowTiles
     }
 }
 
-// Where the part that thread block `rank` of the cluster sends of a row lies, of the `received`-th one that the receiver combines; and
-// row_max and row_sum of it.
+// Where the thread block that combines a row receives its O from thread block `rank`. The row is the `received`-th that it combines.
 __device__ __forceinline__ shared_address received_row(shared_address smem, int received, int rank) {
     return smem + kReceivedOffset + (received * kCluster + rank) * kHeadDimV * 4;
 }
 
+// Where it receives row_max and row_sum of that part.
 __device__ __forceinline__ shared_address received_sums(shared_address smem, int received, int rank) {
     return smem + kReceivedSumsOffset + (received * kCluster + rank) * 8;
 }

@@ -23,7 +23,7 @@
 //     warp 0               produce(): loads Q, K and V by TMA
 //     warp 1               find_tiles(): finds tile after tile, and passes each on to the other roles
 //     warp 2               produce_v(): loads V, whose rows are in pages; then produce() loads Q and K alone
-//   warpgroups 1 to 3     consume(): S, softmax and O of 64 rows, kConsumerRegisters a thread
+//   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 3, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
 //   q                    49152  x 2  Q of a tile
@@ -296,7 +296,7 @@ __device__ Place find_place(const Params& params, Lengths lengths, int index, in
 __device__ Place next_place(const Params& params, const Place& place);  // The next sequence that has pieces
 // The part that begins with KV block `index` of the share
 __device__ Part find_part(const Params& params, const Share& share, const Place& place, int index);
-// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence
+// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are the rows of the sequence
 __device__ SequenceTile tile_at(const Params&, int sequence, const Rows& queries, const Rows& keys, int head, int first_row);
 __device__ Params of_sequence(const Params& params, const SequenceTile& found);  // The parameters of a call of one sequence alone
 __device__ Tile tile_of(const Params& params, const SequenceTile& found);
@@ -557,7 +557,7 @@ __device__ __forceinline__ void produce_v(const Params& params, const SharedAddr
     }
 }
 
-// The warp that finds what the thread block's share has of tile after tile, ahead of the producer and the consumers: the part with which
+// The warp that finds what the thread block's share has of tile after tile, before the producer and the consumers need it: the part with which
 // the share begins, the one with which it ends, then the whole tiles between them. All tiles of a sequence are equally long, and each is
 // visited from its last KV block on. Both partial tiles come first. Their lengths add up to the same in all shares, modulo the length of a
 // tile, so all thread blocks start whole tiles at about the same time and share K and V of a head in L2.
@@ -567,11 +567,11 @@ __device__ __forceinline__ void find_tiles(const Params& params, const SharedAdd
     auto pass_on = [&](const SequenceTile& found) { pass_on_tile(found, shared, ring, lane); };
     const Lengths lane_lengths = lengths_of(params, lane);
     const Share share = find_share(params, lane_lengths, block_index(), lane);
-    // Passes on the part that begins with KV block `index` of all. Returns the one behind it.
+    // Passes on the part that begins with KV block `index` of all. Returns the KV block after it.
     auto pass_on_part = [&](const Place& place, int index) {
-        const Params own = with_lengths(params, place.lengths);
-        const Part part = find_part(own, share, place, index);
-        const int row_blocks = tiles_of(own).row_blocks;
+        const Params sequence_params = with_lengths(params, place.lengths);
+        const Part part = find_part(sequence_params, share, place, index);
+        const int row_blocks = tiles_of(sequence_params).row_blocks;
         const int head = part.tile / row_blocks;  // of the grid
         const int first_row = (part.tile - head * row_blocks) * kBlockM;
         SequenceTile found = tile_at(params, place.sequence, place.lengths.queries, place.lengths.keys, head, first_row);
@@ -928,7 +928,7 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     return {tile, first, first + count, count == tiles.kv_blocks ? -1 : slot};
 }
 
-// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence.
+// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are the rows of the sequence.
 __device__ __forceinline__ SequenceTile tile_at(const Params&, int sequence, const Rows& queries, const Rows& keys, int head, int first_row) {
     SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
     return tile;
@@ -936,11 +936,11 @@ __device__ __forceinline__ SequenceTile tile_at(const Params&, int sequence, con
 
 // The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
 __device__ __forceinline__ Params of_sequence(const Params& params, const SequenceTile& found) {
-    Params own = with_lengths(params, found.seqlen_q, found.seqlen_kv);
-    own.out += found.sequence * params.out_batch_stride + found.first_query * params.out_row_stride;
-    if (params.lse != nullptr) own.lse += found.sequence * params.lse_batch_stride + found.first_query;
-    own.out_batch_stride = 0;  // the pointer is for the sequence
-    return own;
+    Params sequence_params = with_lengths(params, found.seqlen_q, found.seqlen_kv);
+    sequence_params.out += found.sequence * params.out_batch_stride + found.first_query * params.out_row_stride;
+    if (params.lse != nullptr) sequence_params.lse += found.sequence * params.lse_batch_stride + found.first_query;
+    sequence_params.out_batch_stride = 0;  // the pointer is for the sequence
+    return sequence_params;
 }
 
 __device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile& found) {
