@@ -107,7 +107,7 @@ constexpr int kVBytes = sizeof(SharedStorage::v[0]);
 // Addresses within the SharedStorage of the thread block.
 struct SharedAddresses {
     shared_address storage;
-    shared_address barriers;  // the first one: registers hold it, and the others are a constant further
+    shared_address barriers;  // the first one, kept in a register: the others are at constant distances
 
     __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
 
@@ -355,11 +355,12 @@ struct KvBlocks {
 __device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 __device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
 __device__ int mapped_row(const Params& params, int key);  // Where the tensor maps of K and V have a key
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros
+// Loads kBlockN rows of K or V of one head, panel by panel
 template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
     int first_key, int head, int batch);
 // Loads K and V of a KV block, each when its buffer is empty
-__device__ void produce_kv(const Params& params, const Tile& tile, int block, const SharedAddresses& shared, RingPosition<kStages>& ring);
+__device__ void produce_kv(const Params& params, const Tile& tile, int kv_block, const SharedAddresses& shared,
+    RingPosition<kStages>& ring);
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
@@ -439,24 +440,24 @@ __device__ void store_tile(const Params& params, const Tile& tile, const float (
 
 // The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
-    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    // The buffers begin empty: a wait for the parity before the first phase returns at once.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
     RingPosition<kMaskStages> mask_ring;
     // The KV block that the consumers visit next, as read_mask() says.
     auto next_block = [&] {
         mbarrier_wait(shared.mask_full(mask_ring.stage), mask_ring.parity);
-        const int block = load_shared_32(shared.mask(mask_ring.stage) + offsetof(MaskEntry, kv_block));
+        const int kv_block = load_shared_32(shared.mask(mask_ring.stage) + offsetof(MaskEntry, kv_block));
         mbarrier_arrive(shared.mask_empty(mask_ring.stage));
         mask_ring.advance();
-        return block;
+        return kv_block;
     };
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
         mbarrier_wait(shared.q_empty(q_ring.stage), q_ring.parity ^ 1);
         load_q(params, tile, shared.q(q_ring.stage), shared.q_full(q_ring.stage));
         q_ring.advance();
-        for (int block = next_block(); block >= 0; block = next_block()) produce_kv(params, tile, block, shared, ring);
+        for (int kv_block = next_block(); kv_block >= 0; kv_block = next_block()) produce_kv(params, tile, kv_block, shared, ring);
     }
 }
 
@@ -471,11 +472,11 @@ __device__ __forceinline__ void read_mask(const Params& params, const SharedAddr
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
         const KeyRange every = keys_of_every(params, tile.first_row, kBlockM);
         const int end_of_tile = min(blocks.first, blocks.last + 1) - 1;  // past the last block to visit
-        for (int block = blocks.last; block >= end_of_tile; --block) {
+        for (int kv_block = blocks.last; kv_block >= end_of_tile; --kv_block) {
             const shared_address entry = shared.mask(ring.stage);
             mbarrier_wait(shared.mask_empty(ring.stage), ring.parity ^ 1);
-            if (block > end_of_tile) {
-                const int first_key = block * kBlockN;
+            if (kv_block > end_of_tile) {
+                const int first_key = kv_block * kBlockN;
                 const bool inside = first_key >= every.begin && first_key + kBlockN <= every.end;
                 const bool visible = inside && params.mask_vector_width == 16
                                          ? pack_mask<true>(params, tile, entry, first_key, inside, warp, lane)
@@ -483,7 +484,7 @@ __device__ __forceinline__ void read_mask(const Params& params, const SharedAddr
                 // An entry without a visible key is not passed on; the next block overwrites it.
                 if (!barrier_red_or(kMaskBarrier, 32 * kMaskWarps, visible)) continue;
             }
-            if (warp == 0 && lane == 0) store_shared_32(entry + offsetof(MaskEntry, kv_block), block > end_of_tile ? block : -1);
+            if (warp == 0 && lane == 0) store_shared_32(entry + offsetof(MaskEntry, kv_block), kv_block > end_of_tile ? kv_block : -1);
             mbarrier_arrive(shared.mask_full(ring.stage));
             ring.advance();
         }
@@ -499,23 +500,23 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
-    // Consumers take turns at issuing MMAs, so that one's run while the others do their softmax.
+    // Consumers take turns at issuing MMAs, so that the MMAs of one run while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
     RingPosition<kMaskStages> mask_ring;
     auto next_block = [&] {
         mbarrier_wait(shared.mask_full(mask_ring.stage), mask_ring.parity);
-        MaskedBlock block;
-        block.load(shared.mask(mask_ring.stage), warp_row, lane);
+        MaskedBlock kv_block;
+        kv_block.load(shared.mask(mask_ring.stage), warp_row, lane);
         mbarrier_arrive(shared.mask_empty(mask_ring.stage));
         mask_ring.advance();
-        return block;
+        return kv_block;
     };
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
-        MaskedBlock block = next_block();
-        const bool visible = block.index >= 0;
+        MaskedBlock kv_block = next_block();
+        const bool visible = kv_block.index >= 0;
         const int first_row = tile.first_row + warp_row;
         const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
@@ -542,11 +543,11 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
             k_ring.advance();
-            finish_scores(scores, block);
+            finish_scores(scores, kv_block);
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
-            for (block = next_block(); block.index >= 0; block = next_block()) {
+            for (kv_block = next_block(); kv_block.index >= 0; kv_block = next_block()) {
                 // 1. S = Q K^T of this block: wait for K, issue.
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
@@ -561,7 +562,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
                 release(shared.k_empty(k_ring.stage));
                 k_ring.advance();
                 // 4. Softmax on S while P V runs.
-                finish_scores(scores, block);
+                finish_scores(scores, kv_block);
                 const bool moved = softmax_step(scores, rows, params.scale_log2);
                 // 5. Wait for P V. Release V.
                 wgmma_wait<0>();
@@ -787,7 +788,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
 // these hold: 0 * NaN would be NaN.
 __device__ __forceinline__ int mapped_row(const Params& params, int key) { return key - keys_of_query(params, 0).begin; }
 
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+// Loads kBlockN rows of K or V of one head, panel by panel. Rows and columns outside of the array become zeros.
 template <int kPanelCount>
 __device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
                                               int first_key, int head, int batch) {
@@ -799,13 +800,13 @@ __device__ __forceinline__ void load_kv_block(shared_address destination, const 
 }
 
 // Loads K and V of a KV block, each when its buffer is empty.
-__device__ __forceinline__ void produce_kv(const Params& params, const Tile& tile, int block, const SharedAddresses& shared,
+__device__ __forceinline__ void produce_kv(const Params& params, const Tile& tile, int kv_block, const SharedAddresses& shared,
                                            RingPosition<kStages>& ring) {
     mbarrier_wait(shared.k_empty(ring.stage), ring.parity ^ 1);
-    load_kv_block<kPanels>(shared.k(ring.stage), params.k, shared.k_full(ring.stage), mapped_row(params, block * kBlockN), tile.kv_head,
+    load_kv_block<kPanels>(shared.k(ring.stage), params.k, shared.k_full(ring.stage), mapped_row(params, kv_block * kBlockN), tile.kv_head,
                            tile.batch);
     mbarrier_wait(shared.v_empty(ring.stage), ring.parity ^ 1);
-    load_kv_block<kPanelsV>(shared.v(ring.stage), params.v, shared.v_full(ring.stage), mapped_row(params, block * kBlockN), tile.kv_head,
+    load_kv_block<kPanelsV>(shared.v(ring.stage), params.v, shared.v_full(ring.stage), mapped_row(params, kv_block * kBlockN), tile.kv_head,
                             tile.batch);
     ring.advance();
 }

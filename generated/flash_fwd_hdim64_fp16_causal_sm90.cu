@@ -93,7 +93,7 @@ constexpr int kVBytes = sizeof(SharedStorage::v[0]);
 // Addresses within the SharedStorage of the thread block.
 struct SharedAddresses {
     shared_address storage;
-    shared_address barriers;  // the first one: registers hold it, and the others are a constant further
+    shared_address barriers;  // the first one, kept in a register: the others are at constant distances
 
     __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
 
@@ -219,11 +219,12 @@ struct KvBlocks {
 __device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 __device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros
+// Loads kBlockN rows of K or V of one head, panel by panel
 template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
     int first_key, int head, int batch);
 // Loads K and V of a KV block, each when its buffer is empty
-__device__ void produce_kv(const Params& params, const Tile& tile, int block, const SharedAddresses& shared, RingPosition<kStages>& ring);
+__device__ void produce_kv(const Params& params, const Tile& tile, int kv_block, const SharedAddresses& shared,
+    RingPosition<kStages>& ring);
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
@@ -302,7 +303,7 @@ __device__ void store_tile(const Params& params, const Tile& tile, const float (
 
 // The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
-    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    // The buffers begin empty: a wait for the parity before the first phase returns at once.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
@@ -312,7 +313,7 @@ __device__ __forceinline__ void produce(const Params& params, const SharedAddres
         q_ring.advance();
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
 #pragma unroll 1  // it waits for copies, and unrolled it takes longer to compile
-        for (int block = blocks.last; block >= blocks.first; --block) produce_kv(params, tile, block, shared, ring);
+        for (int kv_block = blocks.last; kv_block >= blocks.first; --kv_block) produce_kv(params, tile, kv_block, shared, ring);
     }
 }
 
@@ -325,12 +326,12 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
-    // Consumers take turns at issuing MMAs, so that one's run while the others do their softmax.
+    // Consumers take turns at issuing MMAs, so that the MMAs of one run while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
-    // O of a tile is stored through the buffer of its Q, which is empty once TMA has read it. The thread that started the stores waits
-    // for that with the next tile's first MMA under way. The load held back is Q of the tile after it, not needed yet.
+    // O of a tile is stored through the buffer of its Q. The buffer is empty once TMA has read O. The thread that started the stores waits for
+    // that while the next tile's first MMA runs. This delays the load of Q of the tile after that, which is not needed yet.
     bool store_in_flight = false;
     auto release_previous_q = [&] {
         static_assert(kQStages == 2, "the previous tile's Q is in the other buffer");
@@ -359,7 +360,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
-        int block = blocks.last;
+        int kv_block = blocks.last;
         // The KV blocks of which this warpgroup's rows see a key: none if the rows are before the first query. The first tile begins a multiple of
         // 64 rows before that query, so all 64 rows are before it, or none is.
         const int warpgroup_row = tile.first_row + 64 * consumer;
@@ -369,7 +370,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         const int first_block = visible_blocks.first;
         // Skips KV blocks past the last key that these rows see; all of them if they see none.
 #pragma unroll 1
-        for (; block > max(visible_blocks.last, blocks.first - 1); --block) skip_block();
+        for (; kv_block > max(visible_blocks.last, blocks.first - 1); --kv_block) skip_block();
         const int first_row = tile.first_row + warp_row;
         const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
@@ -396,11 +397,11 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
             k_ring.advance();
-            finish_scores(scores, block);
+            finish_scores(scores, kv_block);
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
-            for (--block; block >= first_block; --block) {
+            for (--kv_block; kv_block >= first_block; --kv_block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
@@ -415,7 +416,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
                 release(shared.k_empty(k_ring.stage));
                 k_ring.advance();
                 // 4. Softmax on S while P V runs.
-                finish_scores(scores, block);
+                finish_scores(scores, kv_block);
                 const bool moved = softmax_step(scores, rows, params.scale_log2);
                 // 5. Wait for P V. Release V.
                 wgmma_wait<0>();
@@ -613,7 +614,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
 // all others, whatever these hold: 0 * NaN would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+// Loads kBlockN rows of K or V of one head, panel by panel. Rows and columns outside of the array become zeros.
 template <int kPanelCount>
 __device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
                                               int first_key, int head, int batch) {
@@ -625,13 +626,13 @@ __device__ __forceinline__ void load_kv_block(shared_address destination, const 
 }
 
 // Loads K and V of a KV block, each when its buffer is empty.
-__device__ __forceinline__ void produce_kv(const Params& params, const Tile& tile, int block, const SharedAddresses& shared,
+__device__ __forceinline__ void produce_kv(const Params& params, const Tile& tile, int kv_block, const SharedAddresses& shared,
                                            RingPosition<kStages>& ring) {
     mbarrier_wait(shared.k_empty(ring.stage), ring.parity ^ 1);
-    load_kv_block<kPanels>(shared.k(ring.stage), params.k, shared.k_full(ring.stage), mapped_row(params, block * kBlockN), tile.kv_head,
+    load_kv_block<kPanels>(shared.k(ring.stage), params.k, shared.k_full(ring.stage), mapped_row(params, kv_block * kBlockN), tile.kv_head,
                            tile.batch);
     mbarrier_wait(shared.v_empty(ring.stage), ring.parity ^ 1);
-    load_kv_block<kPanelsV>(shared.v(ring.stage), params.v, shared.v_full(ring.stage), mapped_row(params, block * kBlockN), tile.kv_head,
+    load_kv_block<kPanelsV>(shared.v(ring.stage), params.v, shared.v_full(ring.stage), mapped_row(params, kv_block * kBlockN), tile.kv_head,
                             tile.batch);
     ring.advance();
 }

@@ -132,7 +132,7 @@ constexpr int kVBytes = sizeof(SharedStorage::v[0]);
 // Addresses within the SharedStorage of the thread block.
 struct SharedAddresses {
     shared_address storage;
-    shared_address barriers;  // the first one: registers hold it, and the others are a constant further
+    shared_address barriers;  // the first one, kept in a register: the others are at constant distances
 
     __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
 
@@ -355,7 +355,7 @@ __device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found
 __device__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile);
 // Loads Q of a tile when its buffer is empty
 __device__ void produce_q(const Params& params, const Tile& tile, const SharedAddresses& shared, const RingPosition<kQStages>& ring);
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros
+// Loads kBlockN rows of K or V of one head, panel by panel
 template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
     int first_key, int head, int batch);
 
@@ -442,7 +442,7 @@ struct TileFinder {
 // The producer warp: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
     const int lane = threadIdx.x % 32;
-    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    // The buffers begin empty: a wait for the parity before the first phase returns at once.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
     while (true) {
@@ -454,10 +454,10 @@ __device__ __forceinline__ void produce(const Params& params, const SharedAddres
         produce_q(params, tile, shared, q_ring);
         q_ring.advance();
 #pragma unroll 1  // few registers are left to the producer
-        for (int block = blocks.last; block >= blocks.first; --block) {
+        for (int kv_block = blocks.last; kv_block >= blocks.first; --kv_block) {
             const shared_address k_smem = shared.k(ring.stage);
             const shared_address v_smem = shared.v(ring.stage);
-            const int key = found.first_key + block * kBlockN;
+            const int key = found.first_key + kv_block * kBlockN;
             await_empty(shared.k_empty(ring.stage), ring.parity ^ 1);
             if (elect_one()) load_kv_block<kPanels>(k_smem, params.k, shared.k_full(ring.stage), key, tile.kv_head, found.entry);
             await_empty(shared.v_empty(ring.stage), ring.parity ^ 1);
@@ -490,7 +490,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
-    // Consumers take turns at issuing MMAs, so that one's run while the others do their softmax.
+    // Consumers take turns at issuing MMAs, so that the MMAs of one run while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
@@ -537,7 +537,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
             clear_parity ^= 1;
         };
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
-        int block = blocks.last;
+        int kv_block = blocks.last;
         // The KV blocks of which this warpgroup's rows see a key: none if the rows are before the first query. The first tile begins a multiple of
         // 64 rows before that query, so all 64 rows are before it, or none is.
         const int warpgroup_row = tile.first_row + 64 * consumer;
@@ -547,10 +547,10 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         const int first_block = visible_blocks.first;
         // Skips KV blocks past the last key that these rows see; all of them if they see none.
 #pragma unroll 1
-        for (; block > max(visible_blocks.last, blocks.first - 1); --block) {
-            clear_tail(block);
+        for (; kv_block > max(visible_blocks.last, blocks.first - 1); --kv_block) {
+            clear_tail(kv_block);
             skip_block();
-            await_clear_tail(block);
+            await_clear_tail(kv_block);
         }
         const int first_row = tile.first_row + warp_row;
         const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
@@ -582,18 +582,18 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
             begin_turn();
             mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
-            clear_tail(block);
+            clear_tail(kv_block);
             // Wait for S of the first block, release K. Softmax makes P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
             k_ring.advance();
-            finish_scores(scores, block);
+            finish_scores(scores, kv_block);
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
-            await_clear_tail(block);
-            for (--block; block >= first_block; --block) {
+            await_clear_tail(kv_block);
+            for (--kv_block; kv_block >= first_block; --kv_block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
@@ -608,7 +608,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
                 release(shared.k_empty(k_ring.stage));
                 k_ring.advance();
                 // 4. Softmax on S while P V runs.
-                finish_scores(scores, block);
+                finish_scores(scores, kv_block);
                 const bool moved = softmax_step(scores, rows, params.scale_log2);
                 // 5. Wait for P V. Release V.
                 wgmma_wait<0>();
@@ -1142,7 +1142,7 @@ __device__ __forceinline__ void produce_q(const Params& params, const Tile& tile
     if (elect_one()) load_q(params, tile, shared.q(ring.stage), shared.q_full(ring.stage));
 }
 
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+// Loads kBlockN rows of K or V of one head, panel by panel. Rows and columns outside of the array become zeros.
 template <int kPanelCount>
 __device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
                                               int first_key, int head, int batch) {

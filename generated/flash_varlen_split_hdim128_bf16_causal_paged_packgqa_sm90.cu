@@ -146,7 +146,7 @@ constexpr int kVBytes = sizeof(SharedStorage::v[0]);
 // Addresses within the SharedStorage of the thread block.
 struct SharedAddresses {
     shared_address storage;
-    shared_address barriers;  // the first one: registers hold it, and the others are a constant further
+    shared_address barriers;  // the first one, kept in a register: the others are at constant distances
 
     __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
 
@@ -497,7 +497,7 @@ struct PagedArray {
         const int block_rows = kBlockN - block_pages * params.page_size;
         BoxKeys keys(params, found, blocks.last, lane);
 #pragma unroll 1  // few registers are left to the producer
-        for (int block = blocks.last; block >= blocks.first; --block) {
+        for (int kv_block = blocks.last; kv_block >= blocks.first; --kv_block) {
             if (lane < kBoxes) keys.store(params, boxes + lane * sizeof(Box));
             keys.step_down(params, block_pages, block_rows, lane);  // its entry is under way while boxes are loaded
             await_empty(empty + 8 * ring.stage, ring.parity ^ 1);  // and all lanes have written their boxes
@@ -530,7 +530,7 @@ __device__ int begin_of_tile(const Params& params, const Place& place, int index
 __device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
     const int lane = threadIdx.x % 32;
     const PagedArray<kPanels> k = {params.k, shared.k(0), shared.k_full(0), shared.k_empty(0), shared.k_boxes()};
-    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    // The buffers begin empty: a wait for the parity before the first phase returns at once.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
     while (true) {
@@ -606,7 +606,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
-    // Consumers take turns at issuing MMAs, so that one's run while the others do their softmax.
+    // Consumers take turns at issuing MMAs, so that the MMAs of one run while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
@@ -636,7 +636,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
             clear_parity ^= 1;
         };
         const KvBlocks blocks = find_kv_blocks(params, found);
-        int block = blocks.last;
+        int kv_block = blocks.last;
         const int first_block = blocks.first;
         const bool visible = blocks.last >= blocks.first;
         const int first_row = tile.first_row + warp_row;
@@ -669,18 +669,18 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
             begin_turn();
             mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
-            clear_tail(block);
+            clear_tail(kv_block);
             // Wait for S of the first block, release K. Softmax makes P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
             k_ring.advance();
-            finish_scores(scores, block);
+            finish_scores(scores, kv_block);
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
-            await_clear_tail(block);
-            for (--block; block >= first_block; --block) {
+            await_clear_tail(kv_block);
+            for (--kv_block; kv_block >= first_block; --kv_block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
@@ -695,7 +695,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
                 release(shared.k_empty(k_ring.stage));
                 k_ring.advance();
                 // 4. Softmax on S while P V runs.
-                finish_scores(scores, block);
+                finish_scores(scores, kv_block);
                 const bool moved = softmax_step(scores, rows, params.scale_log2);
                 // 5. Wait for P V. Release V.
                 wgmma_wait<0>();

@@ -162,21 +162,21 @@ AWAIT_CLEAR_HEAD = """\
 """
 SKIP_FIRST_BLOCK = """\
             skip_block([&] {
-                clear_head(block);
-                await_clear_head(block);
+                clear_head(kv_block);
+                await_clear_head(kv_block);
             });
 """
 SKIP_LAST_BLOCK = """\
             skip_block([&] {
-                await_clear_tail(block);
-                clear_head(block);
-                await_clear_head(block);
+                await_clear_tail(kv_block);
+                clear_head(kv_block);
+                await_clear_head(kv_block);
             });
 """
 CLEAR_AHEAD_OF_TURN = """\
-            await_clear_tail(block);
-            clear_head(block);
-            await_clear_head(block);
+            await_clear_tail(kv_block);
+            clear_head(kv_block);
+            await_clear_head(kv_block);
             skip_block([] {});
 """
 FAULTS = (
