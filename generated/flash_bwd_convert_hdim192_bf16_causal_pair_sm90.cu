@@ -123,13 +123,13 @@ __device__ __forceinline__ void store(element* destination, const float (&values
 }
 
 // Waits until every thread block of the head has added to dQ.
-// A thread block awaits the main kernel's thread blocks of its own head, not that whole grid. So dQ of most heads is rounded on multiprocessors
-// that the last thread blocks of the main kernel leave idle. The acquire makes what those thread blocks have added to dQ visible here.
+// A thread block waits for the main kernel's thread blocks of its head, not for the whole grid. So dQ of most heads is rounded on multiprocessors
+// that the last thread blocks of the main kernel leave idle. The acquire makes their additions to dQ visible here.
 //
-// No thread block may take the count of an earlier call for that of this one. The preprocess kernel resets the counters. It has ended when this
-// grid starts: all thread blocks of the main kernel have come to launch_dependents by then, after their wait for the preprocess kernel. PTX
-// promises that the zeros are visible after griddepcontrol.wait, which only the last thread block executes. The others rely on the hardware: the
-// zeros are in L2 when the preprocess kernel has ended, and an acquire reads L2.
+// The count must not be left over from an earlier call. The preprocess kernel resets the counters, and it has ended when this grid starts: each
+// thread block of the main kernel reaches launch_dependents after its wait for the preprocess kernel. PTX promises that the zeros are visible
+// after griddepcontrol.wait, which only the last thread block executes. The others rely on the hardware: the zeros are in L2 when the preprocess
+// kernel has ended, and an acquire reads L2.
 __device__ __forceinline__ void await_added(const Params& params, int head_of_batch) {
     if (threadIdx.x == 0) {
         const int32_t* added = params.added + head_of_batch;

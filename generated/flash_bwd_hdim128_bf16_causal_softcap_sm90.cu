@@ -281,7 +281,7 @@ __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes 
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
 template <int kColumns>
 struct PackedScores {
     uint32_t fragment[kColumns / 16][4];
@@ -678,8 +678,8 @@ __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) 
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
 // The first step of a thread block.
-// Steps go from the last block of queries to the first. Unless a left window ends earlier, all thread blocks of a head that have any begin with
-// the same block.
+// Steps go from the last block of queries to the first. So all thread blocks of a head begin with the same block of queries, unless a left window
+// ends earlier.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
 
 // The step after this one.

@@ -359,19 +359,18 @@ template <typename Rows, int kTiles> __device__ void mma_gradients(float (&sums)
 // dQ = dS . K of the warp's queries and columns; `ds` has dS^T, a row for each key
 __device__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][4], shared_address ds, int first_query, const RowsOfK& keys, int lane);
 
-// Thread blocks, or clusters, add to a block of queries one after another, later keys first, so that the sums repeat to the bit. Each counts
-// itself there when it has added. In a cluster the two halves of the columns of dQ have a counter each, so the turns of one half do not wait for
-// the other half. A thread block waits only for thread blocks of its head with a lower index in the grid. So the unfinished one with the lowest
-// index waits for none, and there is no deadlock if it runs. It runs because the hardware starts thread blocks by increasing index, which CUDA
-// does not promise.
+// Thread blocks, or clusters, add to a block of queries one after another, later keys first, so that the sums repeat to the bit. A counter says how
+// many have added. In a cluster the two halves of the columns of dQ have a counter each, so the turns of one half do not wait for the other half.
+// A thread block waits only for thread blocks of its head with a lower index in the grid. So the unfinished thread block with the lowest index
+// waits for none, and there is no deadlock if it runs. It runs because the hardware starts thread blocks by increasing index. CUDA does not
+// promise that.
 
 // The last block of keys with a key in the range of some query of a block
 __device__ int last_key_block(const Params& params, int query_block);
 // How many thread blocks add to a step's block of queries before this one
 __device__ uint32_t turn_of(const Params& params, const KeyBlock& block, const Step& step);
-// The counter of those that have added to a step's block of queries
-__device__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step);
-// Whether all that were ahead of this thread block have added; if so, their additions come before those that follow
+__device__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step);  // The counter of a step's block of queries
+// Whether all earlier thread blocks have added to a step's block of queries
 __device__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step);
 __device__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step);  // Passes the turn to the next thread block
 // dQ of a warp's queries and columns in a step, added to what other thread blocks have
@@ -865,7 +864,7 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][
 // The last block of keys with a key in the range of some query of a block.
 __device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
     const int last_query = min((query_block + 1) * kBlockM, params.seqlen_q) - 1;
-    // A side without a bound lies 2^30 keys away.
+    // A side without a bound is 2^30 keys away.
     const int64_t last_key = int64_t(last_query) + params.diagonal_offset + params.window_right;
     return int(min(last_key, int64_t(params.seqlen_kv - 1)) / kBlockN);
 }
@@ -875,13 +874,13 @@ __device__ __forceinline__ uint32_t turn_of(const Params& params, const KeyBlock
     return last_key_block(params, step.block) - block.index;
 }
 
-// The counter of those that have added to a step's block of queries.
+// The counter of a step's block of queries.
 __device__ __forceinline__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step) {
     const int64_t unit_row = first_unit_row(params, block.batch, head_of(params, block, step));
     return reinterpret_cast<uint32_t*>(params.turns) + unit_row / kBlockM + step.block;
 }
 
-// Whether all that were ahead of this thread block have added; if so, their additions come before those that follow.
+// Whether all earlier thread blocks have added to a step's block of queries. The acquire orders their additions before ours.
 __device__ __forceinline__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step) {
     return load_acquire_32(turns_of(params, block, step)) == turn_of(params, block, step);
 }

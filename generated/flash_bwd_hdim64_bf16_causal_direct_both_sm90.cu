@@ -281,7 +281,7 @@ __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes 
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
 template <int kColumns>
 struct PackedScores {
     uint32_t fragment[kColumns / 16][4];
@@ -329,7 +329,7 @@ struct RowValues {
     }
 };
 
-__device__ float dot(uint4 a, uint4 b);  // The sum of the products of elements, as they lie in memory
+__device__ float dot(uint4 a, uint4 b);  // The dot product of 16 bytes of elements with 16 bytes of elements
 
 // ==== row_end, in the backward pass: what P and dS take from the end of a row
 
@@ -920,7 +920,7 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
 // all others, whatever these hold: 0 * NaN would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
-// The sum of the products of elements, as they lie in memory.
+// The dot product of 16 bytes of elements with 16 bytes of elements.
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
     const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};

@@ -63,7 +63,7 @@ constexpr int kPasses = kRowUnit / kRowsPerPass;
 // Up to four vectors of dO and as many of O are on their way to a thread, or those of a row.
 constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
 
-__device__ float dot(uint4 a, uint4 b);  // The sum of the products of elements, as they lie in memory
+__device__ float dot(uint4 a, uint4 b);  // The dot product of 16 bytes of elements with 16 bytes of elements
 
 // ==== row_end, in the backward pass: what P and dS take from the end of a row
 
@@ -147,7 +147,7 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// The sum of the products of elements, as they lie in memory.
+// The dot product of 16 bytes of elements with 16 bytes of elements.
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
     const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};

@@ -209,7 +209,7 @@ struct KeyBlock {
 constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: batch to stored_rows
 
 __device__ KeyBlock load_key_block(const Params& params, int index);  // The block of a thread block, as the preprocess kernel has found it
-__device__ Params of_sequence(const Params& params, const KeyBlock& block);  // The parameters of a call of the block's sequence alone
+__device__ Params of_sequence(const Params& params, const KeyBlock& block);  // The parameters for the block's sequence
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
@@ -266,7 +266,7 @@ __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes 
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
 template <int kColumns>
 struct PackedScores {
     uint32_t fragment[kColumns / 16][4];
@@ -624,8 +624,8 @@ __device__ __forceinline__ KeyBlock load_key_block(const Params& params, int ind
     return {int(first.x), int(first.y), int(first.z), int(first.w), int(second.x), int(second.y), int(second.z), int(second.w)};
 }
 
-// The parameters of a call of the block's sequence alone: its lengths, and pointers to its rows in the arrays that this kernel reads and adds to
-// by pointer. They are computed from the constant bank where they are needed, since registers have no room for them.
+// The parameters for the block's sequence: its lengths, and pointers to its rows in the arrays that have pointers. They are computed from the
+// constant bank where they are used, since registers have no room for them.
 __device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlock& block) {
     Params own = with_lengths(params, block.seqlen_q, block.seqlen_kv);
     own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, block.batch, block.first_row_q) * kHeadDim;
@@ -639,8 +639,8 @@ __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) 
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
 // The first step of a thread block.
-// Steps go from the last block of queries to the first. Unless a left window ends earlier, all thread blocks of a head that have any begin with
-// the same block.
+// Steps go from the last block of queries to the first. So all thread blocks of a head begin with the same block of queries, unless a left window
+// ends earlier.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
 
 // The step after this one.
@@ -799,13 +799,13 @@ __device__ __forceinline__ void clear_rows(shared_address block, int begin, int 
     fence_proxy_async();  // wgmma would not see the zeros otherwise
 }
 
-// Whether no query of the sequence sees some rows of K and V: they lie past its keys.
+// Whether no query of the sequence sees some rows of K and V: they are past its keys.
 __device__ __forceinline__ bool has_unseen_keys(const Params& params, const KeyBlock& block) {
     return params.seqlen_kv - block.first_key < kBlockN;
 }
 
-// Clears the rows of K and V that no query sees. TMA brings zeros past the end of an array, but past a sequence it brings the next one. All
-// consumers of a thread block that has steps call it, before they first read any of them. It waits for K and V itself.
+// Clears the rows of K and V that no query sees. TMA brings zeros past the end of an array, but past a sequence it brings the next sequence. All
+// consumers of a thread block that has steps call it before they read K and V. It waits for K and V.
 __device__ __forceinline__ void clear_unseen_keys(const Params& params, const KeyBlock& block, shared_address shared,
                                                   const Barriers& barriers) {
     const int keys_left = params.seqlen_kv - block.first_key;
@@ -813,7 +813,7 @@ __device__ __forceinline__ void clear_unseen_keys(const Params& params, const Ke
     clear_rows<kPanels, kBlockN>(shared, keys_left);
     mbarrier_wait(barriers.dout_full(0), 0);
     clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
-    barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
+    barrier_sync(kClearBarrier, 128 * kConsumers);  // all consumers have cleared their rows
 }
 
 // Clears rows of Q and dO of a step past the sequence's queries.
@@ -826,7 +826,7 @@ __device__ __forceinline__ void clear_tail_of_step(const Params& params, const S
     clear_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, queries_left);
     mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
     clear_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout_ring.stage * kDoutBytes, queries_left);
-    barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
+    barrier_sync(kClearBarrier, 128 * kConsumers);  // all consumers have cleared their rows
 }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
