@@ -215,7 +215,7 @@ __device__ KeyBlock find_key_block(const Params& params, int index);  // The blo
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
-    int head;  // among those that the thread block goes through
+    int head;  // the query head, counted from the thread block's first one
     int block;
 };
 

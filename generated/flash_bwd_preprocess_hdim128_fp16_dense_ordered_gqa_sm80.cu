@@ -57,7 +57,7 @@ __device__ int64_t first_unit_row(const Params& params, int batch, int head);  /
 
 constexpr int kRowsPerPass = kThreads / kLanes;
 constexpr int kPasses = kRowUnit / kRowsPerPass;
-// Up to four vectors of dO and as many of O are on their way to a thread, or those of a row.
+// A thread has up to four vectors of dO and four of O in flight, or the vectors of a row.
 constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
 
 __device__ float dot(uint4 a, uint4 b);  // The dot product of 16 bytes of elements with 16 bytes of elements

@@ -116,7 +116,7 @@ flash_bwd_varlen_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params
     const float* tiles = dq_tiles(params, batch, head, first_row);
     element* dq = params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride;
     for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
-        // Tiles of 16 rows past the sequence's queries are not read: their gradient is 0, as that of rows past them in an earlier tile is.
+        // Tiles of 16 rows past the sequence's queries are not read: their gradient is 0.
         float rows[kPassesAtOnce][2][8] = {};
 #pragma unroll
         for (int pass = 0; pass < kPassesAtOnce; ++pass) {
@@ -207,7 +207,7 @@ __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int seq
 }
 
 // The unit of queries of a thread block.
-// The units of a head of a sequence follow each other, then come those of its next head.
+// The units of a head of a sequence follow each other, then come the units of its next head.
 __device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
     const auto rows_of = [&](int sequence) {
         return rows_to_write(params.cu_seqlens_q, sequence, params.batch_size, params.rows_q);

@@ -148,7 +148,7 @@ __device__ void place_key_blocks(const Params& params);
 
 constexpr int kRowsPerPass = kThreads / kLanes;
 constexpr int kPasses = kRowUnit / kRowsPerPass;
-// Up to four vectors of dO and as many of O are on their way to a thread, or those of a row.
+// A thread has up to four vectors of dO and four of O in flight, or the vectors of a row.
 constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
 
 __device__ float dot(uint4 a, uint4 b);  // The dot product of 16 bytes of elements with 16 bytes of elements
@@ -298,7 +298,7 @@ __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int seq
 }
 
 // The unit of queries of a thread block.
-// The units of a head of a sequence follow each other, then come those of its next head.
+// The units of a head of a sequence follow each other, then come the units of its next head.
 __device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
     const auto rows_of = [&](int sequence) {
         return rows_to_write(params.cu_seqlens_q, sequence, params.batch_size, params.rows_q);
