@@ -169,9 +169,9 @@ LEAKS = (
     Fault("dQ past a sequence is added to the next one", PLAIN, "main", MANY, (WRONG,),
           "if (first_query + 16 * i >= params.seqlen_q) break;", ""),
     Fault("dQ past a sequence is added to the next one, on Hopper", HOPPER, "main", MANY, (WRONG,),
-          "if (row >= params.seqlen_q) own = nullptr;", ""),
+          "if (row >= params.seqlen_q) address = nullptr;", ""),
     Fault("dQ past a sequence is added to the next one, of wide heads", WIDE, "main", MANY, (WRONG,),
-          "if (row >= params.seqlen_q) own = nullptr;", ""),
+          "if (row >= params.seqlen_q) address = nullptr;", ""),
     Fault("dQ past a sequence is added to the next one, by clusters", PAIR, "main", MANY, (WRONG,),
-          "if (row >= params.seqlen_q) own = nullptr;", ""),
+          "if (row >= params.seqlen_q) address = nullptr;", ""),
 )  # fmt: skip
