@@ -58,6 +58,12 @@ def test_what_a_function_made_of_fields_does_is_in_tracebacks():
     assert frames[1].line == "return compute(call)"
 
 
+@pytest.mark.parametrize("function", [*FUNCTIONS.values(), AttentionCall.of_defaults, AttentionCall.copy])
+def test_torch_can_trace_how_a_record_is_made(function):
+    # torch.compile of PyTorch 2.11 traces Record(), and refuses object.__new__(Record).
+    assert object.__new__ not in function.__globals__.values()
+
+
 def test_a_record_has_defaults_and_gives_others():
     call = call_of(AttentionCall, q=np.ones((2, 3)), causal=True)
     assert (call.causal, call.splits, call.k) == (True, "auto", None)

@@ -11,6 +11,9 @@ from flashgen.operators.masks import Band
 torch = pytest.importorskip("torch")
 cupy = pytest.importorskip("cupy")
 
+from flashgen.call import codec  # noqa: E402
+from flashgen.call.record import AttentionCall, call_of  # noqa: E402
+
 TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -74,16 +77,15 @@ def test_compiled_into_one_graph():
 
 def test_the_operators_pass_torchs_own_checks():
     q, k, v, dout = tensors(seqlen_q=40, seqlen_kv=50)
-    lengths = (None, None, None)
-    options = (True, None, -1, -1, None, "", "", "", "auto", False, None, None, None, None, False)
-    given = [], *lengths, *options
+    score_arrays, entries = codec.encode(call_of(AttentionCall, q=q, causal=True))
+    absent = [None] * (len(codec.INPUTS) - 3)
     # Tensors that require gradients are what has the operators registered.
     out, lse = (x.detach() for x in flashgen.attention(q, k, v, causal=True, return_lse=True))
-    torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, None, *given))
+    torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *absent, score_arrays, *entries))
     inputs = [x.detach() for x in (dout, q, k, v)]
     torch.library.opcheck(
         torch.ops.flashgen.attention_backward.default,
-        (*inputs, None, out, lse, None, *given),
+        (*inputs, *absent, out, lse, None, score_arrays, *entries),
         # Two runs of dq may differ in its last bits.
         rtol=2e-2,
         atol=2e-2,

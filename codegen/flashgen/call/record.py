@@ -44,7 +44,6 @@ _NAMES = {
     "mask_type_name": mask_type_name,
     "splits_of": splits_of,
     "window_of": window_of,
-    "new": object.__new__,
 }
 
 
@@ -105,7 +104,7 @@ def _record(name: str, doc: str, fields: tuple[Field, ...]) -> type[Call]:
     record = type(name, (Call,), namespace | {"__module__": __name__})
     names = _NAMES | {"Record": record}
     checks = {x.name: _CHECKS.get(x.kind, ("", "")) for x in fields}
-    begin = ["    other = new(Record)"]
+    begin = ["    other = Record()"]
     copies = [f"    other.{x.name} = self.{x.name}" for x in fields]
     normal = [
         f"    other.{name} = "

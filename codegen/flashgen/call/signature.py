@@ -35,13 +35,13 @@ def public(
         f"def {name}({', '.join((*by_position, '*', *by_name))}, **unknown):",
         "    if unknown:",
         f"        refuse({name}, unknown)",
-        "    call = new(Record)",
+        "    call = Record()",
         *(f"    call.{x.name} = {x.name if x.name in taken else f'default_{x.name}'}" for x in record.fields),
         "    return compute(call)",
         "",
     ]
     names = {f"default_{field.name}": field.default for field in record.fields}
-    names |= {"Record": record, "compute": compute, "new": object.__new__, "refuse": refuse or _refuse}
+    names |= {"Record": record, "compute": compute, "refuse": refuse or _refuse}
     result = function(name, "\n".join(lines), names)
     result.__doc__, result.__module__ = compute.__doc__, module
     result.__signature__ = inspect.Signature([*_parameters(fields, POSITIONAL[name], required), _UNKNOWN])
