@@ -119,7 +119,7 @@ def test_a_template_that_comes_ahead_of_one_in_use_is_taken(tiny_folder, variant
     own = tiny_folder / "templates" / "lib" / "names.j2"
     shipped = tiny_folder / "shipped"
     shutil.move(tiny_folder / "templates" / "lib", shipped / "lib")
-    for module in ("render", "files"):
+    for module in ("closure", "files"):
         monkeypatch.setattr(f"flashgen.source.{module}.templates_dir", lambda: shipped)
     before = render(variant)
     own.parent.mkdir()

@@ -10,6 +10,7 @@ import pytest
 from flashgen.errors import InternalError, SpecError
 from flashgen.simulator.library import _definitions
 from flashgen.source import render
+from flashgen.source.closure import included_by
 
 N = 20_000
 REPEATED = {
@@ -43,7 +44,7 @@ def test_repeats_take_linear_time(name, marked, tmp_path):
         rendered = text
     re.sub(render._BLANK_LINES, "\n\n", rendered)
     re.sub(render._PRAGMA_ONCE, "", text)
-    render._included(text, "x")
+    included_by(text, "x")
     with pytest.raises(InternalError, match="no __global__"):
         _definitions(text, "kernel")
     assert time.process_time() - begin < 2

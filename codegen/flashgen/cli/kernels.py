@@ -27,7 +27,7 @@ class Places:
 def places(variant: Variant) -> Places:
     """Where a variant comes from."""
     from flashgen.host.paths import checkout
-    from flashgen.source.render import search_path
+    from flashgen.source.closure import search_path
 
     folders = [Path(folder) for folder in search_path(variant)]
     template = next((path for folder in folders if (path := folder / variant.template).is_file()), None)

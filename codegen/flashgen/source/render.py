@@ -22,9 +22,20 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import FlashgenError, InternalError, SpecError, TemplateWarning
 from flashgen.families.arch import range_of
-from flashgen.host.paths import code_digest, specs_dir, templates_dir
+from flashgen.host.paths import code_digest, specs_dir
 from flashgen.operators import OPERATORS
 from flashgen.source import files
+from flashgen.source.closure import (
+    INCLUDE,
+    PRINTED,
+    REFERENCE,
+    closure,
+    folders_for,
+    headers_of,
+    included_by,
+    search_path,
+    spec_file,
+)
 from flashgen.source.params import struct_text
 
 if TYPE_CHECKING:
@@ -39,17 +50,10 @@ if TYPE_CHECKING:
 # The line of the header comment by which a rendered file is known.
 RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this file."
 
-# Lines that bring in another template, for example //% include "x" and //% from "x" import y. The name of an
-# included one may print a value: //% include "mask_${ mask_type }.cuh.j2".
-_REFERENCE = re.compile(r"^[ \t]*//%[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?")
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
-# Headers that the compiler would look for in the current directory.
-_OTHER_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"((?!flashgen/|\$\{)[^"\n]*)"', re.MULTILINE)
 # Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
 _SPACES = " \t"
 _NO_BREAK = "\xa0"  # a space at which no line of the header comment ends
 _VALUE = r"\$\{[^}]*\}"
-_PRINTED = re.compile(r"\$\{\s*(\w+)\s*\}")
 # Delimiters of statements and comments within this module, which neither C++ nor PTX has.
 _BEGIN, _END, _BEGIN_COMMENT, _END_COMMENT = "\x02%", "%\x03", "\x02#", "#\x03"
 # Jinja with its usual delimiters: a statement, a comment, a value. C++ has {{0, 1}, {2, 3}}, {{x}} and, in
@@ -119,9 +123,9 @@ def _rendered(variant: Variant, marked: bool) -> str:
         raise files.wrong(f"{error.filename or error.name}:{error.lineno}", error.message) from error
     except jinja2.TemplateNotFound as error:
         at = "" if error.name == variant.template else files.template_line(error, folders)
-        raise files.missing(error.name, _spec_file(variant), folders, at) from error
+        raise files.missing(error.name, spec_file(variant), folders, at) from error
     except files.Outside as error:
-        raise SpecError(f"{files.template_line(error, folders) or _spec_file(variant)}: {error}") from error
+        raise SpecError(f"{files.template_line(error, folders) or spec_file(variant)}: {error}") from error
     except FlashgenError:
         raise
     except Exception as error:
@@ -132,24 +136,6 @@ def _rendered(variant: Variant, marked: bool) -> str:
         where = str(files.find(variant.template, folders))
         raise files.wrong(where, "a template starts with ${ header }; this one does not")
     return text
-
-
-def search_path(variant: Variant) -> tuple[str, ...]:
-    """Folders in which a variant's templates are looked for, first match wins.
-
-    The folder ``templates`` beside the spec's own folder, the spec's own folder, then the shipped templates.
-    Headers are in the folder ``include`` of any of them.
-    """
-    return folders_for(variant.spec_dir)
-
-
-def folders_for(spec_dir: str) -> tuple[str, ...]:
-    """`search_path` of the variants of a spec in that folder; "" is a spec without a file."""
-    folders = [str(templates_dir())]
-    if spec_dir:
-        spec_folder = Path(spec_dir)
-        folders = [str(spec_folder.parent / "templates"), str(spec_folder), *folders]
-    return tuple(dict.fromkeys(folders))
 
 
 def header_comment(variant: Variant) -> str:
@@ -180,7 +166,7 @@ def headers(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None =
     ``include_dirs`` are the folders that hold ``flashgen/``; the shipped one by default. Raises InternalError
     for a header that is in none of them, SpecError where it is a header of the user's own that includes it.
     """
-    return _headers(_included(source, "the rendered source"), files.include_folders(include_dirs))
+    return headers_of(included_by(source, "the rendered source"), files.include_folders(include_dirs))
 
 
 def include_dirs(variant: Variant) -> tuple[str, ...]:
@@ -199,7 +185,7 @@ def flatten(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None =
     done: set[str] = set()
 
     def inline(text: str) -> str:
-        return _INCLUDE.sub(replace, text)
+        return INCLUDE.sub(replace, text)
 
     def replace(match: re.Match[str]) -> str:
         name = match[1]
@@ -225,7 +211,7 @@ def source_digest(variant: Variant) -> str:
     digest = hashlib.sha256(repr((form, form.axis_values)).encode())
     # The C++ of a score modification follows from its formula, and how is in `operators`.
     digest.update(code_digest("source") if variant.score is None else code_digest("source", "operators"))
-    for name, text in _closure(variant.template, variant.header, _spec_file(variant), folders).items():
+    for name, text in closure(variant.template, variant.header, spec_file(variant), folders).items():
         digest.update(f"\0{name}\0{len(text)}\0".encode())
         digest.update(text.encode())
     return digest.hexdigest()
@@ -269,10 +255,10 @@ def _of_score(form: Variant) -> dict[str, Any]:
 
 def _statement(match: re.Match[str]) -> str:
     sign, words = match.groups()
-    include = _REFERENCE.match(match[0])
+    include = REFERENCE.match(match[0])
     if include and include[1]:  # the name of an included template may print values
         quote = include[1][0]
-        words = _PRINTED.sub(rf"{quote} ~ \1 ~ {quote}", words)
+        words = PRINTED.sub(rf"{quote} ~ \1 ~ {quote}", words)
     return f"{_BEGIN}{sign}{words.rstrip(_SPACES)} {_END}"
 
 
@@ -370,7 +356,7 @@ def unused_overrides(specs: Iterable[Spec]) -> list[Path]:
         names = used.setdefault(folders, set())
         for step in spec.content.steps:
             try:
-                names.update(_closure(step.template, spec.content.family["header"], str(spec.path), folders))
+                names.update(closure(step.template, spec.content.family["header"], str(spec.path), folders))
             except (InternalError, SpecError):
                 incomplete.add(folders)
     unused = []
@@ -392,75 +378,7 @@ def check_files(specs: Iterable[Spec]) -> None:
     for spec in specs:
         for step in spec.content.steps:
             folders = folders_for(str(spec.path.parent))
-            texts = _closure(step.template, spec.content.family["header"], str(spec.path), folders)
+            texts = closure(step.template, spec.content.family["header"], str(spec.path), folders)
             for name, text in texts.items():
                 if not name.endswith(".cuh"):  # headers are not rendered
                     refuse_foreign(re.sub(_COMMENT, "", text), str(files.find(name, folders)))
-
-
-def _spec_file(variant: Variant) -> str:
-    return str(Path(variant.spec_dir, f"{variant.spec}.yaml"))
-
-
-def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) -> dict[str, str]:
-    """Templates and headers that rendering and compiling a kernel may read, by name. ``spec`` is its file."""
-    texts: dict[str, str] = {}
-    included: list[tuple[str, str]] = []
-    waiting = [(template, "")]
-    while waiting:
-        name, at = waiting.pop(0)
-        if name in texts:
-            continue
-        try:
-            path = files.find(name, folders)
-        except files.Outside as error:
-            raise SpecError(f"{at or spec}: {error}") from error
-        if path is None:
-            raise files.missing(name, spec, folders, at)
-        texts[name] = text = files.read(path)
-        for number, line in enumerate(text.split("\n"), 1):
-            for match in _REFERENCE.finditer(line) if "//%" in line else ():  # most lines have none
-                here = f"{path}:{number}"
-                if match[1] is None:
-                    raise files.wrong(here, "the name of an included template must be a plain string")
-                waiting += [(included_name, here) for included_name in _names(match[1][1:-1], folders)]
-        included += _included(text, str(path))
-    included.append((header, spec))
-    return texts | _headers(included, files.including(folders))
-
-
-def _names(name: str, folders: tuple[str, ...]) -> list[str]:
-    """The templates that an included name may be: one, or all that match where it prints values."""
-    pattern = _PRINTED.sub("*", name)
-    if pattern == name or files.INSIDE_FOLDER.match(pattern) is None:
-        return [name]
-    names = {path.relative_to(folder).as_posix() for folder in folders for path in Path(folder).glob(pattern)}
-    return sorted(names) or [name]
-
-
-def _headers(included: list[tuple[str, str]], folders: Sequence[str]) -> dict[str, str]:
-    """The texts of headers that are included, and of those that they include; each with where it is."""
-    texts: dict[str, str] = {}
-    waiting = [*included]
-    while waiting:
-        name, at = waiting.pop(0)
-        if name not in texts:
-            path = files.locate(name, folders, at)
-            texts[name] = files.read(path)
-            waiting += _included(texts[name], str(path))
-    return texts
-
-
-def _included(text: str, file: str) -> list[tuple[str, str]]:
-    """The headers that ``text`` includes, each with the file and line."""
-    other = _OTHER_INCLUDE.search(text)
-    if other:
-        raise files.wrong(
-            f"{file}:{files.line_of(other)}",
-            f'#include "{other[1]}": in quotes only "flashgen/..." may stand, a header in the folder '
-            "include/flashgen/ of the templates or specs, as the compiler would look for another one in the "
-            f"current directory; <{other[1]}> is for headers of CUDA",
-        )
-    if '"flashgen/' not in text:
-        return []
-    return [(match[1], f"{file}:{files.line_of(match)}") for match in _INCLUDE.finditer(text)]
