@@ -218,7 +218,7 @@ def _check_packed(q: Any, k_new: Any) -> None:
     if None not in (queries, tokens) and queries != tokens:
         raise BadTensorShape(
             f"{arg('q')} has {queries} tokens but {arg('k_new')} has {tokens}; {arg('cu_seqlens_q')} counts "
-            "those of both, so they must be as many"
+            "the tokens of both, so their numbers must be equal"
         )
 
 

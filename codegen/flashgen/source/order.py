@@ -159,7 +159,10 @@ def _marked(text: str) -> list[str]:
     lines, mark = [], ""
     for line in reversed(text.splitlines()):
         match = _MARK.search(line)
-        if match or not line:
+        if match and match[0] == line:  # a value that ends with a line break
+            mark = line
+            lines.append("")
+        elif match or not line:
             mark = match[0] if match else ""
             lines.append(line)
         else:
