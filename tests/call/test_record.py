@@ -62,6 +62,8 @@ def test_what_a_function_made_of_fields_does_is_in_tracebacks():
 def test_torch_can_trace_how_a_record_is_made(function):
     # torch.compile of PyTorch 2.11 traces Record(), and refuses object.__new__(Record).
     assert object.__new__ not in function.__globals__.values()
+    pack = request.packing(ATTENTION, AttentionCall)
+    assert object.__new__ not in pack.__globals__.values()
 
 
 def test_a_record_has_defaults_and_gives_others():

@@ -48,23 +48,9 @@ def _compute_adopted(request: Request) -> Any:
 
     def call(*, stream: Any, **native: Any) -> Any:
         first, *_ = values = tuple(native[name] for name in request.operator.positions)
-        return compute(_with(request, values, stream), arrays.kind_of(first))
+        return compute(request.with_arrays(values, stream), arrays.kind_of(first))
 
     return run_adopted(call, request.operator, request.by_name(), request.stream)
-
-
-def _with(request: Request, values: tuple[Any, ...], stream: Any) -> Request:
-    """The request with other arrays, on a stream."""
-    return type(request)(
-        request.operator,
-        values,
-        request.options,
-        request.scalars,
-        stream,
-        request.backend,
-        request.algorithm,
-        request.workspace,
-    )
 
 
 def _refuse_mixed(request: Request) -> NoReturn:
@@ -132,7 +118,7 @@ def ready(request: Request) -> tuple[Plan, Ready]:
     if not are_all(kind, request.arrays):
         by_name = request.by_name()
         native = tuple(adopted(request.operator, by_name, request.stream).values())
-        request = _with(request, native, request.stream)
+        request = request.with_arrays(native, request.stream)
         kind = arrays.kind_of(native[0])
         if not are_all(kind, native):
             with naming(dlpack.own_libraries(by_name)):

@@ -20,26 +20,20 @@ from flashgen.operators.splits import AUTO, splits_of
 _CHECKS = {
     "flag": ("({x} is True or {x} is False)", "flag({name!r}, {x})"),
     "mask_type": ("{x} is None", "mask_type_name({x})"),
-    "window": ("({x} is NO_WINDOW or is_no_window({x}))", "window_of({x})"),
+    # PyTorch 2.11 does not trace `is NO_WINDOW` under torch.compile. Of an array == is no truth value.
+    "window": (
+        "(type({x}) is tuple and len({x}) == 2 and type({x}[0]) is type({x}[1]) is int and {x} == NO_WINDOW)",
+        "window_of({x})",
+    ),
     "splits": ("{x} is AUTO", "splits_of({x})"),
     "bound": ("({x} is None or type({x}) is int)", "length_bound({name!r}, {x})"),
 }
-
-
-def _is_no_window(window_size: Any) -> bool:
-    return (
-        type(window_size) is tuple
-        and len(window_size) == 2
-        and type(window_size[0]) is type(window_size[1]) is int  # of an array == is no truth value
-        and window_size == NO_WINDOW
-    )
 
 
 _NAMES = {
     "AUTO": AUTO,
     "NO_WINDOW": NO_WINDOW,
     "flag": flag,
-    "is_no_window": _is_no_window,
     "length_bound": length_bound,
     "mask_type_name": mask_type_name,
     "splits_of": splits_of,

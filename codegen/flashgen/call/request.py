@@ -42,10 +42,34 @@ class Request:
     algorithm: str | None = None
     workspace: Any = None
 
+    def with_arrays(self, arrays: tuple[Any, ...], stream: Any) -> Request:
+        """The request with other arrays, on a stream."""
+        return Request(
+            self.operator,
+            arrays,
+            self.options,
+            self.scalars,
+            stream,
+            self.backend,
+            self.algorithm,
+            self.workspace,
+        )
+
     def by_name(self) -> dict[str, Any]:
         """The arrays by the names of the arguments."""
         # Not by positions, a cached property, which torch.compile does not trace.
         return {x.name: array for x, array in zip(self.operator.arguments, self.arrays, strict=True)}
+
+
+class _Packed(Request):
+    """A request made empty, to be filled attribute by attribute: quicker than its arguments by position, and
+    torch.compile of PyTorch 2.11 traces it, but not object.__new__.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
 
 
 def packing(
@@ -63,7 +87,7 @@ def packing(
     options = "".join(f"{'score' if name == 'score' else value(name)}, " for name in operator.options)
     lines = (
         "def pack(call, operator, score, scalars):",
-        "    request = new(Request)",
+        "    request = Packed()",
         "    request.operator, request.scalars = operator, scalars",
         f"    request.arrays = ({arrays})",
         f"    request.options = ({options})",
@@ -71,7 +95,7 @@ def packing(
         "    return request",
         "",
     )
-    return function("pack", "\n".join(lines), {"new": object.__new__, "Request": Request})
+    return function("pack", "\n".join(lines), {"Packed": _Packed})
 
 
 class _Operators:
