@@ -194,6 +194,16 @@ struct RingPosition {
 
 __device__ void init_barriers(const SharedAddresses& shared);  // Initialises the barriers with the arrivals that complete a phase of each
 
+// KV blocks, visited from the last to the first.
+struct KvBlocks {
+    int first;
+    int last;
+};
+
+// The KV blocks with a key in the range of one of `count` rows from `first_row` on
+__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
+__device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
+
 // The tiles that a thread block of the persistent grid takes, one after the other.
 struct TileSequence {
     int index;
@@ -209,15 +219,6 @@ struct TileSequence {
     }
 };
 
-// KV blocks, visited from the last to the first.
-struct KvBlocks {
-    int first;
-    int last;
-};
-
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on
-__device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
-__device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 // Loads kBlockN rows of K or V of one head, panel by panel
 template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
@@ -442,6 +443,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         store_in_flight = true;
         q_ring.advance();
     }
+    // Here all stores have read shared memory, and no barrier keeps pending arrivals.
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
     if (consumer == 0) begin_turn();  // takes the last turn passed on, so that no named barrier is left with pending arrivals
 }

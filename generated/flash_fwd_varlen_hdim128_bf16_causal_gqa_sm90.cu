@@ -633,6 +633,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         store_tile(params, tile, output, rows, first_row, lane);
         q_ring.advance();
     }
+    // Here all stores have read shared memory, and no barrier keeps pending arrivals.
     if (consumer == 0) begin_turn();  // takes the last turn passed on, so that no named barrier is left with pending arrivals
 }
 
