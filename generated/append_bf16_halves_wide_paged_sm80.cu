@@ -10,11 +10,7 @@
 // template  append_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
-// Writes new keys, rotated, and new values into a KV cache, behind those that each sequence has there, and rotates queries. With
-// c and s the cosine and the sine of the position, a pair (x, y) of elements becomes (c x - s y, c y + s x).
-// Pairs are elements i and i + rotary_dim / 2.
-//
-// A thread has 16 bytes of a row.
+// Writes new keys and values into a KV cache, after the keys and values that each sequence has there. A thread has 16 bytes of a row.
 
 using element = bf16;
 
@@ -93,9 +89,9 @@ append_bf16_halves_wide_paged_sm80(const __grid_constant__ Params params) {
     const int chunk_index = block_index() % params.num_row_blocks * kThreads + threadIdx.x;
     const int column = (chunk_index & ((1 << params.row_chunks_log2) - 1)) * kVector;
 
-    // Rows are the rows of q, then of k_new, then of v_new, heads fastest.
     int row = chunk_index >> params.row_chunks_log2;
     const int key_rows = params.seqlen_new * params.num_heads_kv;
+    // Rows are the rows of q, then of k_new, then of v_new, heads fastest.
     const int query_rows = params.seqlen_q * params.num_heads_q;
     const bool is_query = row < query_rows;
     if (!is_query) row -= query_rows;
@@ -206,7 +202,8 @@ __device__ __forceinline__ void load_angles(float (&angles)[kAngles], const angl
     }
 }
 
-// The chunk of a row that begins at `column`, below rotary_dim, rotated to `position`.
+// The chunk of a row that begins at `column`, below rotary_dim, rotated to `position`: with its cosine c and sine s, a pair (x, y)
+// of elements i and i + rotary_dim / 2 becomes (c x - s y, c y + s x).
 __device__ __forceinline__ uint4 rotate(uint4 chunk, const element* row, int column, int position, const Params& params) {
     // The other elements of the pairs lie half of rotary_dim away; another thread rotates those.
     const int half = params.rotary_dim / 2;

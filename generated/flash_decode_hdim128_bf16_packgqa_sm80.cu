@@ -112,8 +112,7 @@ struct Tile {
     int first_row;  // below 0 where a head's first tile is not whole
 };
 
-// The KV blocks of all tiles of a set of heads (see share_of()), one tile after the other, are numbered. A thread block takes an equal share
-// of them, which may begin and end in the middle of a tile: numbers [begin, end).
+// What a thread block computes: the numbers [begin, end). find_share() says what is numbered, one tile after the other. Shares are equal.
 struct Share {
     int begin;
     int end;
@@ -398,7 +397,8 @@ __device__ __forceinline__ int head_of_set(const Params& params, int thread_bloc
     return (nth_head << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
 }
 
-// The share of a thread block.
+// The share of a thread block. Numbers are of KV blocks of all tiles of its set of heads, see share_of(). A share may begin and end in the middle
+// of a tile.
 __device__ __forceinline__ Share find_share(const Params& params, int thread_block) {
     const int begin = share_of(params, thread_block) * params.kv_blocks_per_share;
     return {begin, begin + min(params.kv_blocks_per_share, params.num_kv_blocks - begin)};

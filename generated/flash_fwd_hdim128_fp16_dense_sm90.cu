@@ -20,8 +20,8 @@
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 88 a thread
-//     thread 0             produce(): loads Q, K and V by TMA
-//     warps 1 to 3         read_mask(): packs the mask into bits
+//     thread 0           produce(): loads Q, K and V by TMA
+//     warps 1 to 3       read_mask(): packs the mask into bits
 //   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 2, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
@@ -30,15 +30,15 @@
 //   v                    32768  x 2  V of a KV block
 //   mask                 2056   x 4  the bits of a KV block
 //
-//   barrier              arrivals of a phase                                             who waits
-//   q_full               1: the producer, and the bytes of TMA                           consumers
-//   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T          producer
-//   k_full, v_full       1: the producer, and the bytes of TMA                           consumers
-//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it   producer
-//   mask_full            32 kMaskWarps: each thread that packs                           consumers, producer
-//   mask_empty           128 kConsumers + 1: each thread that reads                      read_mask()
-//   kMaskBarrier         32 kMaskWarps: each thread that packs                           the same
-//   kTurnBarrier         256: the consumer before, and the one that waits                a consumer, before its MMAs
+//   barrier              arrivals of a phase                                              who waits
+//   q_full               1: the producer, and the bytes of TMA                            consumers
+//   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T           producer
+//   k_full, v_full       1: the producer, and the bytes of TMA                            consumers
+//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it    producer
+//   mask_full            32 kMaskWarps: each thread that packs                            consumers, producer
+//   mask_empty           128 kConsumers + 1: each thread that reads                       read_mask()
+//   kMaskBarrier         32 kMaskWarps: each thread that packs                            the same
+//   kTurnBarrier         256: the consumer before, and the one that waits                 a consumer, before its MMAs
 //
 // Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. Of KV block n in the order
 // of visits, S(n) is Q K^T and O(n) is P V:

@@ -20,22 +20,21 @@
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 32 a thread
-//     thread 0             produce(): loads Q, K and V by TMA
+//     thread 0           produce(): loads Q, K and V by TMA
 //   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 3, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
-//   q                    49152  x 2  Q of a tile
-//                                    then its O, on the way out
+//   q                    49152  x 2  Q of a tile, then its O on the way out
 //   k                    20480  x 3  K of a KV block
 //   v                    20480  x 3  V of a KV block
 //
-//   barrier              arrivals of a phase                                             who waits
-//   q_full               1: the producer, and the bytes of TMA                           consumers
-//   q_empty              kConsumers: one thread of each, once TMA has read O from q      producer
-//   k_full, v_full       1: the producer, and the bytes of TMA                           consumers
-//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it   producer
-//   kTurnBarrier         256: the consumer before, and the one that waits                a consumer, before its MMAs
-//   kStoreBarrier        128: the warpgroup, once its O is in q                          the same, before TMA reads O
+//   barrier              arrivals of a phase                                              who waits
+//   q_full               1: the producer, and the bytes of TMA                            consumers
+//   q_empty              kConsumers: one thread of each, once TMA has read O from q       producer
+//   k_full, v_full       1: the producer, and the bytes of TMA                            consumers
+//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it    producer
+//   kTurnBarrier         256: the consumer before, and the one that waits                 a consumer, before its MMAs
+//   kStoreBarrier        128: the warpgroup, once its O is in q                           the same, before TMA reads O
 //
 // Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. Of KV block n in the order
 // of visits, S(n) is Q K^T and O(n) is P V:

@@ -20,8 +20,8 @@
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 32 a thread
-//     warp 0               produce(): loads Q, K and V by TMA
-//     warp 1               find_tiles(): finds tile after tile, and passes each on to the other roles
+//     warp 0             produce(): loads Q, K and V by TMA
+//     warp 1             find_tiles(): finds tile after tile, and passes each on to the other roles
 //   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 3, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
@@ -29,15 +29,15 @@
 //   k                    16384  x 3  K of a KV block
 //   v                    16384  x 3  V of a KV block
 //
-//   barrier              arrivals of a phase                                             who waits
-//   q_full               1: the producer, and the bytes of TMA                           consumers
-//   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T          producer
-//   k_full, v_full       1: the producer, and the bytes of TMA                           consumers
-//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it   producer
-//   tile_full            1: lane 0 of find_tiles()                                       producer, consumers
-//   tile_empty           lane 0 of each warp that reads the tile                         find_tiles()
-//   rows_clear           4 kConsumers: lane 0 of each warp, once its rows of V are zero  consumers
-//   kTurnBarrier         256: the consumer before, and the one that waits                a consumer, before its MMAs
+//   barrier              arrivals of a phase                                              who waits
+//   q_full               1: the producer, and the bytes of TMA                            consumers
+//   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T           producer
+//   k_full, v_full       1: the producer, and the bytes of TMA                            consumers
+//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it    producer
+//   tile_full            1: lane 0 of find_tiles()                                        producer, consumers
+//   tile_empty           lane 0 of each warp that reads the tile                          find_tiles()
+//   rows_clear           4 kConsumers: lane 0 of each warp, once its rows of V are zero   consumers
+//   kTurnBarrier         256: the consumer before, and the one that waits                 a consumer, before its MMAs
 //
 // Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. Of KV block n in the order
 // of visits, S(n) is Q K^T and O(n) is P V:

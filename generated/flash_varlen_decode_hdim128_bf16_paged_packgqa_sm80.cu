@@ -115,8 +115,7 @@ struct Tile {
     int first_row;  // below 0 where a head's first tile is not whole
 };
 
-// The KV blocks of all tiles of a set of heads (see share_of()), one tile after the other, are numbered. A thread block takes an equal share
-// of them, which may begin and end in the middle of a tile: numbers [begin, end).
+// What a thread block computes: the numbers [begin, end). find_share() says what is numbered, one tile after the other. Shares are equal.
 struct Share {
     int begin;
     int end;
@@ -181,8 +180,7 @@ __device__ int head_of_set(const Params& params, int thread_block, int nth_head)
 __device__ int count_pieces(const Params& params, const Lengths& lengths);
 // KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from
 __device__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane);
-// `lane_lengths` are those of the lane's sequence among the first 32
-__device__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane);
+__device__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane);  // The share of a thread block
 
 // A sequence, its lengths, and the numbers [begin, end) of its pieces.
 struct Place {
@@ -614,10 +612,12 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// `lane_lengths` are those of the lane's sequence among the first 32.
+// The share of a thread block. `lane_lengths` are the lengths of the lane's sequence among the first 32.
 __device__ __forceinline__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane) {
+    // Numbers are of KV blocks. A share may begin and end in the middle of a tile.
     int num_kv_blocks;
     const int per_share = kv_blocks_per_share(params, lane_lengths, num_kv_blocks, lane);
+    // Of the thread block's set of heads.
     const int begin = min(num_kv_blocks, share_of(params, thread_block) * per_share);
     return {begin, min(num_kv_blocks, begin + per_share)};
 }

@@ -261,13 +261,13 @@ struct ThreadRows {
 __device__ ThreadRows thread_rows(const KeyRows& rows);  // All lanes of the warp call it
 
 // How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
-// After the copies of KV block n the rows of n + 1 are found from their pages, then the pages of n + 2 are looked up.
 struct Fetch {
     int left;           // KV blocks that are still to come
     int first_key;      // the first of the group's keys of the next one
     int end_key;        // of the part
     const element* k;   // where the head's rows begin in page 0
     const element* v;
+    // After the copies of KV block n the rows of n + 1 are found from their pages, then the pages of n + 2 are looked up.
     ThreadRows k_rows;  // of n, the KV block that comes next
     ThreadRows v_rows;
     Pages pages;        // of n + 1, on their way since n - 1 was fetched

@@ -20,9 +20,9 @@
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 56 a thread
-//     warp 0               produce(): loads Q, K and V by TMA
-//     warp 1               find_tiles(): finds tile after tile, and passes each on to the other roles
-//     warp 2               produce_v(): loads V, whose rows are in pages; then produce() loads Q and K alone
+//     warp 0             produce(): loads Q, K and V by TMA
+//     warp 1             find_tiles(): finds tile after tile, and passes each on to the other roles
+//     warp 2             produce_v(): loads V, whose rows are in pages; then produce() loads Q and K alone
 //   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 3, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
@@ -30,15 +30,15 @@
 //   k                    16384  x 3  K of a KV block
 //   v                    16384  x 3  V of a KV block
 //
-//   barrier              arrivals of a phase                                             who waits
-//   q_full               1: the producer, and the bytes of TMA                           consumers
-//   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T          producer
-//   k_full, v_full       1: the producer, and the bytes of TMA                           consumers
-//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it   producer
-//   tile_full            1: lane 0 of find_tiles()                                       producer, consumers
-//   tile_empty           lane 0 of each warp that reads the tile                         find_tiles()
-//   rows_clear           4 kConsumers: lane 0 of each warp, once its rows of V are zero  consumers
-//   kTurnBarrier         256: the consumer before, and the one that waits                a consumer, before its MMAs
+//   barrier              arrivals of a phase                                              who waits
+//   q_full               1: the producer, and the bytes of TMA                            consumers
+//   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T           producer
+//   k_full, v_full       1: the producer, and the bytes of TMA                            consumers
+//   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it    producer
+//   tile_full            1: lane 0 of find_tiles()                                        producer, consumers
+//   tile_empty           lane 0 of each warp that reads the tile                          find_tiles()
+//   rows_clear           4 kConsumers: lane 0 of each warp, once its rows of V are zero   consumers
+//   kTurnBarrier         256: the consumer before, and the one that waits                 a consumer, before its MMAs
 //
 // Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. Of KV block n in the order
 // of visits, S(n) is Q K^T and O(n) is P V:
@@ -220,8 +220,7 @@ struct Tile {
     int first_row;  // below 0 where a head's first tile is not whole
 };
 
-// The KV blocks of all tiles, one tile after the other, are numbered. A thread block takes an equal share of them, which may begin
-// and end in the middle of a tile: numbers [begin, end).
+// What a thread block computes: the numbers [begin, end). find_share() says what is numbered, one tile after the other. Shares are equal.
 struct Share {
     int begin;
     int end;
@@ -279,8 +278,7 @@ __device__ int num_heads(const Params& params);
 __device__ int count_pieces(const Params& params, const Lengths& lengths);
 // KV blocks of a thread block's share; `num_kv_blocks` becomes the sum over the sequences that shares are cut from
 __device__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane);
-// `lane_lengths` are those of the lane's sequence among the first 32
-__device__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane);
+__device__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane);  // The share of a thread block
 
 // A sequence, its lengths, and the numbers [begin, end) of its pieces.
 struct Place {
@@ -871,8 +869,9 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// `lane_lengths` are those of the lane's sequence among the first 32.
+// The share of a thread block. `lane_lengths` are the lengths of the lane's sequence among the first 32.
 __device__ __forceinline__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane) {
+    // Numbers are of KV blocks. A share may begin and end in the middle of a tile.
     int num_kv_blocks;
     const int per_share = kv_blocks_per_share(params, lane_lengths, num_kv_blocks, lane);
     const int begin = min(num_kv_blocks, thread_block * per_share);

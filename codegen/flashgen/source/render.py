@@ -3,7 +3,7 @@
 Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
 and ``${ x }`` prints a value. Undefined names are errors, and so are the usual delimiters of Jinja. A
 template finds every axis of its operator and every tile key by name, and beside them ``header`` (the file's
-first comment), ``params_struct`` (the C struct), ``name``, ``has_lengths`` (the device has the length of each
+first comment), ``params_struct`` (the C struct), ``param_names`` (names of its members), ``name``, ``has_lengths`` (the device has the length of each
 sequence), ``computes_gradients``, ``target``, ``element_bytes``, ``threads``, ``smem_bytes``, ``step`` (the
 name of the kernel in its family), ``features`` (the names of its features) and ``variant``; of a score
 modification ``score`` (its name, or None), ``score_functions`` (`source.scores`), ``score_has_offset``,
@@ -232,6 +232,7 @@ def _context(form: Variant) -> dict[str, Any]:
         "features": form.features,
         "header": header_comment(form),
         "params_struct": struct_text(form.params),
+        "param_names": frozenset(param.name for param in form.params),
         "element_bytes": form.element_bytes,
         "threads": form.threads,
         "smem_bytes": form.smem_bytes,
