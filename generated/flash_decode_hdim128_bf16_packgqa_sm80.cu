@@ -206,6 +206,8 @@ template <int kColumns> __device__ void copy_keys(shared_address keys, const ele
     int head_dim);
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, a line a thread
 template <int kColumns> __device__ void prefetch_keys(const element* source, int64_t row_stride, const SeenRows& rows, int head_dim);
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
 
 // How far a group has come in fetching the KV blocks of its thread block's share, one after the other and across tiles.
 struct Fetch {
@@ -222,8 +224,6 @@ __device__ void prefetch_next(const Params& params, const Share& share, const Fe
 // Starts the copies of the next KV block, if the share has one left
 __device__ void fetch_next(const Params& params, const Share& share, Fetch& fetch, shared_address stage, int group);
 __device__ void sync_group(int);  // Waits for the lanes of the warp, and makes their writes visible
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
-__device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
 //
@@ -588,6 +588,26 @@ __device__ __forceinline__ void prefetch_keys(const element* source, int64_t row
     }
 }
 
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+__device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, shared_address smem) {
+    constexpr int kRowChunks = kRowBytes / 16;
+    constexpr int kChunks = kBlockM * kRowChunks;
+    const element* q = params.q + tile.batch * params.q_batch_stride;
+    const int rows_left = num_rows(params) - tile.first_row;
+#pragma unroll
+    for (int first = 0; first < kChunks; first += kThreads) {
+        const int row = (first + threadIdx.x) / kRowChunks;
+        const int chunk = (first + threadIdx.x) % kRowChunks;
+        if (kChunks % kThreads != 0 && row >= kBlockM) break;
+        const shared_address panel = smem + row * kRowBytes + chunk / kSwizzleChunks * kSwizzleBytes;
+        const element* source =
+            q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride) + chunk * kChunkElements;
+        cp_async_16(panel + 16 * (chunk % kSwizzleChunks ^ swizzle_key(row)), source,
+                    row < rows_left && chunk * kChunkElements < params.head_dim ? 16 : 0);
+    }
+    cp_async_commit();
+}
+
 __device__ __forceinline__ Fetch seek(const Params& params, int index, int group) {
     const int tile_index = divide(index, params.kv_blocks_per_tile_divisor);
     const int block = index - tile_index * params.kv_blocks_per_tile;
@@ -630,26 +650,6 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
 
 // Waits for the lanes of the warp, and makes their writes visible.
 __device__ __forceinline__ void sync_group(int) { __syncwarp(); }
-
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
-__device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, shared_address smem) {
-    constexpr int kRowChunks = kRowBytes / 16;
-    constexpr int kChunks = kBlockM * kRowChunks;
-    const element* q = params.q + tile.batch * params.q_batch_stride;
-    const int rows_left = num_rows(params) - tile.first_row;
-#pragma unroll
-    for (int first = 0; first < kChunks; first += kThreads) {
-        const int row = (first + threadIdx.x) / kRowChunks;
-        const int chunk = (first + threadIdx.x) % kRowChunks;
-        if (kChunks % kThreads != 0 && row >= kBlockM) break;
-        const shared_address panel = smem + row * kRowBytes + chunk / kSwizzleChunks * kSwizzleBytes;
-        const element* source =
-            q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride) + chunk * kChunkElements;
-        cp_async_16(panel + 16 * (chunk % kSwizzleChunks ^ swizzle_key(row)), source,
-                    row < rows_left && chunk * kChunkElements < params.head_dim ? 16 : 0);
-    }
-    cp_async_commit();
-}
 
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }

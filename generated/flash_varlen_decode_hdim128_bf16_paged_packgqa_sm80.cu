@@ -293,6 +293,8 @@ template <int kColumns, typename RowOfPass> __device__ void copy_keys(const RowO
     const SeenRows& rows, int head_dim);
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them
 template <int kColumns, typename RowOfPass> __device__ void prefetch_keys(const RowOfPass& row_of_pass, const SeenRows& rows, int head_dim);
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
+__device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
 
 // How far a group has come in fetching the KV blocks of its thread block's share, one after the other, across tiles and sequences.
 struct Fetch {
@@ -314,9 +316,6 @@ __device__ Fetch seek(const Params& params, const Place& place, int index, int g
 __device__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch);
 // Starts the copies of the next KV block, if the share has one left
 __device__ void fetch_next(const Params& params, const Share& share, Fetch& fetch, shared_address stage, int group);
-__device__ void sync_group(int);  // Waits for the lanes of the warp, and makes their writes visible
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
-__device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
 
 // Where a thread block begins: its share, the sequence and the tile of the share's first KV block, and how it is fetched.
 struct Start {
@@ -334,6 +333,7 @@ __device__ Lengths early_lengths_of(const Params& params, int sequence);  // len
 __device__ bool differ(const Lengths& a, const Lengths& b);
 // find_start() from the final lengths, which the grid before this one may write until griddepcontrol.wait returns
 __device__ Start await_start(const Params& all, int group, int lane);
+__device__ void sync_group(int);  // Waits for the lanes of the warp, and makes their writes visible
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
 //
@@ -867,6 +867,26 @@ __device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, cons
     }
 }
 
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+__device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, shared_address smem) {
+    constexpr int kRowChunks = kRowBytes / 16;
+    constexpr int kChunks = kBlockM * kRowChunks;
+    const element* q = params.q + tile.batch * params.q_batch_stride;
+    const int rows_left = num_rows(params) - tile.first_row;
+#pragma unroll
+    for (int first = 0; first < kChunks; first += kThreads) {
+        const int row = (first + threadIdx.x) / kRowChunks;
+        const int chunk = (first + threadIdx.x) % kRowChunks;
+        if (kChunks % kThreads != 0 && row >= kBlockM) break;
+        const shared_address panel = smem + row * kRowBytes + chunk / kSwizzleChunks * kSwizzleBytes;
+        const element* source =
+            q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride) + chunk * kChunkElements;
+        cp_async_16(panel + 16 * (chunk % kSwizzleChunks ^ swizzle_key(row)), source,
+                    row < rows_left && chunk * kChunkElements < params.head_dim ? 16 : 0);
+    }
+    cp_async_commit();
+}
+
 // Which of the group's keys of the next KV block some query sees. `params` have the bounds of all sequences.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, const Fetch& fetch) {
     return seen_rows(with_lengths(params, fetch.place.lengths), fetch.first_key);
@@ -927,29 +947,6 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
     cp_async_commit();
 }
 
-// Waits for the lanes of the warp, and makes their writes visible.
-__device__ __forceinline__ void sync_group(int) { __syncwarp(); }
-
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
-__device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, shared_address smem) {
-    constexpr int kRowChunks = kRowBytes / 16;
-    constexpr int kChunks = kBlockM * kRowChunks;
-    const element* q = params.q + tile.batch * params.q_batch_stride;
-    const int rows_left = num_rows(params) - tile.first_row;
-#pragma unroll
-    for (int first = 0; first < kChunks; first += kThreads) {
-        const int row = (first + threadIdx.x) / kRowChunks;
-        const int chunk = (first + threadIdx.x) % kRowChunks;
-        if (kChunks % kThreads != 0 && row >= kBlockM) break;
-        const shared_address panel = smem + row * kRowBytes + chunk / kSwizzleChunks * kSwizzleBytes;
-        const element* source =
-            q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride) + chunk * kChunkElements;
-        cp_async_16(panel + 16 * (chunk % kSwizzleChunks ^ swizzle_key(row)), source,
-                    row < rows_left && chunk * kChunkElements < params.head_dim ? 16 : 0);
-    }
-    cp_async_commit();
-}
-
 // `lane_lengths` are those of the lane's sequence among the first 32. With an empty share all else is 0, and nothing is fetched.
 __device__ __forceinline__ Start find_start(const Params& all, const Lengths& lane_lengths, int group, int lane) {
     Start start = {find_share(all, lane_lengths, block_index(), lane)};
@@ -1005,6 +1002,9 @@ __device__ __forceinline__ Start await_start(const Params& all, int group, int l
         if (!__any_sync(0xffffffff, differ(lane_lengths, earlier))) return start;
     }
 }
+
+// Waits for the lanes of the warp, and makes their writes visible.
+__device__ __forceinline__ void sync_group(int) { __syncwarp(); }
 
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
 __device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }

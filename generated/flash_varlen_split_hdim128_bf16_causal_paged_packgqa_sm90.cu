@@ -518,11 +518,11 @@ struct PagedArray {
     }
 };
 
+// The first KV block of the tile that has KV block `index` of all, in a sequence at `place`
+__device__ int begin_of_tile(const Params& params, const Place& place, int index);
 // Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts
 __device__ void store_part(const Params& params, const Tile& tile, int slot, const float (&output)[kHeadDimV / 2], const RowState& rows,
     int first_row, int lane);
-// The first KV block of the tile that has KV block `index` of all, in a sequence at `place`
-__device__ int begin_of_tile(const Params& params, const Place& place, int index);
 
 // Two producer warps: one brings Q and K of each tile, the other V, since boxes of 16 keys make many TMA loads.
 __device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
@@ -1347,6 +1347,11 @@ __device__ __forceinline__ void produce_q(const Params& params, const Tile& tile
     if (elect_one()) load_q(params, tile, shared.q(ring.stage), shared.q_full(ring.stage));
 }
 
+// The first KV block of the tile that has KV block `index` of all, in a sequence at `place`.
+__device__ __forceinline__ int begin_of_tile(const Params& params, const Place& place, int index) {
+    return index - (index - place.begin) % tiles_of(with_lengths(params, place.lengths)).kv_blocks;
+}
+
 // Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts.
 __device__ __forceinline__ void store_part(const Params& params, const Tile& tile, int slot, const float (&output)[kHeadDimV / 2],
                                            const RowState& rows, int first_row, int lane) {
@@ -1363,11 +1368,6 @@ __device__ __forceinline__ void store_part(const Params& params, const Tile& til
             store_global_64(part_output + 8 * n, output[4 * n + 2 * half], output[4 * n + 2 * half + 1]);
         }
     }
-}
-
-// The first KV block of the tile that has KV block `index` of all, in a sequence at `place`.
-__device__ __forceinline__ int begin_of_tile(const Params& params, const Place& place, int index) {
-    return index - (index - place.begin) % tiles_of(with_lengths(params, place.lengths)).kv_blocks;
 }
 
 static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");

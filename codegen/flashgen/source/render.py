@@ -3,12 +3,12 @@
 Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
 and ``${ x }`` prints a value. Undefined names are errors, and so are the usual delimiters of Jinja. A
 template finds every axis of its operator and every tile key by name, and beside them ``header`` (the file's
-first comment), ``params_struct`` (the C struct), ``param_names`` (names of its members), ``name``, ``has_lengths`` (the device has the length of each
-sequence), ``computes_gradients``, ``target``, ``element_bytes``, ``threads``, ``smem_bytes``, ``step`` (the
-name of the kernel in its family), ``features`` (the names of its features) and ``variant``; of a score
-modification ``score`` (its name, or None), ``score_functions`` (`source.scores`), ``score_has_offset``,
-whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of
-it to multiply by (`operators.lowering`).
+first comment), ``params_struct`` (the C struct), ``param_names`` (the names of its members), ``name``,
+``has_lengths`` (the device has the length of each sequence), ``computes_gradients``, ``target``,
+``element_bytes``, ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its family), ``features``
+(the names of its features) and ``variant``; of a score modification ``score`` (its name, or None),
+``score_functions`` (`source.scores`), ``score_has_offset``, whether a part of it is left to the row, and
+``score_has_derivative``, whether the kernel has a derivative of it to multiply by (`operators.lowering`).
 """
 
 from __future__ import annotations
