@@ -402,6 +402,14 @@ def test_rooms_import_from_the_rooms_above_them():
     assert all(f"`{module}`" in table for module, _ in EXCEPTIONS)
 
 
+def test_the_architecture_names_each_template_and_each_folder_of_parts():
+    templates = ROOT / "templates"
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    assert {path.name for path in templates.glob("*.j2")} <= first_cells(text)
+    table = re.search(r"^\| folder of `templates/lib` \|.*?^$", text, re.M | re.S)[0]
+    assert first_cells(table) == {path.name for path in (templates / "lib").iterdir() if path.is_dir()}
+
+
 def section(title, page=REFERENCE):
     """A section of a page without its title and its blocks."""
     text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
