@@ -22,7 +22,7 @@
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread
 //     thread 0             produce(): loads Q and dO of each step by TMA
-//     warp 3               clear_ahead(): clears dQ of a later head; count_added(): counts this thread block when its dQ is added
+//     other warps          idle, or they clear dQ, count, keep turns or pack a mask: the end of the kernel names them
 //   warpgroups 1, 2      consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
 //
 //   SharedStorage        bytes
@@ -37,14 +37,7 @@
 //   q_full, dout_full    1: the producer, and the bytes of TMA                        consumers
 //   empty                4 kConsumers: lane 0 of each warp, after its last MMA        producer warpgroup
 //   ds_ready             4 kConsumers: lane 0 of each warp, dS written and read       consumers
-//   kStoreBarrier        128: the threads of a consumer, dK or dV is in k or v        the same, before TMA reads it
-//   kStartBarrier        256: the other consumer, which has issued S and dP           a consumer, before its S and dP
-//   kAddedBarrier        kAddedThreads: the consumers, all their dQ is added          count_added()
-//
-// The consumers take turns at S and dP, so that the MMAs of one run while the other computes P and dS. dQ' is dQ of the step before:
-//
-//   consumer 0           S dP of step 0 | P, dV, dS    | dQ' dK           | S dP of step 1 | P, dV, dS    | dQ' dK         | ...
-//   consumer 1                          | S dP of step 0 | P, dV, dS      | dQ' dK         | S dP of step 1 | P, dV, dS    | ...
+//   other barriers       see NamedBarrier and Mbarriers
 
 using element = bf16;
 
@@ -62,19 +55,19 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-enum NamedBarrier : int {  // __syncthreads() has the number 0
-    kStoreBarrier = 1,  // + consumer
-    kStartBarrier = 3,  // + consumer, which waits
-    kAddedBarrier = 5,
-};
-
 // Shared memory holds panels of 64 columns: rows of 128 bytes, which TMA swizzles.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and dO
 
-// The mbarriers. The map above says who arrives and who waits.
+enum NamedBarrier : int {  // __syncthreads() has the number 0
+    kStoreBarrier = 1,  // + consumer: its dK or dV is in k or v, where TMA reads it: 128 threads, the consumer
+    kStartBarrier = 3,  // + consumer: the other consumer has issued S and dP, so this one may: 256 threads, both consumers
+    kAddedBarrier = 5,  // all dQ is added: the consumers arrive, count_added() waits, kAddedThreads
+};
+
+// The mbarriers. Of those that not every kernel has, the comment says who arrives and who waits.
 struct Mbarriers {
     uint64_t ds_ready;            // dS of a step is written, and dS of the step before is read
     uint64_t q_full[kStages];     // Q and LSE have arrived; with the first one K
@@ -203,7 +196,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
 // Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer warp has
 // released it.
@@ -242,9 +234,6 @@ struct RingPosition {
     }
 };
 
-// Starts loading kRows rows of a head, panel by panel
-template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
-    int first_row, int head, int batch);
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
@@ -272,6 +261,7 @@ __device__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, s
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
 // Starts dQ = dS K over the keys of the thread block
 template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem);
+__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
 __device__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane);
 // Where a lane adds its elements of dQ of a step, from `first_column` on
@@ -294,7 +284,12 @@ __device__ void await_cleared(const Params& params, const KeyBlock& block);  // 
 constexpr int kAddedThreads = 128 * kConsumers + 32;  // at kAddedBarrier
 
 __device__ void count_added(const Params& params, const KeyBlock& block, int lane);  // Counts the thread block when all its dQ is added
+// The blocks of queries that a thread block goes through
+__device__ QueryBlocks queries_of_block(const Params& params, const KeyBlock& block);
 __device__ int num_steps(const Params&, const QueryBlocks& queries);  // The number of steps of a thread block
+// Starts loading kRows rows of a head, panel by panel
+template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
+    int first_row, int head, int batch);
 
 // Where TMA finds Q and dO of a step, and where their LSE and delta begin.
 struct StepRows {
@@ -322,7 +317,7 @@ __device__ void start_loads(const Params& params, const KeyBlock& block, shared_
 //   each step   wait until the stage is empty; load Q, LSE, dO and delta.
 // Where other thread blocks clear dq_accum, it waits first until dq_accum is clear.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = find_query_blocks(params, block.first_key);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
@@ -342,8 +337,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
 
 // A consumer warpgroup: dK and dV of 64 keys, and its part of each step's dQ: 64 rows, or the kDqColumns columns of its panel of K.
 template <int kDqColumns>
-__device__ __forceinline__ void consume(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers, int consumer)
-{
+__device__ __forceinline__ void consume(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers, int consumer) {
     const int lane = threadIdx.x % 32;
     const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key; its rows of dQ begin at warp_key % kBlockM
     const shared_address k_smem = shared + 64 * consumer * kPanelRowBytes;  // of the consumer's 64 keys
@@ -351,7 +345,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
-    const QueryBlocks queries = find_query_blocks(params, block.first_key);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     // All queries from this one on attend to all keys of the warp.
     const int unmasked_from = first_query_of_key(params, block.first_key + warp_key + 15);
@@ -378,8 +372,11 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         add_dq(address, dq);
     };
 
-    // Consumers start steps one after the other, so that the MMAs of one run while the other computes P and dS. Otherwise both may compute at the
-    // same time, and the tensor cores idle.
+    // The consumers take turns at S and dP, so that the MMAs of one run while the other computes P and dS. If both computed at the same time, the
+    // tensor cores would idle. dQ' is dQ of the step before:
+    //
+    //   consumer 0   S dP of step 0 | P, dV, dS      | dQ' dK         | S dP of step 1 | P, dV, dS    | dQ' dK         | ...
+    //   consumer 1                  | S dP of step 0 | P, dV, dS      | dQ' dK         | S dP of step 1 | P, dV, dS    | ...
     if (consumer == 1 && count > 0) barrier_arrive(kStartBarrier, 128 * kConsumers);
 
 #pragma unroll 1
@@ -497,8 +494,8 @@ flash_bwd_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) produce(params, block, shared, barriers);
         else if (threadIdx.x / 32 == 3) {
-            clear_ahead(params, block, threadIdx.x % 32);
-            count_added(params, block, threadIdx.x % 32);
+            clear_ahead(params, block, threadIdx.x % 32);  // clears dQ of a later head
+            count_added(params, block, threadIdx.x % 32);  // counts this thread block when its dQ is added
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
@@ -582,9 +579,8 @@ __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float
 }
 
 // The block of keys of a thread block.
-// Heads are launched in groups of heads_per_section. In a group the first keys of each head come first, then the next ones: under a diagonal the
-// most queries attend to the first keys, so the last blocks of the grid are short. A group has few heads, so that several blocks of a head run
-// at a time and share its queries in L2.
+// Heads are launched in groups of heads_per_section, about as many thread blocks as run at a time, or one head. The first blocks of all heads of
+// a group are launched first, then the second ones. The blocks of a head run at about the same time, so they share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
     const int group_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
@@ -592,6 +588,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     KeyBlock block;
     const int blocks_before = index_in_group / group_heads;  // of its head
     const int head_of_batch = first_head + index_in_group - blocks_before * group_heads;
+    // The first keys first: under a diagonal the most queries attend to them, so the grid ends with short blocks.
     block.first_key = blocks_before * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
     block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
@@ -611,20 +608,6 @@ __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const
 
 // The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
-// all others, whatever these hold: 0 * NaN would be NaN.
-__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
-
-// Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
-template <int kPanelCount, int kRows>
-__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
-                                          int head, int batch) {
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
-    }
-}
 
 // The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
 // if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
@@ -755,6 +738,10 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_sm
     wgmma_commit();
 }
 
+// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
+// all others, whatever these hold: 0 * NaN would be NaN.
+__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // stmatrix takes the address of a row from each lane
@@ -871,8 +858,23 @@ __device__ __forceinline__ void count_added(const Params& params, const KeyBlock
     if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);
 }
 
+// The blocks of queries that a thread block goes through: some query of the block attends to some key.
+__device__ __forceinline__ QueryBlocks queries_of_block(const Params& params, const KeyBlock& block) {
+    return find_query_blocks(params, block.first_key);
+}
+
 // The number of steps of a thread block.
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
+
+// Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
+                                          int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    }
+}
 
 // The rows of a step.
 __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
@@ -909,7 +911,7 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 // Where other thread blocks clear dq_accum, a load tells the consumers that it is clear: Q of the second step, or dO where there is one step. So
 // produce() loads that dO, after its wait.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = find_query_blocks(params, block.first_key);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     if (count == 0) return;
     const int batch = block.batch;

@@ -584,9 +584,8 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
 __device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
 
 // The block of keys of a thread block.
-// Blocks of a head add to dQ in the order of their launch, the last keys first (turn_of). Heads are launched in groups of heads_per_section,
-// about as many blocks as run at a time. In a group the last block of each head comes first, then the block before it. So when a block starts,
-// the earlier blocks of its head have a lead, and it seldom waits.
+// Heads are launched in groups of heads_per_section, about as many thread blocks as run at a time, or one head. The first blocks of all heads of
+// a group are launched first, then the second ones. The blocks of a head run at about the same time, so they share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
     const int group_heads = min(params.heads_per_section, params.batch_size * heads_of_grid(params) - first_head);
@@ -594,6 +593,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     KeyBlock block;
     const int blocks_before = index_in_group / group_heads;  // of its head
     const int head_of_batch = first_head + index_in_group - blocks_before * group_heads;
+    // The last keys first, the order in which a head adds to dQ (turn_of): when a block starts, the earlier ones of its head have a lead.
     block.index = params.num_row_blocks - 1 - blocks_before;
     block.first_key = block.index * kBlockN;
     block.batch = head_of_batch / heads_of_grid(params);

@@ -21,22 +21,23 @@
 //
 // Map
 //   warpgroup 0       produce(): one thread loads Q and dO by TMA. kProducerRegisters = 24 a thread
+//   its other warps   idle, or they clear dQ, count or keep turns: the end of the kernel names them
 //   warpgroup 1       consume_dv(): S, P, dV and some columns of dQ. kConsumerRegisters = 240 a thread
 //   warpgroup 2       consume_dk(): dP, dS, dK and other columns of dQ. kConsumerRegisters = 240 a thread
 //   shared memory     SharedStorage: K, 24576 bytes; V, 24576; 2 x Q, 24576; 2 x dO, 24576; 2 x dS, 16384; P, 16384;
 //                     LSE and delta of each stage; mbarriers. At the end dK is staged over K, dV over V
-//   cluster           2 thread blocks with neighbouring blocks of keys. They go through the steps together and send each other their dS. Each
-//                     computes half of the columns of dQ over the keys of both, so that half as much is added to memory. For that it has
-//                     16384 bytes of the peer's K
-//   warp 3            clear_ahead(), then count_added(): clears dQ of a later head, and counts this thread block when its dQ is added
 //   mbarrier          arrivals of a phase                                 who waits
 //   q_full            1, and the bytes of TMA: the producer               consumers
 //   dout_full         1, and the bytes of TMA: the producer               consumers
 //   empty             8: lane 0 of each consumer warp                     producer
 //   p_full            4: lane 0 of each warp of consume_dv()              consume_dk()
 //   ds_ready          8: lane 0 of each consumer warp                     consumers
+//   other barriers    see NamedBarrier and Mbarriers
 //   ds_received       1, and the bytes that the peer sends                consumers
 //   slot_free         8: lane 0 of each consumer warp of the peer         consume_dk(), before it overwrites dS
+//
+// Two thread blocks are a cluster. They have neighbouring blocks of keys, go through the steps together and send each other their dS. Each
+// computes half of the columns of dQ, over the keys of both, so half as much is added to memory. For that it has 16384 bytes of the peer's K.
 
 using element = bf16;
 
@@ -62,7 +63,7 @@ constexpr int kPanelsV = kHeadDimV / kPanelColumns;  // of V and dO
 
 constexpr int kPeerPanels = 2;  // of the peer's K: the panels with this thread block's half of the columns of dQ
 
-// The mbarriers of a thread block, in shared memory. The table above says who arrives and who waits.
+// The mbarriers of a thread block. Of those that not every kernel has, the comment says who arrives and who waits.
 struct Mbarriers {
     uint64_t p_full;                   // P of a step is written
     uint64_t ds_ready;                 // P is read, dS is written, dQ of the step before is computed
@@ -252,20 +253,13 @@ struct RingPosition {
     }
 };
 
-// Starts loading kRows rows of a head, panel by panel
-template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
-    int first_row, int head, int batch);
-__device__ int rank_of(const KeyBlock& block);  // The rank of a thread block in its cluster
-__device__ int peer_of(const KeyBlock& block);  // The rank of the other thread block of the cluster
-__device__ int first_key_of_pair(const KeyBlock& block);  // The first key of the two thread blocks
-__device__ int first_key_of_peer(const KeyBlock& block);  // The first key of the peer
-// The blocks of queries that both thread blocks go through
-__device__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& block);
-__device__ int first_peer_panel(const KeyBlock& block);  // The first panel that is loaded of the peer's K
-// Starts loading kPeerPanels panels of the peer's K
-__device__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full);
-// Tells the peer that this warp has read dS of a slot
-__device__ void free_slot(const Barriers& barriers, int slot, const KeyBlock& block, int lane);
+// P goes from the dV consumer to the dK consumer in fp32, since dS takes P unrounded. Where a score has a derivative, P times the derivative
+// goes. The accumulators of both have the same layout, so a thread reads what the same thread of the other warpgroup wrote: 16 bytes at a time,
+// without bank conflicts.
+constexpr int kVectorBytes = 4 * sizeof(float);
+
+__device__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem);  // Stores P for the consumer of dK
+__device__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem);  // Reads P that the consumer of dV has stored
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
 
@@ -311,14 +305,6 @@ struct PackedScores {
 __device__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
-
-// P goes from the dV consumer to the dK consumer in fp32, since dS takes P unrounded. Where a score has a derivative, P times the derivative
-// goes. The accumulators of both have the same layout, so a thread reads what the same thread of the other warpgroup wrote: 16 bytes at a time,
-// without bank conflicts.
-constexpr int kVectorBytes = 4 * sizeof(float);
-
-__device__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem);  // Stores P for the consumer of dK
-__device__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem);  // Reads P that the consumer of dV has stored
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
 __device__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane);
@@ -343,6 +329,9 @@ constexpr int kAddedThreads = 128 * kConsumers + 32;  // at kAddedBarrier
 
 __device__ void count_added(const Params& params, const KeyBlock& block, int lane);  // Counts the thread block when all its dQ is added
 __device__ int num_steps(const Params&, const QueryBlocks& queries);  // The number of steps of a thread block
+// Starts loading kRows rows of a head, panel by panel
+template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
+    int first_row, int head, int batch);
 
 // Where TMA finds Q and dO of a step, and where their LSE and delta begin.
 struct StepRows {
@@ -367,6 +356,17 @@ constexpr int kBytesWithDout = kVBytes + kPeerKBytes;
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
 // Whether some query of the block that begins with `first_query` does not attend to some of a warp's 16 keys
 __device__ bool needs_mask(const Params& params, int first_key, int first_query);
+__device__ int rank_of(const KeyBlock& block);  // The rank of a thread block in its cluster
+__device__ int peer_of(const KeyBlock& block);  // The rank of the other thread block of the cluster
+__device__ int first_key_of_pair(const KeyBlock& block);  // The first key of the two thread blocks
+__device__ int first_key_of_peer(const KeyBlock& block);  // The first key of the peer
+// The blocks of queries that both thread blocks go through
+__device__ QueryBlocks queries_of_block(const Params& params, const KeyBlock& block);
+__device__ int first_peer_panel(const KeyBlock& block);  // The first panel that is loaded of the peer's K
+// Starts loading kPeerPanels panels of the peer's K
+__device__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full);
+// Tells the peer that this warp has read dS of a slot
+__device__ void free_slot(const Barriers& barriers, int slot, const KeyBlock& block, int lane);
 
 // A thread block computes half of the columns of dQ, over the keys of both. Its dK consumer has the outer panel of this half, its dV consumer
 // the rest. Columns of the dK and the dV consumer, rank 0: [0, 64) and [64, 96); rank 1: [128, 192) and [96, 128).
@@ -407,7 +407,7 @@ template <int kCount> __device__ void add_dq_of_step(const Barriers&, int, float
 //   each step   wait until the stage is empty; load Q, LSE, dO and delta.
 // Where other thread blocks clear dq_accum, it waits first until dq_accum is clear.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
@@ -426,15 +426,14 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
 }
 
 // The consumer of dV: warpgroup 1.
-__device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers)
-{
+__device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the block, and its first row of dQ
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
     const DqColumns columns = columns_from(kDqColumnsOfDk + rank_of(block) * kDqColumnsOfDv, block, shared);
-    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     float dv[kHeadDimV / 2] = {};
     RingPosition<kStages> ring;
@@ -526,8 +525,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
 }
 
 // The consumer of dK: warpgroup 2.
-__device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers)
-{
+__device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the block, and its first row of dQ
     auto release = [&](shared_address barrier) {  // once for the warp
@@ -535,7 +533,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     };
     const int peer = peer_of(block);
     const DqColumns columns = columns_from(rank_of(block) * (kHeadDim - kDqColumnsOfDk), block, shared);
-    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     float dk[kHeadDim / 2] = {};
     RingPosition<kStages> ring;
@@ -670,8 +668,8 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) produce(params, block, shared, barriers);
         else if (threadIdx.x / 32 == 3) {
-            clear_ahead(params, block, threadIdx.x % 32);
-            count_added(params, block, threadIdx.x % 32);
+            clear_ahead(params, block, threadIdx.x % 32);  // clears dQ of a later head
+            count_added(params, block, threadIdx.x % 32);  // counts this thread block when its dQ is added
         }
     } else if (warpgroup == 1) {
         setmaxnreg_inc<kConsumerRegisters>();
@@ -758,9 +756,8 @@ __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float
 }
 
 // The block of keys of a thread block.
-// Heads are launched in groups of heads_per_section. In a group the first keys of each head come first, then the next ones: under a diagonal the
-// most queries attend to the first keys, so the last blocks of the grid are short. A group has few heads, so that several blocks of a head run
-// at a time and share its queries in L2.
+// Heads are launched in groups of heads_per_section, about as many thread blocks as run at a time, or one head. The first blocks of all heads of
+// a group are launched first, then the second ones. The blocks of a head run at about the same time, so they share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
     const int group_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
@@ -769,6 +766,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     const int pair_in_group = index_in_group / 2;
     const int pairs_before = pair_in_group / group_heads;  // of its head
     const int head_of_batch = first_head + pair_in_group - pairs_before * group_heads;
+    // The first keys first: under a diagonal the most queries attend to them, so the grid ends with short blocks.
     block.index = 2 * pairs_before + index % 2;
     block.first_key = block.index * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
@@ -790,51 +788,24 @@ __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const
 // The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
-// Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
-template <int kPanelCount, int kRows>
-__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
-                                          int head, int batch) {
+// Stores P for the consumer of dK.
+__device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
 #pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        store_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes, p[i], p[i + 1], p[i + 2], p[i + 3]);
     }
 }
 
-// The rank of a thread block in its cluster. A head has an even number of blocks of keys in the grid, so the parity of a block's index is its
-// rank.
-__device__ __forceinline__ int rank_of(const KeyBlock& block) { return block.index % 2; }
-
-// The rank of the other thread block of the cluster.
-__device__ __forceinline__ int peer_of(const KeyBlock& block) { return rank_of(block) ^ 1; }
-
-// The first key of the two thread blocks.
-__device__ __forceinline__ int first_key_of_pair(const KeyBlock& block) { return block.first_key - rank_of(block) * kBlockN; }
-
-// The first key of the peer.
-__device__ __forceinline__ int first_key_of_peer(const KeyBlock& block) { return first_key_of_pair(block) + peer_of(block) * kBlockN; }
-
-// The blocks of queries that both thread blocks go through: some query of the block attends to some key of either.
-__device__ __forceinline__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& block) {
-    return find_query_blocks(params, first_key_of_pair(block));  // a query that attends to a later key attends to the first one, too
-}
-
-// The first panel that is loaded of the peer's K. The thread block of rank 0 computes the first half of the columns of dQ, rank 1 the second.
-__device__ __forceinline__ int first_peer_panel(const KeyBlock& block) { return rank_of(block) * (kPanels - kPeerPanels); }
-
-// Starts loading kPeerPanels panels of the peer's K.
-__device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full) {
-    const int batch = block.batch;
-    const int row = mapped_row(params, first_key_of_peer(block));
+// Reads P that the consumer of dV has stored.
+__device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem) {
 #pragma unroll
-    for (int panel = 0; panel < kPeerPanels; ++panel) {
-        tma_load_4d(shared + kPeerKOffset + panel * kBlockN * kPanelRowBytes, params.k, full,
-                    (first_peer_panel(block) + panel) * kPanelColumns, row, kv_head_of(params, block), batch);
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        const uint4 words = load_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes);
+        p[i] = __uint_as_float(words.x);
+        p[i + 1] = __uint_as_float(words.y);
+        p[i + 2] = __uint_as_float(words.z);
+        p[i + 3] = __uint_as_float(words.w);
     }
-}
-
-// Tells the peer that this warp has read dS of a slot.
-__device__ __forceinline__ void free_slot(const Barriers& barriers, int slot, const KeyBlock& block, int lane) {
-    if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(block)));
 }
 
 // The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
@@ -997,26 +968,6 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint6
     }
 }
 
-// Stores P for the consumer of dK.
-__device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
-#pragma unroll
-    for (int i = 0; i < kBlockM / 2; i += 4) {
-        store_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes, p[i], p[i + 1], p[i + 2], p[i + 3]);
-    }
-}
-
-// Reads P that the consumer of dV has stored.
-__device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem) {
-#pragma unroll
-    for (int i = 0; i < kBlockM / 2; i += 4) {
-        const uint4 words = load_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes);
-        p[i] = __uint_as_float(words.x);
-        p[i + 1] = __uint_as_float(words.y);
-        p[i + 2] = __uint_as_float(words.z);
-        p[i + 3] = __uint_as_float(words.w);
-    }
-}
-
 // Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
 // all others, whatever these hold: 0 * NaN would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
@@ -1140,6 +1091,16 @@ __device__ __forceinline__ void count_added(const Params& params, const KeyBlock
 // The number of steps of a thread block.
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
+// Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
+                                          int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    }
+}
+
 // The rows of a step.
 __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
     StepRows rows;
@@ -1175,7 +1136,7 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 // Where other thread blocks clear dq_accum, a load tells the consumers that it is clear: Q of the second step, or dO where there is one step. So
 // produce() loads that dO, after its wait.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     if (count == 0) return;
     const int batch = block.batch;
@@ -1193,6 +1154,43 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
 __device__ __forceinline__ bool needs_mask(const Params& params, int first_key, int first_query) {
     opaque(first_key);  // the compiler would compute the ranges before the loop and hold them in registers
     return first_query < first_query_of_key(params, first_key + 15);
+}
+
+// The rank of a thread block in its cluster. A head has an even number of blocks of keys in the grid, so the parity of a block's index is its
+// rank.
+__device__ __forceinline__ int rank_of(const KeyBlock& block) { return block.index % 2; }
+
+// The rank of the other thread block of the cluster.
+__device__ __forceinline__ int peer_of(const KeyBlock& block) { return rank_of(block) ^ 1; }
+
+// The first key of the two thread blocks.
+__device__ __forceinline__ int first_key_of_pair(const KeyBlock& block) { return block.first_key - rank_of(block) * kBlockN; }
+
+// The first key of the peer.
+__device__ __forceinline__ int first_key_of_peer(const KeyBlock& block) { return first_key_of_pair(block) + peer_of(block) * kBlockN; }
+
+// The blocks of queries that both thread blocks go through: some query of the block attends to some key of either.
+__device__ __forceinline__ QueryBlocks queries_of_block(const Params& params, const KeyBlock& block) {
+    return find_query_blocks(params, first_key_of_pair(block));  // a query that attends to a later key attends to the first one, too
+}
+
+// The first panel that is loaded of the peer's K. The thread block of rank 0 computes the first half of the columns of dQ, rank 1 the second.
+__device__ __forceinline__ int first_peer_panel(const KeyBlock& block) { return rank_of(block) * (kPanels - kPeerPanels); }
+
+// Starts loading kPeerPanels panels of the peer's K.
+__device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full) {
+    const int batch = block.batch;
+    const int row = mapped_row(params, first_key_of_peer(block));
+#pragma unroll
+    for (int panel = 0; panel < kPeerPanels; ++panel) {
+        tma_load_4d(shared + kPeerKOffset + panel * kBlockN * kPanelRowBytes, params.k, full,
+                    (first_peer_panel(block) + panel) * kPanelColumns, row, kv_head_of(params, block), batch);
+    }
+}
+
+// Tells the peer that this warp has read dS of a slot.
+__device__ __forceinline__ void free_slot(const Barriers& barriers, int slot, const KeyBlock& block, int lane) {
+    if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(block)));
 }
 
 // The columns of dQ from `first` on. The copy of the peer's K begins with panel first_peer_panel().

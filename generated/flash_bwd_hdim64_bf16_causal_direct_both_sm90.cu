@@ -231,6 +231,36 @@ struct KeySteps {
     }
 };
 
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
+template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
+
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
+template <int kColumns>
+struct PackedScores {
+    uint32_t fragment[kColumns / 16][4];
+
+    __device__ __forceinline__ void set(const float (&scores)[kColumns / 2]) {
+#pragma unroll
+        for (int step = 0; step < kColumns / 16; ++step) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
+            }
+        }
+    }
+};
+
+// Starts a gradient += A B, 64 rows x 64 of a warpgroup
+__device__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem);
+// Writes a warp's 16 rows of a gradient, times `factor` and rounded, to `staging`
+template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane);
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`
+template <int kColumns> __device__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
+    shared_address staging, int first_row, int head, int batch, int barrier, int lane);
+__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
+
 // Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage is empty when every consumer warp has released it. The
 // warps that compute delta do not arrive there: consumers of a tile of keys wait for delta before they release a stage, so its dO and O have
 // been read by then. A tile of queries has no O in its stages.
@@ -276,35 +306,6 @@ struct RingPosition {
 // Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time; what lies outside of the array becomes zeros
 template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
     int first_row, int head, int batch);
-__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
-__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
-// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
-template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
-
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
-template <int kColumns>
-struct PackedScores {
-    uint32_t fragment[kColumns / 16][4];
-
-    __device__ __forceinline__ void set(const float (&scores)[kColumns / 2]) {
-#pragma unroll
-        for (int step = 0; step < kColumns / 16; ++step) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
-            }
-        }
-    }
-};
-
-// Starts a gradient += A B, 64 rows x 64 of a warpgroup
-__device__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem);
-// Writes a warp's 16 rows of a gradient, times `factor` and rounded, to `staging`
-template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane);
-// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`
-template <int kColumns> __device__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
-    shared_address staging, int first_row, int head, int batch, int barrier, int lane);
-__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 
 // lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here, so that no kernel has to end before this one. A thread has
 // every kValueThreads-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so that P is 0 there.
@@ -785,19 +786,6 @@ __device__ __forceinline__ void apply_mask_of_rows(const Params& params, float (
 }
 // ====
 
-// Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time; what lies outside of the array becomes zeros.
-template <int kPanelCount, int kRows>
-__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row, int head,
-                                          int batch) {
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-#pragma unroll
-        for (int row = 0; row < kRows; row += kBlockM) {
-            tma_load_4d(destination + (panel * kRows + row) * kPanelRowBytes, map, full, panel * kPanelColumns, first_row + row, head, batch);
-        }
-    }
-}
-
 // The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
 // if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
 // 8 j + 2 t + e % 2.
@@ -919,6 +907,19 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
 // Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
 // all others, whatever these hold: 0 * NaN would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+
+// Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time; what lies outside of the array becomes zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row, int head,
+                                          int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+#pragma unroll
+        for (int row = 0; row < kRows; row += kBlockM) {
+            tma_load_4d(destination + (panel * kRows + row) * kPanelRowBytes, map, full, panel * kPanelColumns, first_row + row, head, batch);
+        }
+    }
+}
 
 // The dot product of 16 bytes of elements with 16 bytes of elements.
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {

@@ -22,6 +22,7 @@
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread
 //     thread 0             produce(): loads Q and dO of each step by TMA
+//     other warps          idle, or they clear dQ, count, keep turns or pack a mask: the end of the kernel names them
 //   warpgroups 1, 2      consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
 //
 //   SharedStorage        bytes
@@ -36,13 +37,7 @@
 //   q_full, dout_full    1: the producer, and the bytes of TMA                        consumers
 //   empty                4 kConsumers: lane 0 of each warp, after its last MMA        producer warpgroup
 //   ds_ready             4 kConsumers: lane 0 of each warp, dS written and read       consumers
-//   kClearBarrier        256: both consumers, after they cleared rows                 the same
-//   kStartBarrier        256: the other consumer, which has issued S and dP           a consumer, before its S and dP
-//
-// The consumers take turns at S and dP, so that the MMAs of one run while the other computes P and dS. dQ' is dQ of the step before:
-//
-//   consumer 0           S dP of step 0 | P, dV, dS    | dQ' dK           | S dP of step 1 | P, dV, dS    | dQ' dK         | ...
-//   consumer 1                          | S dP of step 0 | P, dV, dS      | dQ' dK         | S dP of step 1 | P, dV, dS    | ...
+//   other barriers       see NamedBarrier and Mbarriers
 
 using element = bf16;
 
@@ -60,18 +55,18 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-enum NamedBarrier : int {  // __syncthreads() has the number 0
-    kClearBarrier = 1,
-    kStartBarrier = 3,  // + consumer, which waits
-};
-
 // Shared memory holds panels of 64 columns: rows of 128 bytes, which TMA swizzles.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and dO
 
-// The mbarriers. The map above says who arrives and who waits.
+enum NamedBarrier : int {  // __syncthreads() has the number 0
+    kClearBarrier = 1,  // rows that no query sees are cleared: 256 threads, both consumers
+    kStartBarrier = 3,  // + consumer: the other consumer has issued S and dP, so this one may: 256 threads, both consumers
+};
+
+// The mbarriers. Of those that not every kernel has, the comment says who arrives and who waits.
 struct Mbarriers {
     uint64_t ds_ready;            // dS of a step is written, and dS of the step before is read
     uint64_t q_full[kStages];     // Q and LSE have arrived; with the first one K
@@ -258,9 +253,6 @@ struct RingPosition {
     }
 };
 
-// Starts loading kRows rows of a head, panel by panel
-template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
-    int first_row, int head, int batch);
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
@@ -313,7 +305,12 @@ __device__ void store_dv(const Params& params, const KeyBlock& block, const floa
 // Writes a warpgroup's 64 rows of dK, as store_dv() writes dV
 __device__ void store_dk(const Params& params, const KeyBlock& block, const float (&dk)[kHeadDim / 2], shared_address staging, int first,
     int lane);
+// The blocks of queries that a thread block goes through
+__device__ QueryBlocks queries_of_block(const Params& params, const KeyBlock& block);
 __device__ int num_steps(const Params&, const QueryBlocks& queries);  // The number of steps of a thread block
+// Starts loading kRows rows of a head, panel by panel
+template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
+    int first_row, int head, int batch);
 
 // Where TMA finds Q and dO of a step, and where their LSE and delta begin.
 struct StepRows {
@@ -341,7 +338,7 @@ __device__ void start_loads(const Params& params, const KeyBlock& block, shared_
 //   each step   wait until the stage is empty; load Q, LSE, dO and delta.
 // Where other thread blocks clear dq_accum, it waits first until dq_accum is clear.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
+    const QueryBlocks queries = queries_of_block(with_lengths(params, block.seqlen_q, block.seqlen_kv), block);
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
@@ -358,8 +355,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
 
 // A consumer warpgroup: dK and dV of 64 keys, and its part of each step's dQ: 64 rows, or the kDqColumns columns of its panel of K.
 template <int kDqColumns>
-__device__ __forceinline__ void consume(const Params& all, const KeyBlock& block, shared_address shared, const Barriers& barriers, int consumer)
-{
+__device__ __forceinline__ void consume(const Params& all, const KeyBlock& block, shared_address shared, const Barriers& barriers, int consumer) {
     const Params params = of_sequence(all, block);
     const int lane = threadIdx.x % 32;
     const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key; its rows of dQ begin at warp_key % kBlockM
@@ -368,7 +364,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
-    const QueryBlocks queries = find_query_blocks(params, block.first_key);
+    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     // All queries from this one on attend to all keys of the warp.
     const int unmasked_from = first_query_of_key(params, block.first_key + warp_key + 15);
@@ -396,8 +392,11 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         add_dq(address, dq);
     };
 
-    // Consumers start steps one after the other, so that the MMAs of one run while the other computes P and dS. Otherwise both may compute at the
-    // same time, and the tensor cores idle.
+    // The consumers take turns at S and dP, so that the MMAs of one run while the other computes P and dS. If both computed at the same time, the
+    // tensor cores would idle. dQ' is dQ of the step before:
+    //
+    //   consumer 0   S dP of step 0 | P, dV, dS      | dQ' dK         | S dP of step 1 | P, dV, dS    | dQ' dK         | ...
+    //   consumer 1                  | S dP of step 0 | P, dV, dS      | dQ' dK         | S dP of step 1 | P, dV, dS    | ...
     if (consumer == 1 && count > 0) barrier_arrive(kStartBarrier, 128 * kConsumers);
 
 #pragma unroll 1
@@ -645,16 +644,6 @@ __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const
 
 // The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
-// Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
-template <int kPanelCount, int kRows>
-__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
-                                          int head, int batch) {
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
-    }
-}
 
 // The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
 // if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
@@ -919,8 +908,23 @@ __device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& b
     store_gradient<kHeadDim>(rows, params.dk_row_stride, dk, params.softmax_scale, staging, block.stored_rows - row, params.head_dim, lane);
 }
 
+// The blocks of queries that a thread block goes through: some query of the block attends to some key.
+__device__ __forceinline__ QueryBlocks queries_of_block(const Params& params, const KeyBlock& block) {
+    return find_query_blocks(params, block.first_key);
+}
+
 // The number of steps of a thread block.
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
+
+// Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
+                                          int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    }
+}
 
 // The rows of a step.
 __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
@@ -959,7 +963,7 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 // Where other thread blocks clear dq_accum, a load tells the consumers that it is clear: Q of the second step, or dO where there is one step. So
 // produce() loads that dO, after its wait.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
-    const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
+    const QueryBlocks queries = queries_of_block(with_lengths(params, block.seqlen_q, block.seqlen_kv), block);
     const int count = num_steps(params, queries);
     if (count == 0) return;
     const int batch = params.cu_seqlens_kv == nullptr ? block.batch : 0;

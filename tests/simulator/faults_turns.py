@@ -96,7 +96,7 @@ PASSES = "        pass_turn(params, block, step);\n"
 IN_TURN_OF_DV = "        if (i > 0) add_dq_of_step(barriers, i - 1, own_dq, dq, lane);\n"
 IN_TURN_OF_DK = IN_TURN_OF_DV.replace("dq, lane", "ds, lane")
 AT_ANY_TIME = "        if (i > 0) { add_dq(own_dq, dq); __syncwarp(); release(barriers.dq_added()); }\n"
-OF_PAIR = """    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
+OF_PAIR = """    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     Step step = first_step(params, block, queries);
     mbarrier_arrive("""
@@ -151,7 +151,7 @@ FAULTS = (
     pair("one turn for both halves of the columns", (*OUT_OF_TURN, *STUCK), " * 2 + rank_of(block);", ";"),
     pair("turns of blocks, not of pairs", STUCK, "/ 2 - block.index / 2;", "- block.index;"),
     pair("a block of a pair that sees nothing of a step takes no turn", (*OUT_OF_TURN, *STUCK),
-         OF_PAIR, OF_PAIR.replace("find_query_blocks_of_pair(params, block)",
+         OF_PAIR, OF_PAIR.replace("queries_of_block(params, block)",
                                   "find_query_blocks(params, block.first_key)")),
     pair("counters of one half are not cleared", STUCK, "kTurns = 2 * ", "kTurns = ", "preprocess"),
 )  # fmt: skip

@@ -34,6 +34,10 @@ TEXT = """\
 
 """
 CONSTANTS = """\
+struct Mbarriers {
+    uint64_t q_full[kStages];  // Q has arrived
+    uint64_t turn;             // 2: the threads that keep turns; consumers wait
+};
 enum NamedBarrier : int {  // __syncthreads() has the number 0
     kTurn = 1,  // + consumer: its turn, 256 threads
     kLast = kTurn + kConsumers,
@@ -54,6 +58,9 @@ _HEAD = {
     "barriers",
     "see",
     "NamedBarrier",
+    "other",
+    "and",
+    "Mbarriers",
 }
 
 
@@ -69,6 +76,7 @@ def test_a_map_has_rows_barriers_and_named_barriers():
     assert found.barriers == (
         BarrierRow("q_full, k_full, v_full", "1: the producer", "consumers"),
         BarrierRow("q_full, dout_full", "1, and the bytes", "producer, consumers"),
+        BarrierRow("turn", "2: the threads that keep turns; consumers wait", ""),
         BarrierRow("kTurn = 1", "+ consumer: its turn, 256 threads", ""),
         BarrierRow("kLast = kTurn + kConsumers", "", ""),
     )
@@ -94,3 +102,8 @@ def test_no_word_of_a_shipped_map_is_lost(spec, fresh_seed):
         named = re.search(r"enum NamedBarrier.*?\};", texts["constants"], re.DOTALL)
         for name in re.findall(r"^ +(k\w+) =", named[0], re.MULTILINE) if named else []:
             assert sum(row.name.split(" ")[0] == name for row in found.barriers) == 1
+        struct = re.search(r"struct Mbarriers.*?\};", texts["constants"], re.DOTALL)
+        for name in (
+            re.findall(r"^ +uint64_t (\w+)", struct[0], re.MULTILINE) if struct and found.barriers else []
+        ):
+            assert sum(name in row.name.split(", ") for row in found.barriers) == 1

@@ -9,8 +9,11 @@ _TITLE = re.compile(r"^// Map\b")
 _COLUMN = 18  # of the text of a row, counted from its label
 _CONTINUED = " " * 12
 _BARRIERS = ("mbarrier", "barrier")
+_ELSEWHERE = ("named barriers", "other barriers")  # rows that refer to the declarations
 _NAMED = re.compile(r"^enum NamedBarrier[^\n]*\{[^\n]*\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 _MEMBER = re.compile(r"^ +(\w+) = ([^,]*),(?: *// (.*))?$", re.MULTILINE)
+_MBARRIERS = re.compile(r"^struct Mbarriers \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
+_MBARRIER = re.compile(r"^ +uint64_t (\w+)(?:\[\w+\])?; *// (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class MapRow:
 
 @dataclass(frozen=True)
 class BarrierRow:
-    """A barrier: its names, who arrives in a phase, who waits. The comment of a named barrier says both."""
+    """A barrier: its names, who arrives in a phase, who waits. The comment of a declaration says both."""
 
     name: str
     arrivals: str
@@ -43,7 +46,7 @@ class KernelMap:
 
 
 def read_map(text: str, constants: str) -> KernelMap:
-    """The map from the section of that name; named barriers from the section of constants."""
+    """The map from the section of that name; barriers that it lacks from the section of constants."""
     lines = [line.removeprefix("//").removeprefix(" ") for line in text.rstrip().splitlines()]
     title = next((at for at, line in enumerate(text.splitlines()) if _TITLE.match(line)), len(lines))
     after = [at for at, line in enumerate(lines) if at > title and line and not line.startswith(" ")]
@@ -65,12 +68,14 @@ def read_map(text: str, constants: str) -> KernelMap:
             in_barriers = True
         elif after_barrier:
             barriers.append(BarrierRow(label, *cells))
-        elif label and label != "named barriers":
+        elif label and label not in _ELSEWHERE:
             rows.append(MapRow(label, "  ".join(cells)))
-    # The map has some named barriers as rows; of others the comments of the enum speak.
-    listed = {row.name for row in barriers}
+    # The map has some barriers as rows; the comments of the declarations explain the others.
+    listed = {name for row in barriers for name in row.name.split(", ")}
     named = [row for row in _named(constants) if row.name.split(" ")[0] not in listed]
-    return KernelMap(_joined(lines[:title]), tuple(rows), (*barriers, *named), "\n".join(lines[end:]))
+    declared = [row for row in _mbarriers(constants) if row.name not in listed] if barriers else []
+    rest = (*barriers, *declared, *named)
+    return KernelMap(_joined(lines[:title]), tuple(rows), rest, "\n".join(lines[end:]))
 
 
 def _joined(lines: list[str]) -> str:
@@ -91,3 +96,9 @@ def _named(constants: str) -> tuple[BarrierRow, ...]:
     match = _NAMED.search(constants)
     members = _MEMBER.findall(match[1]) if match else []
     return tuple(BarrierRow(f"{name} = {value}", comment, "") for name, value, comment in members)
+
+
+def _mbarriers(constants: str) -> tuple[BarrierRow, ...]:
+    match = _MBARRIERS.search(constants)
+    members = _MBARRIER.findall(match[1]) if match else []
+    return tuple(BarrierRow(name, comment, "") for name, comment in members)
