@@ -209,10 +209,9 @@ def fake_gpu(driver, monkeypatch, forget_plans):
     """
     import cupy
 
-    from flashgen.runtime import arrays, device, kernel, launch, tensormap
+    from flashgen.runtime import arrays, device, kernel, tensormap
 
-    for module, name in ((device, "device"), (launch, "device_of")):
-        monkeypatch.setattr(module, name, lambda ordinal: H200)
+    monkeypatch.setattr(device, "device", lambda ordinal: H200)
     monkeypatch.setattr(kernel, "load", driver.load)
     monkeypatch.setattr(kernel, "load_all", lambda variants, gpu: [kernel.load(v, gpu) for v in variants])
     monkeypatch.setattr(tensormap, "binding", Binding)

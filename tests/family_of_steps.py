@@ -13,9 +13,9 @@ SPEC = load_spec(Path(__file__).parent / "fixtures" / "steps" / "specs" / "row_s
 
 
 def plan_of(arrays, runner, device):
-    """A plan of the family for q, k and v; ``runner(planned, main)`` makes the backend."""
+    """A plan of the family for q, k and v; ``runner(steps)`` makes the backend."""
     views = [view(x, name) for x, name in zip(arrays, "qkv", strict=True)]
     problem = operator_for(None).normalise(
         (*views, None, None, None), (False, None, (-1, -1), False, "auto", None), (None,)
     )
-    return Plan(problem, runner(plan_steps(problem, MAIN, device), MAIN), (*arrays, None, None, None))
+    return Plan(problem, runner(plan_steps(problem, MAIN, device)), (*arrays, None, None, None))

@@ -6,6 +6,7 @@ import numpy as np
 
 from flashgen.runtime.device import device
 from flashgen.runtime.launch import bind
+from flashgen.schedule.plan import plan_steps
 
 
 def computed(example, variant, names):
@@ -15,7 +16,7 @@ def computed(example, variant, names):
     import cupy
 
     copies = [None if x is None else _copy(x) for x in example.arrays]
-    launcher = bind(example.problem, variant, device(0))
+    launcher = bind(plan_steps(example.problem, variant, device(0)), device(0))
     workspace = cupy.full(max(1, launcher.workspace_bytes), 0xFF, cupy.uint8)
     pointers = (*(copy[1] if copy else 0 for copy in copies), workspace.data.ptr)
     launcher.at(pointers, example.problem)((None,) * len(copies), cupy.cuda.get_current_stream().ptr)

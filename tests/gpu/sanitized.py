@@ -85,10 +85,11 @@ def launch(variant: Variant, example: Example) -> None:
 
     from flashgen.runtime.device import device
     from flashgen.runtime.launch import bind
+    from flashgen.schedule.plan import plan_steps
 
     gpu = device(0)
     few = dataclasses.replace(gpu, num_sms=MULTIPROCESSORS)
-    launcher = bind(example.problem, variant, few)
+    launcher = bind(plan_steps(example.problem, variant, few), few)
     memory = [None if x is None else _bytes(x) for x in example.arrays]
     if memory[3] is not None and variant.spec == "flash_fwd_sm80":
         # Of a cp.async that is told to read fewer than its 16 bytes, the tools count all.

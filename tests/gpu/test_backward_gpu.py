@@ -25,6 +25,7 @@ from flashgen.runtime.launch import bind  # noqa: E402
 from flashgen.runtime.plans import Plan  # noqa: E402
 from flashgen.schedule.dispatch import offers, runs_on  # noqa: E402
 from flashgen.schedule.groups import group_parts  # noqa: E402
+from flashgen.schedule.plan import plan_steps  # noqa: E402
 from gpu.cases import DTYPES, new_seed  # noqa: E402
 
 pytestmark = [
@@ -141,7 +142,7 @@ class Call:
         with mock.patch(
             "flashgen.schedule.plan.group_parts", group_parts if parts is None else lambda *_: parts
         ):
-            runner = bind(problem, main, device(0))
+            runner = bind(plan_steps(problem, main, device(0)), device(0))
         return Plan(problem, runner, (*given, *self.arrays))
 
     @property

@@ -15,6 +15,7 @@ from flashgen.runtime.device import device  # noqa: E402
 from flashgen.runtime.launch import bind  # noqa: E402
 from flashgen.runtime.plans import Plan  # noqa: E402
 from flashgen.schedule.dispatch import candidates, offers  # noqa: E402
+from flashgen.schedule.plan import plan_steps  # noqa: E402
 from gpu.cases import Case, check, compare, front_door, make, new_seed, problem_of  # noqa: E402
 
 pytestmark = [
@@ -57,7 +58,8 @@ def plans(arrays, out=None):
 
 def plan_by(problem, variant, arrays, out=None, gpu=None):
     examples = (arrays.q, arrays.k, arrays.v, None, out, None)
-    return Plan(problem, bind(problem, variant, gpu or device(0)), examples)
+    gpu = gpu or device(0)
+    return Plan(problem, bind(plan_steps(problem, variant, gpu), gpu), examples)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -262,7 +264,7 @@ def test_fixed_splits_do_not_depend_on_the_multiprocessors(num_sms):
     examples = {"q": q, "k": k, "v": v, **given}
     fewer = Plan(
         plan.problem,
-        bind(plan.problem, plan.variant, gpu),
+        bind(plan_steps(plan.problem, plan.variant, gpu), gpu),
         tuple(examples.get(argument.name) for argument in plan.problem.operator.arguments),
     )
     assert num_sms == 132 or fewer.steps[0].launch.blocks < plan.steps[0].launch.blocks

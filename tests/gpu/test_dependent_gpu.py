@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 import flashgen
+from flashgen.call.backends import prepare
 from flashgen.families.load import load_specs
 from flashgen.host.paths import templates_dir
 from flashgen.runtime import dependent, kernel, launch
 from flashgen.runtime.device import device
 from flashgen.runtime.plans import Plan
 from flashgen.schedule.dispatch import offers
+from flashgen.schedule.plan import choices, plan_steps
 
 cupy = pytest.importorskip("cupy")
 
@@ -71,7 +73,8 @@ class Chain:
     def planned(self):
         problem = flashgen.plan(self.first, self.k, self.v, causal=self.causal, return_lse=True).problem
         offered = offers(problem, device(0), load_specs())
-        runner = launch.prepare(problem, 0, tuple(v for v in offered if v.template == self.template))
+        variants = (v for v in offered if v.template == self.template)
+        runner = prepare(choices(problem, device(0), variants), device(0))
         return Plan(problem, runner, (self.first, self.k, self.v, None, None, None))
 
     def start(self):
@@ -237,7 +240,7 @@ def test_a_chain_tells_a_missing_wait(captured, template, busy, tmp_path, monkey
     monkeypatch.setattr(kernel, "_kernels", {})
     variant = dataclasses.replace(chain.plan.variant, spec_dir=str(tmp_path / "specs"))
     gpu = device(0)
-    made = launch.bind(chain.plan.problem, variant, gpu)
+    made = launch.bind(plan_steps(chain.plan.problem, variant, gpu), gpu)
     k, v = chain.k.data.ptr, chain.v.data.ptr
 
     def call(q, out, lse, stream):
@@ -272,7 +275,7 @@ def test_what_the_driver_refuses(template):
     chain = Chain(*SHAPES[1], template)
     gpu = device(0)
     loaded = kernel.load(chain.plan.variant, gpu)
-    made = launch.bind(chain.plan.problem, chain.plan.variant, gpu)
+    made = launch.bind(plan_steps(chain.plan.problem, chain.plan.variant, gpu), gpu)
     q, out, lse = chain.start()
     pointers = (q.data.ptr, chain.k.data.ptr, chain.v.data.ptr, 0, out.data.ptr, lse.data.ptr)
     _, arguments, _ = launch.Launcher(made.steps[0], gpu, loaded).at(pointers, chain.plan.problem)

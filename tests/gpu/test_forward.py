@@ -15,6 +15,7 @@ from flashgen.runtime.launch import bind  # noqa: E402
 from flashgen.runtime.plans import Plan  # noqa: E402
 from flashgen.schedule.dispatch import runs_on  # noqa: E402
 from flashgen.schedule.grid import tiles  # noqa: E402
+from flashgen.schedule.plan import plan_steps  # noqa: E402
 from flashgen.toolchain import build, obtain  # noqa: E402
 from gpu import forward_cases  # noqa: E402
 from gpu.cases import DTYPES, Arrays, Case, Mask, check, compare, front_door, make, new_seed, problem_of  # noqa: E402
@@ -68,7 +69,7 @@ def forced(variant):
     def attend(arrays):
         problem = problem_of(arrays)
         assert problem.mask_type == variant.mask_type
-        launcher = bind(problem, variant, gpu)
+        launcher = bind(plan_steps(problem, variant, gpu), gpu)
         q, k, v, mask, out = arrays.q, arrays.k, arrays.v, arrays.mask, arrays.out
         return Plan(problem, launcher, (q, k, v, mask, out, None))(
             q, k, v, mask=mask, out=out, lse=arrays.lse

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import flashgen
+from flashgen.call.backends import prepare
 from flashgen.families.load import load_specs
 from flashgen.operators.reference import judge
 from flashgen.runtime.device import device
-from flashgen.runtime.launch import prepare
 from flashgen.runtime.plans import Plan
 from flashgen.schedule.dispatch import offers
+from flashgen.schedule.plan import choices
 from named import by_name
 
 ELEMENTS = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
@@ -110,7 +111,8 @@ def checked(rng, q, k, v, options, score_arrays, target=None):
         variants = tuple(x for x in offers(problem, here, load_specs(gpu=here.name)) if x.target == target)
         examples = dict(zip("qkv", on_device, strict=True)) | {"mask": given.get("mask")}
         examples |= dict(zip(names_of(problem), map(cp.asarray, score_arrays), strict=True))
-        plan = Plan(problem, prepare(problem, 0, variants), problem.operator.in_order(**examples))
+        runner = prepare(choices(problem, here, variants), here)
+        plan = Plan(problem, runner, problem.operator.in_order(**examples))
         assert plan.variant.target == target
     assert plan.variant.score is plan.problem.score is not None
     out = cp.full((*q.shape[:-1], v.shape[-1]), np.nan, dtype=q.dtype)

@@ -20,7 +20,7 @@ def plan():
         pytest.skip("the family is for sm_90a")
     q = cp.zeros(SHAPE, cp.float32)
     kernels = [kernel.load(variant, gpu) for variant in MAIN.steps]
-    return plan_of((q, q, q), lambda planned, main: Runner(planned, main, gpu, kernels), gpu)
+    return plan_of((q, q, q), lambda planned: Runner(planned, gpu, kernels), gpu)
 
 
 def random():

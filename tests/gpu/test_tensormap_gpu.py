@@ -13,6 +13,7 @@ from flashgen.operators.attention import normalise
 from flashgen.runtime.arrays import view
 from flashgen.runtime.device import available, device, why_unavailable
 from flashgen.runtime.launch import bind
+from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.tensormap import expressible
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not available(), reason=why_unavailable())]
@@ -44,7 +45,7 @@ def copied(gpu, gqa, head_dim, q, k):
     problem = normalise(view(q, "q"), view(k, "k"), view(k, "v"), out=view(out, "out"))
     (variant,) = load_spec(COPY).select(head_dim=head_dim, dtype="fp16", mask_type="none", gqa=gqa)
     assert expressible(problem, variant)
-    run = bind(problem, variant, gpu)
+    run = bind(plan_steps(problem, variant, gpu), gpu)
     stream = cupy.cuda.get_current_stream().ptr
     run.at((q.data.ptr, k.data.ptr, k.data.ptr, 0, out.data.ptr, 0), problem)((None,) * 6, stream)
     return out.get()
@@ -83,7 +84,7 @@ def test_a_launcher_follows_the_addresses(hopper):
     out = cupy.empty(shape, np.float16)
     problem = normalise(*(view(arrays[0], name) for name in "qkv"), out=view(out, "out"))
     (variant,) = load_spec(COPY).select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha")
-    run = bind(problem, variant, hopper)
+    run = bind(plan_steps(problem, variant, hopper), hopper)
     stream = cupy.cuda.get_current_stream().ptr
     # Maps that were encoded for the first address and then moved; each is used twice.
     works = [run.at((q.data.ptr, q.data.ptr, q.data.ptr, 0, out.data.ptr, 0), problem) for q in arrays]

@@ -61,7 +61,7 @@ def make(driver, binding, monkeypatch):
         else:
             monkeypatch.setenv(dependent.SWITCH, switch)
         planned = plan_steps(PROBLEM, variant, device)
-        return launch.Runner(planned, variant, device, [driver.load(variant, device)])
+        return launch.Runner(planned, device, [driver.load(variant, device)])
 
     return launcher
 

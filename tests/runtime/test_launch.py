@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_gpu import H200, Binding
+from flashgen.call.backends import prepare
 from flashgen.errors import BadTensorShape, NoBindingError, SpecError
 from flashgen.families.load import load_spec, load_specs
-from flashgen.families.params import Param
+from flashgen.families.params import Param, vector_width
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import launch, tensormap
 from flashgen.schedule.grid import heads, launch_of, rows, tiles
-from flashgen.schedule.parameters import filled, pack, parameters, vector_width
-from flashgen.schedule.plan import plan_steps
+from flashgen.schedule.parameters import filled, pack, parameters
+from flashgen.schedule.plan import choices, plan_steps
 from flashgen.schedule.tensormap import BYTES
 from flashgen.simulator.example import Shape, make
 from flashgen.simulator.hardware import pretend_for
@@ -127,9 +128,7 @@ def launcher(driver):
 
 def launcher_of(problem, variant, device, driver):
     """A runner of one step."""
-    return launch.Runner(
-        plan_steps(problem, variant, device), variant, device, [driver.load(variant, device)]
-    )
+    return launch.Runner(plan_steps(problem, variant, device), device, [driver.load(variant, device)])
 
 
 def run(launcher, pointers, stream=0):
@@ -312,7 +311,6 @@ def test_a_map_that_cannot_be_is_no_launch(driver, binding):
 def test_a_missing_binding_is_noticed_before_compiling(monkeypatch):
     from flashgen.runtime import kernel
 
-    monkeypatch.setattr(launch, "device_of", lambda ordinal: H200)
     monkeypatch.setattr(kernel, "load_all", lambda *_: pytest.fail("compiled"))
 
     def absent():
@@ -320,7 +318,7 @@ def test_a_missing_binding_is_noticed_before_compiling(monkeypatch):
 
     monkeypatch.setattr(tensormap, "binding", absent)
     with pytest.raises(NoBindingError):
-        launch.prepare(MAPPED, 0, (tma_variant(),))
+        prepare(choices(MAPPED, H200, (tma_variant(),)), H200)
 
 
 @pytest.mark.parametrize("spec", load_specs(), ids=lambda spec: spec.name)
@@ -339,7 +337,7 @@ def test_a_launch_fills_a_struct_in_as_the_simulator_does(spec, driver, binding)
         gpu = pretend_for(variant)
         planned = plan_steps(problem, variant, gpu)
         kernels = [driver.load(step.variant, gpu) for step in planned.steps]
-        made = launch.Runner(planned, variant, gpu, kernels)
+        made = launch.Runner(planned, gpu, kernels)
         arguments, names = problem.operator.arguments, problem.operator.scalars
         for _ in range(3):
             called = problem.with_scalars(

@@ -16,7 +16,7 @@ Q, OUT, WORKSPACE = ((1 << 40) + place * (1 << 24) for place in range(3))
 def plan(fake_gpu):
     kernels = [fake_gpu.load(variant, H200) for variant in MAIN.steps]
     q = array(SHAPE, np.float32, Q)
-    return plan_of((q, q, q), lambda planned, main: Runner(planned, main, H200, kernels), H200)
+    return plan_of((q, q, q), lambda planned: Runner(planned, H200, kernels), H200)
 
 
 def memory(size, address=WORKSPACE, dtype=np.uint8):

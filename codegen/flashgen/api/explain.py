@@ -12,7 +12,7 @@ from numbers import Integral
 from operator import index
 from typing import TYPE_CHECKING, Any, Never
 
-from flashgen.call.backends import specs_for
+from flashgen.call.backends import prepare, specs_for
 from flashgen.call.fields import parameters
 from flashgen.call.keywords import advice, unexpected
 from flashgen.call.kvcache import FIELDS, KVCache
@@ -147,10 +147,11 @@ def warmup(
     if arch is not None:
         in_parallel(partial(_compile, device=device), steps, jobs)
         return tuple(main.name for main in mains)
-    from flashgen.runtime.launch import prepare
+    from flashgen.schedule.plan import choices
 
     in_parallel(partial(_load, device=device), steps, jobs)
-    return tuple(prepare(problem, device.ordinal, variants).variant.name for problem, variants in problems)
+    runners = (prepare(choices(problem, device, variants), device) for problem, variants in problems)
+    return tuple(runner.variant.name for runner in runners)
 
 
 def _compile(variant: Variant, device: Device) -> None:

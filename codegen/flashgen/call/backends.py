@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import os
+import warnings
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from flashgen.errors import BadParam, DeviceTypeNotSupported, arg
+from flashgen.errors import (
+    BadParam,
+    CompileError,
+    DeviceTypeNotSupported,
+    InternalError,
+    TunedWarning,
+    arg,
+)
 from flashgen.families.arch import KNOWN_ARCHS, typical
+from flashgen.host import logs
 from flashgen.operators.arguments import on_device, shown
 from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashgen.errors import FlashgenError
     from flashgen.families.arch import Device
     from flashgen.families.model import Spec
     from flashgen.operators.operator import Problem
     from flashgen.runtime.plans import Runner
+    from flashgen.schedule.plan import Steps
 
 BACKENDS = ("cuda", "cpu", "simulator")
 _ON_HOST = ("cpu", "simulator")
+
+_log = logs.logger("runtime")
 
 
 def backend_for(device: int | None, backend: str | None = None) -> str:
@@ -67,12 +82,43 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
 
         return simulated(problem, _specs(folders), algorithm)
     from flashgen.runtime.device import device
-    from flashgen.runtime.launch import prepare
     from flashgen.schedule.dispatch import offers
+    from flashgen.schedule.plan import choices
 
     here = device(problem.device)
     specs = specs_for(here, problem.operator.name, problem.lengths_on_device)
-    return prepare(problem, problem.device, offers(problem, here, specs, algorithm))
+    return prepare(choices(problem, here, offers(problem, here, specs, algorithm)), here)
+
+
+def prepare(choices: Iterable[Steps], device: Device) -> Runner:
+    """The first of the choices of dispatch whose kernels can be loaded, compiling what no cache has.
+
+    A tile tuned on this machine that no longer compiles is passed over with a TunedWarning, and one whose
+    clusters the device has no room for, as a slice of a GPU may not, without. Raises NoCompilerError,
+    NoBindingError, DeviceTypeNotSupported, CompileError, and what making a choice raises.
+    """
+    from flashgen.families.variant import TUNED_TILE
+    from flashgen.runtime.clusters import NoRoomForClusters
+    from flashgen.runtime.launch import bind
+
+    failure: FlashgenError = InternalError("dispatch made no choice")
+    for steps in choices:
+        try:
+            return bind(steps, device)
+        except NoRoomForClusters as error:
+            failure = error
+            _log.info("%s; choosing among the other kernels", error)
+        except CompileError as error:
+            if steps.main.tile_name != TUNED_TILE:
+                raise
+            failure = error
+            warnings.warn(
+                f"{steps.main} was tuned on this machine and does not compile any more; the shipped tile is "
+                f"used. `flashgen tune --select '{steps.main}' --write` measures anew. {error}",
+                TunedWarning,
+                stacklevel=2,
+            )
+    raise failure
 
 
 def specs_for(

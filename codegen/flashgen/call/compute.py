@@ -13,7 +13,7 @@ from flashgen.call.kvcache import arrays_instead
 from flashgen.errors import InternalError, naming
 from flashgen.host import forks, logs
 from flashgen.runtime import arrays, dlpack, torchkind
-from flashgen.runtime.adopted import adopted, cache_arrays, run_adopted
+from flashgen.runtime.adopted import adopted, run_adopted, viewed
 from flashgen.runtime.plans import Plan
 
 if TYPE_CHECKING:
@@ -146,25 +146,17 @@ class planning:
 
 
 def make_plan(request: Request, keeps_scalars: bool = True) -> Plan:
-    """A plan whose scalars are these, or, where it does not keep them, those that a call leaves out."""
-    operator, by_name = request.operator, request.by_name()
-    dlpack.check_libraries(by_name, cache_arrays(by_name))
-    native = tuple(
-        None if x is None and (argument.optional or argument.is_output) else dlpack.adopt(x, argument.name)
-        for argument, x in zip(operator.arguments, request.arrays, strict=True)
-    )
-    views = tuple(
-        None if x is None else arrays.view(x, argument.name)
-        for argument, x in zip(operator.arguments, native, strict=True)
-    )
-    views_by_name = dict(zip(operator.positions, views, strict=True))
-    with naming(dlpack.own_libraries(by_name)):
-        arrays.check_libraries(views_by_name)
-    problem = operator.normalise(views, request.options, (None,) * len(request.scalars))
-    called = problem.with_scalars(request.scalars)  # raises what is wrong with them, before compiling
+    """A plan whose scalars are these, or, where it does not keep them, those that a call leaves out.
+
+    Each line takes what the line before made: views of the arrays, the problem, what computes it, the plan.
+    """
+    operator, scalars = request.operator, request.scalars
+    arrays, views = viewed(operator, request.by_name())
+    problem = operator.normalise(tuple(views.values()), request.options, (None,) * len(scalars))
+    called = problem.with_scalars(scalars)  # raises what is wrong with them, before compiling
     begin = time.perf_counter()
     runner = runner_for(problem, request.backend, request.algorithm)
-    plan = Plan(called if keeps_scalars else problem, runner, native, arrays_instead(views_by_name))
+    plan = Plan(called if keeps_scalars else problem, runner, arrays, arrays_instead(views))
     _log.info(
         "%s of %s takes %s, ready in %.1f ms",
         operator.name,

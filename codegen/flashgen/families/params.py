@@ -27,6 +27,8 @@ C_TYPES: dict[str, tuple[int, str, str]] = {
     TENSOR_MAP: (128, "128s", "V128"),
 }
 CTYPES = tuple(C_TYPES)
+# The lowest bit that numbers have in common -> how many bytes may be loaded at once.
+_VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
 
 
 class Box(NamedTuple):
@@ -82,3 +84,11 @@ def score_params(score: Score, dtype: str, differentiated: bool = False) -> tupl
         params.append(Param("softmax_scale", "float"))
     params += [Param(name, "float", short_text(it)) for name, it in lowered.constants.items()]
     return tuple(params)
+
+
+def vector_width(*numbers: int) -> int:
+    """The widest of 1, 4, 8 and 16 bytes that divides every number, be it an address or a stride."""
+    bits = 16
+    for number in numbers:
+        bits |= number
+    return _VECTOR_WIDTHS[bits & -bits]

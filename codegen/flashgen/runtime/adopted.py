@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import BadParam, arg, naming
+from flashgen.runtime import arrays as libraries
 from flashgen.runtime import dlpack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from flashgen.operators.arguments import ArrayView
+    from flashgen.runtime.arrays import Arrays
+
+
+class Viewed(NamedTuple):
+    """The arrays of a call, native and of one library, in the operator's order; and by name what an operator
+    reads of each: dtype, shape, strides and address.
+    """
+
+    arrays: Arrays
+    views: dict[str, ArrayView | None]
+
+
+def viewed(operator: Any, arrays: Mapping[str, Any]) -> Viewed:
+    """`Viewed` of arrays of any library, by the names of the operator's arguments. Raises what `dlpack.adopt`
+    and `arrays.view` do, and BadParam for arrays of several libraries.
+    """
+    dlpack.check_libraries(arrays, cache_arrays(arrays))
+    native = {
+        argument.name: None
+        if arrays[argument.name] is None and (argument.optional or argument.is_output)
+        else dlpack.adopt(arrays[argument.name], argument.name)
+        for argument in operator.arguments
+    }
+    views = {name: None if x is None else libraries.view(x, name) for name, x in native.items()}
+    with naming(dlpack.own_libraries(arrays)):
+        libraries.check_libraries(views)
+    return Viewed(tuple(native.values()), views)
 
 
 def adopted(operator: Any, arrays: dict[str, Any], stream: Any) -> dict[str, Any]:

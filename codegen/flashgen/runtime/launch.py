@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import CompileError, TunedWarning
-from flashgen.families.variant import TUNED_TILE
-from flashgen.host import logs
+from flashgen.families.params import vector_width
 from flashgen.runtime import dependent, kernel, tensormap
-from flashgen.runtime.clusters import NoRoomForClusters
 from flashgen.runtime.device import activated
-from flashgen.runtime.device import device as device_of
-from flashgen.schedule.dispatch import select
-from flashgen.schedule.parameters import vector_width
-from flashgen.schedule.plan import Step, Steps, plan_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flashgen.families.arch import Device
-    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.runtime.arrays import Arrays, Pointers, Work
     from flashgen.runtime.kernel import Kernel
-
-_log = logs.logger("runtime")
+    from flashgen.schedule.plan import Step, Steps
 
 # One step of a call, ready to be queued: called as ``launch(stream, argument, 0)``, where the device is
 # current. The last member is the memory of the argument, which lives as long.
@@ -112,8 +102,8 @@ class Launcher:
 class Runner:
     """Queues the steps of a call on a GPU, in order; see ``plans.Runner``."""
 
-    def __init__(self, planned: Steps, main: Variant, device: Device, kernels: Sequence[Kernel]) -> None:
-        self.steps, self.variant = planned.steps, main
+    def __init__(self, planned: Steps, device: Device, kernels: Sequence[Kernel]) -> None:
+        self.steps, self.variant = planned.steps, planned.main
         self.workspace_bytes = planned.workspace.nbytes
         self._launchers = [
             Launcher(step, device, loaded) for step, loaded in zip(planned.steps, kernels, strict=True)
@@ -137,39 +127,10 @@ class Runner:
         return queue
 
 
-def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]) -> Runner:
-    """Choose a variant for ``problem``, load the kernels of its steps (compiling what no cache has) and bind
-    them to the problem.
-
-    A tile tuned on this machine that no longer compiles is passed over with a TunedWarning, and one whose
-    clusters the device has no room for, as a slice of a GPU may not, without. Raises NoCompilerError,
-    NoBindingError, DeviceTypeNotSupported, SpecError, CompileError or BadTensorShape.
+def bind(steps: Steps, device: Device) -> Runner:
+    """The steps with their kernels loaded, compiling what no cache has. Raises NoCompilerError,
+    NoBindingError, DeviceTypeNotSupported, NoRoomForClusters or CompileError.
     """
-    device = device_of(device_ordinal)
-    main = select(problem, device, variants)
-    try:
-        return bind(problem, main, device)
-    except NoRoomForClusters as error:
-        if len(variants) == 1:
-            raise
-        _log.info("%s; choosing among the other kernels", error)
-    except CompileError as error:
-        if main.tile_name != TUNED_TILE:
-            raise
-        warnings.warn(
-            f"{main} was tuned on this machine and does not compile any more; the shipped tile is used. "
-            f"`flashgen tune --select '{main}' --write` measures anew. {error}",
-            TunedWarning,
-            stacklevel=2,
-        )
-    return prepare(problem, device_ordinal, tuple(v for v in variants if v != main))
-
-
-def bind(problem: Problem, main: Variant, device: Device) -> Runner:
-    """The steps of ``main`` on a device, bound to ``problem``. Raises as `prepare`."""
-    # Before compiling: raise for a grid that is too large, and for a driver without tensor maps.
-    planned = plan_steps(problem, main, device)
-    if any(step.struct.maps for step in planned.steps):
-        tensormap.binding()
-    kernels = kernel.load_all([step.variant for step in planned.steps], device)
-    return Runner(planned, main, device, kernels)
+    if any(step.struct.maps for step in steps.steps):
+        tensormap.binding()  # raises for a driver without tensor maps, before anything is compiled
+    return Runner(steps, device, kernel.load_all([step.variant for step in steps.steps], device))

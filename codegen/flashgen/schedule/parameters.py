@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
 from flashgen.families.grid import GROUP_PARTS
-from flashgen.families.params import C_TYPES, TENSOR_MAP, VECTOR_WIDTH
+from flashgen.families.params import C_TYPES, TENSOR_MAP, VECTOR_WIDTH, vector_width
 from flashgen.schedule.fastdivision import divisor
 from flashgen.schedule.grid import all_heads, heads, row_blocks, row_blocks_beside, rows_ahead, tiles
 from flashgen.schedule.sections import KeyTiles, sections
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from flashgen.schedule.shares import Shares
     from flashgen.schedule.workspace import Workspace
 
-_VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
 _DIVISOR = "_divisor"
 # Of the main step's `KeyTiles`; and how many query heads' dq is left to the step before.
 OF_KEY_TILES = ("clear_distance", "key_blocks_of_head", "num_key_blocks", "blocks_together")
@@ -146,14 +145,6 @@ def _sections(problem: Problem, variant: Variant, device: Device, parts: int) ->
 
 def _widths(operator: Operator) -> list[str]:
     return [argument.name + VECTOR_WIDTH for argument in operator.arguments]
-
-
-def vector_width(*numbers: int) -> int:
-    """The widest of 1, 4, 8 and 16 bytes that divides every number, be it an address or a stride."""
-    bits = 16
-    for number in numbers:
-        bits |= number
-    return _VECTOR_WIDTHS[bits & -bits]
 
 
 def pack(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.families.features import CLEARS_AHEAD, PLACES_BLOCKS
+from flashgen.schedule.dispatch import select
 from flashgen.schedule.grid import Launch, launch_of
 from flashgen.schedule.groups import group_parts
 from flashgen.schedule.parameters import NO_KEY_TILES, Struct, pack
@@ -13,6 +14,8 @@ from flashgen.schedule.shares import Shares, shares_of
 from flashgen.schedule.workspace import Workspace, workspace_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from flashgen.families.arch import Device
     from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
@@ -40,8 +43,11 @@ class Step(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """All that a call does on a GPU, but for its pointers and scalars."""
+    """All that a call does on a GPU, but for its pointers and scalars. ``main`` is the variant that dispatch
+    chose.
+    """
 
+    main: Variant
     steps: tuple[Step, ...]
     workspace: Workspace
 
@@ -69,4 +75,19 @@ def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
         for variant in main.steps
         if not variant.combines or parts > 1 or (shares is not None and shares.split)
     )
-    return Steps(tuple(step for step in steps if step.launch.blocks or problem.empty), workspace)
+    return Steps(main, tuple(step for step in steps if step.launch.blocks or problem.empty), workspace)
+
+
+def choices(problem: Problem, device: Device, variants: Iterable[Variant]) -> Iterator[Steps]:
+    """The steps of the variant that dispatch chooses among these; then of its choice among the others, for a
+    caller that cannot load the first one, and so on.
+
+    Raises as `select` and `plan_steps`, when it comes to that choice.
+    """
+    left = tuple(variants)
+    while True:
+        main = select(problem, device, left)
+        yield plan_steps(problem, main, device)
+        left = tuple(variant for variant in left if variant != main)
+        if not left:
+            return

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flashgen.runtime.hostarrays import check_writable
-from flashgen.schedule.dispatch import offers, select
-from flashgen.schedule.plan import Steps, plan_steps
+from flashgen.schedule.dispatch import offers
+from flashgen.schedule.plan import choices
 from flashgen.simulator import hardware, hostcompiler
 from flashgen.simulator.execute import Report, simulate
 from flashgen.simulator.library import load, supports
@@ -17,10 +17,9 @@ from flashgen.toolchain.origins import template_lines_named
 
 if TYPE_CHECKING:
     from flashgen.families.model import Spec
-    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.runtime.plans import Arrays, Pointers, Work
-    from flashgen.schedule.plan import Step
+    from flashgen.schedule.plan import Step, Steps
     from flashgen.simulator.library import Library
 
 
@@ -34,8 +33,8 @@ class Runner:
     last call executed.
     """
 
-    def __init__(self, planned: Steps, main: Variant) -> None:
-        self.variant, self.steps = main, planned.steps
+    def __init__(self, planned: Steps) -> None:
+        self.variant, self.steps = planned.main, planned.steps
         self.workspace_bytes = planned.workspace.nbytes
         self.reports: tuple[Report, ...] = ()
         self._planned = planned
@@ -59,5 +58,4 @@ def prepare(problem: Problem, specs: tuple[Spec, ...], algorithm: str | None = N
     device = hardware.pretend()
     hostcompiler.find()  # before anything is rendered
     offered = offers(problem, device, specs, algorithm)
-    main = select(problem, device, [variant for variant in offered if supports(variant)])
-    return Runner(plan_steps(problem, main, device), main)
+    return Runner(next(choices(problem, device, filter(supports, offered))))

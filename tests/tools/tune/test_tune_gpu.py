@@ -8,7 +8,6 @@ import pytest
 from fake_gpu import H200
 from flashgen.errors import InternalError
 from flashgen.families.load import load_specs
-from flashgen.schedule.plan import plan_steps
 from flashgen.simulator.backend import Runner
 from flashgen.tools.bench.hosts import Inputs
 from flashgen.tools.tune import gpu
@@ -74,8 +73,8 @@ def bench(monkeypatch):
 
             return spoiled
 
-    def prepare(problem, ordinal, variants):
-        return Spoiling(plan_steps(problem, variants[0], H200), variants[0])
+    def prepare(steps, device):
+        return Spoiling(next(steps))
 
     monkeypatch.setattr(gpu, "prepare", prepare)
     monkeypatch.setattr(gpu, "_SEQLEN_Q", 70)

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashgen.call.backends import prepare
 from flashgen.errors import InternalError
 from flashgen.operators.attention import normalise
 from flashgen.operators.reference import judge
 from flashgen.runtime import kernel
 from flashgen.runtime.arrays import view
-from flashgen.runtime.launch import prepare
 from flashgen.runtime.plans import Plan
+from flashgen.schedule.plan import choices
 from flashgen.toolchain import obtain
 from flashgen.tools.bench import agreement
 from flashgen.tools.bench.cases import Case
@@ -143,5 +144,5 @@ class GpuBench:
         arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask": inputs.mask, "out": inputs.out}
         q, k, v, mask, out = (None if x is None else view(x, name) for name, x in arrays.items())
         problem = normalise(q, k, v, mask=mask, out=out, **options)
-        runner = prepare(problem, self._device.ordinal, (variant,))
+        runner = prepare(choices(problem, self._device, (variant,)), self._device)
         return Plan(problem, runner, (*arrays.values(), None))

@@ -230,17 +230,17 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 def _pinned(plan: Plan, examples: Mapping[str, Any], keep: Callable[[Variant], bool]) -> Plan:
     """The same plan with the best of the variants to keep, whatever dispatch would take."""
-    from flashgen.call.backends import specs_for
+    from flashgen.call.backends import prepare, specs_for
     from flashgen.runtime.device import device
-    from flashgen.runtime.launch import prepare
     from flashgen.runtime.plans import Plan
     from flashgen.schedule.dispatch import offers
+    from flashgen.schedule.plan import choices
 
     problem = plan.problem
     here = device(problem.device)
     # Family by family: which head dim is the least that serves differs.
     variants = (v for spec in specs_for(here) for v in offers(problem, here, (spec,)) if keep(v))
-    runner = prepare(problem, problem.device, tuple(variants))
+    runner = prepare(choices(problem, here, variants), here)
     return Plan(problem, runner, problem.operator.in_order(**examples))
 
 
@@ -252,9 +252,9 @@ def _cut(plan: Plan, examples: Mapping[str, Any], steps: int) -> Plan:
     from flashgen.runtime.plans import Plan
     from flashgen.schedule.plan import plan_steps
 
-    problem, main = plan.problem, plan.variant
+    problem = plan.problem
     here = device(problem.device)
-    planned = plan_steps(problem, main, here)
+    planned = plan_steps(problem, plan.variant, here)
     planned = planned._replace(steps=planned.steps[:steps])
-    runner = Runner(planned, main, here, [kernel.load(step.variant, here) for step in planned.steps])
+    runner = Runner(planned, here, [kernel.load(step.variant, here) for step in planned.steps])
     return Plan(problem, runner, problem.operator.in_order(**examples))
