@@ -132,21 +132,21 @@ class _WarmupCall(TypedDict, total=False):
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
     splits: str | int | SplitEvery
+    rotary: Rotary | None
     out: Any
     return_lse: bool
     deterministic: bool
+    algorithm: str | None
     dout: Any
     lse: Any
     dlse: Any
     dq: Any
     dk: Any
     dv: Any
-    algorithm: str | None
     cache: Any
     k_new: Any
     v_new: Any
-    rotary: Any
-    q_positions: Any
+    q_positions: str
     cu_seqlens_new: Any
 
 def attention(
@@ -299,8 +299,8 @@ def append(
     k_new: Any,
     v_new: Any,
     *,
-    rotary: Rotary | None = None,
     q: Any = None,
+    rotary: Rotary | None = None,
     q_positions: str = "each",
     cu_seqlens_new: Any = None,
     stream: Any = None,
@@ -349,21 +349,21 @@ def explain(
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     splits: str | int | SplitEvery = "auto",
+    rotary: Rotary | None = None,
     out: Any = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    algorithm: str | None = None,
     dout: Any = None,
     lse: Any = None,
     dlse: Any = None,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
-    algorithm: str | None = None,
     cache: Any = None,
     k_new: Any = None,
     v_new: Any = None,
-    rotary: Any = None,
-    q_positions: Any = None,
+    q_positions: str = "each",
     cu_seqlens_new: Any = None,
 ) -> Explanation: ...
 def warmup(

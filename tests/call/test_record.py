@@ -11,12 +11,12 @@ import flashgen
 from flashgen import errors
 from flashgen.api import stub
 from flashgen.call import fields, request, signature
-from flashgen.call.fields import BACKWARD, FIELDS, FORWARD
+from flashgen.call.fields import FIELDS
 from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.backward import BACKWARD as OF_GRADIENTS
 
-FUNCTIONS = {name: getattr(flashgen, name) for name in (*FORWARD, *BACKWARD)}
+FUNCTIONS = {name: getattr(flashgen, name) for name in fields.POSITIONAL}
 TREE = ast.parse(stub.PATH.read_text(encoding="utf-8"))
 
 
@@ -39,7 +39,7 @@ def test_signatures_are_those_of_the_fields(name):
         by_position = place < len(fields.POSITIONAL[name])
         assert (parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD) == by_position
         assert (parameter.default is parameter.empty) == (place < fields.REQUIRED[name])
-    with pytest.raises(TypeError, match=rf"^{name}\(\) missing \d required positional arguments: '"):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) missing \d required positional arguments?: '"):
         FUNCTIONS[name]()
 
 
@@ -137,7 +137,7 @@ def test_the_stub_is_what_the_fields_say():
     assert stub.PATH.read_text(encoding="utf-8") == stub.text(), "run python -m flashgen.api.stub"
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "append", "cascade", "merge", "explain", "warmup"])
+@pytest.mark.parametrize("name", [*FUNCTIONS, "cascade", "explain", "warmup"])
 def test_the_stub_has_the_signatures_of_the_functions(name):
     parameters = inspect.signature(getattr(flashgen, name)).parameters.values()
     parameters = [x for x in parameters if x.kind is not x.VAR_KEYWORD]

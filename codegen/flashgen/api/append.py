@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 from flashgen.call.compute import are_all, compute
-from flashgen.call.keywords import unexpected
 from flashgen.call.kvcache import FIELDS, KVCache, Rotary
+from flashgen.call.record import AppendCall, call_of
 from flashgen.call.request import Request
+from flashgen.call.signature import public
 from flashgen.errors import (
     BadParam,
     FlashgenError,
@@ -21,22 +22,10 @@ from flashgen.runtime import arrays, dlpack, torchkind
 from flashgen.runtime.adopted import cache_arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from flashgen.call.record import Call
 
 
-def append(
-    cache: KVCache,
-    k_new: Any,
-    v_new: Any,
-    *,
-    rotary: Rotary | None = None,
-    q: Any = None,
-    q_positions: str = "each",
-    cu_seqlens_new: Any = None,
-    stream: Any = None,
-    backend: str | None = None,
-    **unknown: Never,
-) -> tuple[Any, Any]:
+def _append(call: Call) -> tuple[Any, Any]:
     """Write new keys and values into a cache, after the ones that each sequence has there.
 
     cache: a ``KVCache``. The call writes to its k and v, not to its lengths. New token i of sequence b goes
@@ -63,10 +52,8 @@ def append(
     BadTensorStrides or DeviceTypeNotSupported for arguments that do not fit; BadParam also for a tensor that
     requires a gradient, which append does not compute.
     """
-    if unknown:
-        raise unexpected(append, unknown)
     try:
-        request = requested(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new, stream, backend)
+        request = requested(call)
         first = request.arrays[0]
         kind = arrays.kind_of(first)
         if kind is not None and kind.watched(first):
@@ -82,39 +69,31 @@ def append(
         error.rename(FIELDS)
         raise
     results = (total, rotated[0] if rotated else None)
-    if arrays.kind_of(k_new) is None:
+    if arrays.kind_of(call.k_new) is None:
         return tuple(
-            None if x is None else dlpack.hand_back(x, k_new, request.arrays, stream) for x in results
+            None if x is None else dlpack.hand_back(x, call.k_new, request.arrays, call.stream)
+            for x in results
         )
     return results
 
 
-def requested(
-    cache: Any,
-    k_new: Any,
-    v_new: Any,
-    rotary: Any,
-    q: Any,
-    q_positions: str,
-    cu_seqlens_new: Any,
-    stream: Any,
-    backend: str | None,
-) -> Request:
+append = public("append", AppendCall, _append, __name__)
+
+
+def requested(call: Call) -> Request:
     """What a call requests of the operator ``append``, with native arrays. Raises BadParam."""
-    values, options = _given(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new)
-    return Request(APPEND, adopted_arrays(values, stream), options, (), stream, backend)
+    values, options = _arrays_and_options(call)
+    return Request(APPEND, adopted_arrays(values, call.stream), options, (), call.stream, call.backend)
 
 
-def request_by_name(call: Mapping[str, Any]) -> Request:
-    """What ``append`` requests, of all its parameters by name. Raises BadParam."""
-    names = ("cache", "k_new", "v_new", "rotary", "q", "q_positions", "cu_seqlens_new")
-    return Request(APPEND, *_given(*(call[name] for name in names)))
+def request_by_name(values: dict[str, Any]) -> Request:
+    """What ``append`` requests, of its parameters by name. Raises BadParam."""
+    return Request(APPEND, *_arrays_and_options(call_of(AppendCall, **values)))
 
 
-def _given(
-    cache: Any, k_new: Any, v_new: Any, rotary: Any, q: Any, q_positions: str, cu_seqlens_new: Any
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _arrays_and_options(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arrays of a call in the order of the operator, as they are, and its options. Raises BadParam."""
+    rotary, q, q_positions = call.rotary, call.q, call.q_positions
     if rotary is not None and not isinstance(rotary, Rotary):
         raise _no_rotary(rotary)
     if rotary is not None and rotary.cos is None and rotary.sin is None:
@@ -132,9 +111,9 @@ def _given(
                 f"{arg('q_positions')} is 'first' and rotary has positions, which say where queries "
                 f"are rotated to; leave one of them out"
             )
-    given = arrays_in_order(cache, k_new, v_new, rotary, q, cu_seqlens_new)
+    values = arrays_in_order(call.cache, call.k_new, call.v_new, rotary, q, call.cu_seqlens_new)
     # A key of plans, in which 1.0, which is refused, would find the plan of True.
-    return given, (interleaved(rotary) or False, q_positions)
+    return values, (interleaved(rotary) or False, q_positions)
 
 
 def arrays_in_order(

@@ -10,6 +10,7 @@ from flashgen.api.append import adopted_arrays, arrays_in_order, interleaved, re
 from flashgen.api.queue_both import queue_both
 from flashgen.call.compute import make_plan, ready
 from flashgen.call.kvcache import FIELDS, KVCache, Rotary
+from flashgen.call.record import AppendCall
 from flashgen.call.request import Request, request_of
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, FlashgenError, NullPointer, arg
 from flashgen.operators.append import APPEND
@@ -195,7 +196,11 @@ def requested_append(call: Call) -> Request:
     if rotary is None or getattr(rotary, "positions", None) is not None:
         positions = "each"  # nothing is rotated, or to the positions of rotary
     q = None if rotary is None else q
-    return requested(cache, *new, rotary, q, positions, cu_seqlens_q, call.stream, call.backend)
+    record = AppendCall.of_defaults()
+    record.cache, record.rotary, record.q, record.q_positions = cache, rotary, q, positions
+    (record.k_new, record.v_new), record.cu_seqlens_new = new, cu_seqlens_q
+    record.stream, record.backend = call.stream, call.backend
+    return requested(record)
 
 
 def _check_bound(max_seqlen_kv: Any, k_new: Any) -> None:

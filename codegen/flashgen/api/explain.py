@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 import reprlib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
@@ -13,7 +12,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Never
 
 from flashgen.call.backends import prepare, specs_for
-from flashgen.call.fields import parameters
+from flashgen.call.fields import POSITIONAL, REQUIRED, defaults, parameters
 from flashgen.call.keywords import advice, unexpected
 from flashgen.call.kvcache import FIELDS, KVCache
 from flashgen.call.record import AttentionCall, GradientCall, call_of
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 # The module beside this one of each function that `explain` and `warmup` know by name, and of its
 # `request_by_name`.
 _EXPLAINED = {"attention": "attention", "attention_backward": "backward", "append": "append"}
-_FUNCTIONS = ("attention", "attention_backward")
 # Their parameters that no kernel depends on, or that have arguments of their own.
 _UNEXPLAINED = {"stream", "backend", "algorithm", "workspace"}
 # The parameters of ``attention`` that make it two calls.
@@ -53,13 +51,13 @@ _APPENDING = {"append", "rotary"}
 
 def explained_fields() -> dict[str, str]:
     """The options of `explain` and their types: what the functions that it knows take."""
-    fields = {x.name: x.type for name in _FUNCTIONS for x in parameters(name)}
-    names = fields.keys() - _UNEXPLAINED - _APPENDING
-    of_append = ("cache", "k_new", "v_new", "rotary", "q_positions", "cu_seqlens_new")
-    return {name: kind for name, kind in fields.items() if name in names} | {
-        "algorithm": "str | None",
-        **dict.fromkeys(of_append, "Any"),
-    }
+    types = {}
+    for function in _EXPLAINED:
+        # What there must be has a default here.
+        needed = POSITIONAL[function][: REQUIRED[function]]
+        types |= {x.name: "Any" if x.name in needed else x.type for x in parameters(function)}
+    unexplained = _UNEXPLAINED - {"algorithm"} | {"append"}
+    return {name: kind for name, kind in types.items() if name not in unexplained}
 
 
 @with_options(explained_fields())
@@ -196,8 +194,8 @@ def _shaped(function: str, options: dict[str, Any], dtype: str) -> Problem:
     dtype = dtype_name(dtype)
     if not isinstance(function, str) or function not in _EXPLAINED:
         raise BadParam(f"operator is {shown(function)}; allowed are {', '.join(map(repr, _EXPLAINED))}")
-    defaults, request_by_name = _function(function)
-    names = defaults.keys() - _UNEXPLAINED
+    default_values, request_by_name = _function(function)
+    names = default_values.keys() - _UNEXPLAINED
     if function != "append":
         names -= _APPENDING
     unknown = options.keys() - names
@@ -210,7 +208,7 @@ def _shaped(function: str, options: dict[str, Any], dtype: str) -> Problem:
         raise BadParam(
             f"{', '.join(wrong)}: no such option; there are {', '.join(sorted(names))}{meant}{apart}"
         )
-    call = defaults | options
+    call = default_values | options
     if function == "append":
         with naming(FIELDS):
             return _problem_of(request_by_name(call), dtype)
@@ -304,7 +302,4 @@ def _function(name: str) -> tuple[Mapping[str, Any], Callable[[dict[str, Any]], 
     `request_by_name`.
     """
     module = importlib.import_module(f"flashgen.api.{_EXPLAINED[name]}")
-    parameters = inspect.signature(getattr(module, name)).parameters.values()
-    named = (x for x in parameters if x.kind is not inspect.Parameter.VAR_KEYWORD)
-    defaults = {x.name: None if x.default is x.empty else x.default for x in named}
-    return defaults, module.request_by_name
+    return defaults(name), module.request_by_name

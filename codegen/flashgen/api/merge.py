@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 from flashgen.call.compute import compute
-from flashgen.call.keywords import unexpected
+from flashgen.call.record import MergeCall
 from flashgen.call.request import Request
+from flashgen.call.signature import public
 from flashgen.errors import BadParam, FlashgenError, arg, naming
 from flashgen.operators.arguments import check_memory
 from flashgen.operators.merge import MERGE, check_parts, normalise
 from flashgen.runtime import arrays, dlpack, torchkind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from flashgen.call.record import Call
 
 
-def merge(
-    parts: Sequence[tuple[Any, Any]],
-    *,
-    out: Any = None,
-    lse_out: Any = None,
-    stream: Any = None,
-    backend: str | None = None,
-    **unknown: Never,
-) -> tuple[Any, Any]:
+def _merge(call: Call) -> tuple[Any, Any]:
     """What attention gives over all keys, from what it gave over disjoint parts of them.
 
     parts: a list of (o, lse), as ``attention(..., return_lse=True)`` returns them. o: (batch, seqlen_q,
@@ -44,9 +37,8 @@ def merge(
     for a tensor that requires a gradient, as there is none; what ``attention`` raises for arrays that do not
     fit. Messages call arrays as Python does: o of parts[0], lse of parts[1].
     """
-    if unknown:
-        raise unexpected(merge, unknown)
-    pairs = _pairs(parts, "(o, lse)")
+    out, lse_out, stream = call.out, call.lse_out, call.stream
+    pairs = _pairs(call.parts, "(o, lse)")
     o, lse = pairs[0]
     kind = arrays.kind_of(o)
     traced = kind is not None and kind.watched(o)
@@ -71,7 +63,7 @@ def merge(
             _check_merge(pairs, out, lse_out, stream)
         for number, part in enumerate(pairs[1:], 2):
             into = (out, lse_out) if number == len(pairs) else (None, None)
-            request = Request(MERGE, (o, lse, *part, *into), (), (), stream, backend)
+            request = Request(MERGE, (o, lse, *part, *into), (), (), stream, call.backend)
             o, lse = compiled.merge(request) if traced else compute(request, kind)
     except FlashgenError as error:
         if traced:  # named already
@@ -80,6 +72,9 @@ def merge(
         refused.rename(_names(len(pairs)))
         raise refused from None
     return o, lse
+
+
+merge = public("merge", MergeCall, _merge, __name__)
 
 
 def _names(count: int) -> dict[str, str]:

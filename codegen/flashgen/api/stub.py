@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flashgen
-from flashgen.api.append import append
 from flashgen.api.cascade import cascade
 from flashgen.api.explain import explain, explained_fields, warmup
-from flashgen.api.merge import merge
 from flashgen.call.fields import BY_NAME, POSITIONAL, REQUIRED, parameters
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.backward import BACKWARD
@@ -59,7 +57,10 @@ def text() -> str:
         *("@overload\n" + _function("plan", result, changes) for result, changes in plans),
         _function("attention_backward", "tuple[Any, ...]"),
         _function("plan_backward", backward),
-        *map(_written, (append, cascade, merge, explain)),
+        _function("append", "tuple[Any, Any]"),
+        _written(cascade),
+        _function("merge", "tuple[Any, Any]"),
+        _written(explain),
         _written(warmup, {"calls": "Iterable[_WarmupCall]"}),
     )
     head = (_HEAD, "\n".join(sorted(imports)) + "\n", f"__version__: str\n__all__ = [\n{names}]\n")

@@ -1,4 +1,4 @@
-"""The fields of a call of ``attention`` and its gradients, each declared once.
+"""The fields of calls of ``attention``, its gradients, ``append`` and ``merge``, each declared once.
 
 Signatures, the stub for type checkers, records, PyTorch's schemas, the keys of plans and the names in
 messages derive from this table. A new option is a new `Field`, in the place that it has in signatures.
@@ -74,10 +74,15 @@ class Field:
 _NUMBER, _BOUND = "float | None", "int | None"
 
 FIELDS = (
+    Field("cache", "host", ("append",), type="KVCache"),
+    Field("parts", "host", ("merge",), type="Sequence[tuple[Any, Any]]"),
+    Field("k_new", "array", ("append",)),
+    Field("v_new", "array", ("append",)),
     Field("dout", "array", BACKWARD, elsewhere=("do", "grad_out", "grad_output")),
     Field(
         "q",
         "array",
+        (*FORWARD, *BACKWARD, "append"),
         gradient=True,
         doc="""(batch, seqlen_q, num_heads_q, head_dim), or without batch; fp16, bf16 or fp32. head_dim is at
         most 256 and a multiple of 8 (of 4 for fp32). Any strides, but the last dimension is contiguous and
@@ -239,7 +244,7 @@ FIELDS = (
     Field(
         "rotary",
         "host",
-        FORWARD,
+        (*FORWARD, "append"),
         type="Rotary | None",
         elsewhere=("rotary_cos", "rotary_sin", "rotary_emb"),
         doc="""a ``Rotary``, with append: rotates the new keys to their positions on the way into the cache,
@@ -247,14 +252,18 @@ FIELDS = (
         which there are as many, else to the position of the first one. Several queries with a dense mask
         alone need its ``positions``.""",
     ),
+    Field("q_positions", "name", ("append",), default="each", type="str"),
+    Field("cu_seqlens_new", "array", ("append",), elsewhere=("cu_seqlens_q", "append_indptr")),
     Field(
         "out",
         "array",
+        (*FORWARD, *BACKWARD, "merge"),
         elsewhere=("output", "o"),
         doc="""receives the result: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch, of the dtype
         and device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot be written
         to.""",
     ),
+    Field("lse_out", "array", ("merge",), elsewhere=("out_lse", "lse")),
     Field("lse", "array", BACKWARD),
     Field("dlse", "array", BACKWARD, elsewhere=("grad_lse",)),
     Field(
@@ -280,7 +289,7 @@ FIELDS = (
     Field(
         "stream",
         "host",
-        ("attention", "attention_backward"),
+        ("attention", "attention_backward", "append", "merge"),
         elsewhere=("cuda_stream",),
         doc="""where to queue the work: a CuPy or PyTorch stream, a CUDA handle, or None for the current
         stream of the library of q. JAX has no public stream: its arrays are handed over by DLPack, both ways,
@@ -290,6 +299,7 @@ FIELDS = (
     Field(
         "backend",
         "name",
+        (*FORWARD, *BACKWARD, "append", "merge"),
         type="str | None",
         doc=""""cuda", "cpu", or "simulator", which slowly runs the generated CUDA on arrays in host memory
         and raises SimulationError where it does what a GPU forbids; None: FLASHGEN_BACKEND, or what the
@@ -317,8 +327,17 @@ POSITIONAL = {
     "plan": ("q", "k", "v"),
     "attention_backward": ("dout", "q", "k", "v", "out", "lse"),
     "plan_backward": ("dout", "q", "k", "v", "out", "lse"),
+    "append": ("cache", "k_new", "v_new"),
+    "merge": ("parts",),
 }
-REQUIRED = {"attention": 2, "plan": 2, "attention_backward": 6, "plan_backward": 6}
+REQUIRED = {
+    "attention": 2,
+    "plan": 2,
+    "attention_backward": 6,
+    "plan_backward": 6,
+    "append": 3,
+    "merge": 1,
+}
 SHORTHANDS = tuple((field.name, field.shorthand) for field in FIELDS if field.shorthand)
 # The arrays that say which rows each sequence has.
 LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv")
@@ -326,7 +345,7 @@ LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv")
 # plan takes the parameters of a score modification by name, too, so none of them may have such a name.
 PLAN_KEYWORDS = frozenset(
     (
-        *(field.name for field in FIELDS if field.kind == "host"),
+        *(x.name for x in FIELDS if x.kind == "host" and {*FORWARD, *BACKWARD} & {*x.functions}),
         *("backend", "cache", "total_lengths", "q_rotated"),
     )
 )

@@ -13,11 +13,8 @@ from flashgen.call.fields import FIELDS
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-# Keywords of other libraries, by what they are here: fields of a call, and what other functions take.
-_ELSEWHERE = {field.name: field.elsewhere for field in FIELDS if field.elsewhere} | {
-    "cu_seqlens_new": ("cu_seqlens_q", "append_indptr"),
-    "lse_out": ("out_lse", "lse"),
-}
+# Keywords of other libraries, by what they are here.
+_ELSEWHERE = {field.name: field.elsewhere for field in FIELDS if field.elsewhere}
 _HERE = {field.name: field.hint for field in FIELDS if field.hint}
 _LEFT_OUT = {
     "dropout_p": "flashgen has no dropout; leave it out",

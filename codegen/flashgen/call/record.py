@@ -1,4 +1,4 @@
-"""The record of a call: what the caller of ``attention``, or of its gradients, passed, by name.
+"""The record of a call: what the caller of a public function passed, by name.
 
 The classes are made from `fields.FIELDS`. Nothing assigns to a record once it is made: `Call.replace` gives
 another one, and to a type checker attributes are read-only.
@@ -136,6 +136,10 @@ GradientCall = _record(
     "A call of ``attention_backward`` or ``plan_backward``.",
     tuple(x for x in FIELDS if set(BACKWARD) & {*x.functions}),
 )
+AppendCall = _record(
+    "AppendCall", "A call of ``append``.", tuple(x for x in FIELDS if "append" in x.functions)
+)
+MergeCall = _record("MergeCall", "A call of ``merge``.", tuple(x for x in FIELDS if "merge" in x.functions))
 
 
 def call_of(record: type[Call], **values: Any) -> Any:
