@@ -105,8 +105,7 @@ append_bf16_halves_wide_paged_sm80(const __grid_constant__ Params params) {
 
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     const int64_t thread = int64_t(block_index()) * kThreads + threadIdx.x;

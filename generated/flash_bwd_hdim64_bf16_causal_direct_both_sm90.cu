@@ -626,8 +626,7 @@ flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params par
 
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     // There are more tiles of the other kind. No barrier of all threads follows, and registers are traded within a half.

@@ -81,8 +81,7 @@ flash_bwd_preprocess_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__
 
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     const int64_t unit_row = first_unit_row(params, batch, head) + first_row;

@@ -64,7 +64,7 @@ struct Rows {
     int count;
 };
 
-__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // The rows of a sequence among packed sequences
 __device__ int sum_up_to_lane(int value, int lane);  // The sum over the lanes up to this one
 
 // One of the blocks of a sequence. The blocks of all sequences are numbered, one sequence after another.
@@ -99,8 +99,7 @@ flash_bwd_varlen_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params
     // The wait comes first: lengths may be results of the grid before.
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     const QueryUnit unit = find_query_unit(all, block_index(), threadIdx.x % 32);
@@ -164,7 +163,7 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// Those of a sequence among packed ones.
+// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};

@@ -88,7 +88,7 @@ struct Tile {
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int rows_of_head(const Params& params);  // The rows of a head in this grid
 
@@ -165,7 +165,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -199,7 +199,7 @@ __device__ __forceinline__ Parts find_parts(const Params& params, int index) {
 }
 
 // Where a row of a share's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last in
-// another; what it has of a tile is the first, unless its share begins ahead of the tile.
+// another; what it has of a tile is the first, unless its share begins before the tile.
 __device__ __forceinline__ int64_t part_row(const Params& params, const Parts& parts, int share, int row) {
     const int block = (share << params.head_sets_log2) + parts.set;
     const int slot = 2 * block + (share == parts.first && !parts.begins_share ? 1 : 0);

@@ -120,7 +120,7 @@ struct Share {
 
 // A part of a tile that a thread block computes at a time: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // among those of all sequences and the set
+    int tile;  // among the tiles of all sequences and the set
     int first;
     int end;
     int slot;  // of the workspace, where another share has KV blocks of the tile; below 0 where this is all of the tile
@@ -140,7 +140,7 @@ __device__ Part find_part(const Params& params, const Share& share, int index); 
 __device__ Tile find_tile(const Params& params, int tile_index);  // Tile number `tile_index` of the thread block's set of heads
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 // Visits the scores of S with their rows and keys
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -189,8 +189,8 @@ constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
-// step's XOR flips.
+// The address of a lane's part of the first MMA fragment in a row. step_address() goes on from there with an XOR, so an offset that is added to it
+// must leave the bits alone that the XOR flips.
 using LaneAddress = shared_address;
 
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
@@ -199,7 +199,7 @@ __device__ shared_address step_address(LaneAddress lane, int row_step, int chunk
 __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
 __device__ int first_row_of(int warp);  // A warp's first row in the tile
-__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K of the tile's head begins
 __device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 // Starts the copy of a group's keys of a KV block of K or V, kColumns wide
 template <int kColumns> __device__ void copy_keys(shared_address keys, const element* source, int64_t row_stride, const SeenRows& rows,
@@ -226,7 +226,6 @@ __device__ void fetch_next(const Params& params, const Share& share, Fetch& fetc
 __device__ void sync_group(int);  // Waits for the lanes of the warp, and makes their writes visible
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
-//
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
@@ -301,7 +300,7 @@ __device__ shared_address output_address(shared_address exchange, int group, int
 __device__ shared_address sums_address(shared_address sums, int group, int warp, int tile, int lane);
 // Leaves the group's rows in shared memory for group 0
 __device__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int group, int warp, int lane);
-// Adds the rows of the other groups to those of group 0, in the order of the groups
+// Adds the rows of the other groups to the rows of group 0, in the order of the groups
 __device__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp, int lane);
 __device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the complete row_sum
 // Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing
@@ -327,11 +326,10 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
 
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
-    // Q is copied before K and V, so that it does not queue behind their copies.
+    // Q is copied before K and V, so that it does not wait for their copies.
     copy_q(params, find_tile(params, find_part(params, share, share.begin).tile), smem);
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(params, share, fetch, stage_address(stage), group);
@@ -348,7 +346,7 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
         clear(rows);
 
         for (int block = part.first; block < part.end; ++block) {
-            // 1. Wait for the group's keys of this KV block: each thread for its own copies, sync_group() for those of the other lanes and warps. The
+            // 1. Wait for the group's keys of this KV block: each thread for its own copies, sync_group() for the copies of the other lanes and warps. The
             // group has finished with the previous KV block: start the copy of a later one into that stage.
             cp_async_wait<kStages - 2>();
             sync_group(group);
@@ -433,7 +431,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -441,9 +439,9 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {
@@ -490,7 +488,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
-// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+// The scores are a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
                                               int row_in_tile, int first_key, int lane) {
@@ -532,7 +530,7 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
 // A warp's first row in the tile.
 __device__ __forceinline__ int first_row_of(int warp) { return warp % kGroupWarps * kWarpRows; }
 
-// Where K and V of the tile's head begin.
+// Where K of the tile's head begins.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
@@ -562,7 +560,7 @@ __device__ __forceinline__ void copy_keys(shared_address keys, const element* so
 #pragma unroll
     for (int first = 0; first < kGroupKeys; first += kRowsPerPass) {
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
-        // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is that of the one XOR that of the other.
+        // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is the key of first XOR the key of row.
         const shared_address pass = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
@@ -846,7 +844,7 @@ __device__ __forceinline__ void send_rows(const RowTile (&rows)[kRowTiles], shar
     }
 }
 
-// Adds the rows of the other groups to those of group 0, in the order of the groups.
+// Adds the rows of the other groups to the rows of group 0, in the order of the groups.
 __device__ __forceinline__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp,
                                              int lane) {
     for (int group = 1; group < kGroups; ++group) {

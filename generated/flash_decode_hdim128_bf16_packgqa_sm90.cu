@@ -50,7 +50,7 @@ constexpr int kCluster = 8;  // thread blocks of a cluster
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 
-// A group of warps has keys of each KV block to itself; here it is one warp, which has all rows of the tile.
+// A group of warps copies and computes keys of its own, for all rows of the tile. Here a group is one warp.
 constexpr int kGroupThreads = 32;
 constexpr int kGroups = kWarps;
 constexpr int kGroupKeys = kBlockN / kGroups;  // keys of a KV block that a group has
@@ -71,8 +71,8 @@ constexpr int kReceivedSumsOffset = kReceivedOffset + kReceivedRows * kCluster *
 constexpr int kBarrierOffset = kReceivedSumsOffset + kReceivedRows * kCluster * 8;
 constexpr int kSharedBytes = kBarrierOffset + 8;
 
-// Once the last KV block is computed, the stages have O, row_max and row_sum of all groups. A row of O is 8 floats longer, so that the rows
-// that lanes of a warp store to lie in different banks.
+// Once the last KV block is computed, the stages have O, row_max and row_sum of all groups. A row of O is 8 floats longer, so that
+// lanes of a warp store to different banks.
 constexpr int kGroupRowFloats = kHeadDimV + 8;
 constexpr int kGroupSumsOffset = kStageOffset + kGroups * kBlockM * kGroupRowFloats * 4;
 
@@ -120,7 +120,7 @@ struct Tile {
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 // Visits the scores of S with their rows and keys
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -169,8 +169,8 @@ constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
-// step's XOR flips.
+// The address of a lane's part of the first MMA fragment in a row. step_address() goes on from there with an XOR, so an offset that is added to it
+// must leave the bits alone that the XOR flips.
 using LaneAddress = shared_address;
 
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
@@ -178,7 +178,7 @@ __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
 __device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
 __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
-__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K of the tile's head begins
 __device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 // Starts the copy of a group's keys of a KV block of K or V, kColumns wide
 template <int kColumns> __device__ void copy_keys(shared_address keys, const element* source, int64_t row_stride, const SeenRows& rows,
@@ -213,7 +213,6 @@ struct Start {
 __device__ Start find_start(const Params& params, int group);
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
-//
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
@@ -306,22 +305,21 @@ flash_decode_hdim128_bf16_packgqa_sm90(const __grid_constant__ Params params) {
         mbarrier_init(smem + kBarrierOffset, 1);
         fence_mbarrier_init();
     }
-    cluster_arrive_relaxed();
+    cluster_arrive_relaxed();  // its wait is after the loop, before rows are sent
 
     Start start = find_start(params, group);
     prefetch_next(params, start.fetch);  // on its way to L2 while the grid before this one ends
 
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
     const Tile tile = start.tile;
     Fetch fetch = start.fetch;
 
     // Q is copied before K and V, so that it does not wait for their copies.
     copy_q(params, tile, smem);
-    const int blocks = fetch.left;
+    const int blocks = fetch.left;  // of the thread block's part
     int first_key = fetch.first_key;
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(params, fetch, stage_address(stage), group);
@@ -374,7 +372,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -382,9 +380,9 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {
@@ -431,7 +429,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
-// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+// The scores are a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
                                               int row_in_tile, int first_key, int lane) {
@@ -470,7 +468,7 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
     return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// Where K and V of the tile's head begin.
+// Where K of the tile's head begins.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
@@ -500,7 +498,7 @@ __device__ __forceinline__ void copy_keys(shared_address keys, const element* so
 #pragma unroll
     for (int first = 0; first < kGroupKeys; first += kRowsPerPass) {
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
-        // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is that of the one XOR that of the other.
+        // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is the key of first XOR the key of row.
         const shared_address pass = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {

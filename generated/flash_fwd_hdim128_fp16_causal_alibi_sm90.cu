@@ -16,8 +16,7 @@
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
 // The score modification changes S before the mask and softmax: modified_score().
-// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
-// row_sum.
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by row_sum.
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 32 a thread
@@ -54,9 +53,8 @@ constexpr int kStages = 3;  // K buffers, and V buffers
 constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
-// Registers of a thread. setmaxnreg moves registers between the warpgroups of a thread block. At launch a thread has at most an equal share of
-// 65,536 registers, rounded down to a multiple of 8; consumers share what the producer leaves, and take at most 240 each. ptxas
-// lowers the share at launch to kConsumerRegisters where it is larger.
+// Registers of a thread. At launch all threads have equal shares of 65,536 registers. setmaxnreg moves registers between warpgroups: consumers
+// share what the producer leaves, at most 240 each. ptxas lowers the share at launch to kConsumerRegisters where it is larger.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 32;
 constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
@@ -64,7 +62,7 @@ constexpr int kConsumerRegisters = kRegistersLeft < 240 ? kRegistersLeft : 240;
 
 enum NamedBarrier : int {  // __syncthreads() has the number 0
     kTurnBarrier = 1,  // + consumer
-    kLastTurnBarrier = kTurnBarrier + kConsumers - 1,
+    kLastTurnBarrier = kTurnBarrier + kConsumers - 1,  // of the last consumer
     kStoreBarrier,  // + consumer
 };
 
@@ -153,7 +151,7 @@ struct Tile {
 __device__ Tile find_tile(const Params& params, int index);  // The tile of number `index`, in the order of the launch
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 // Visits the scores that a lane holds of a KV block
 template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
@@ -211,8 +209,8 @@ __device__ KeyRange keys_of_some(const Params& params, int first_row, int count)
 // The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
-// A lane holds two of every eight keys of a row. A word has a bit for each of them, the first key's on top: R2P makes predicates of
-// seven bits of a byte, where a comparison makes one.
+// A lane holds two of every eight keys of a row. A word has a bit for each of these keys, the first key on top. One instruction, R2P, makes
+// predicates of seven bits of a byte; a comparison makes one.
 using key_word = uint32_t;  // a bit for each key of a lane
 
 __device__ constexpr key_word key_bit(int key);  // The bit of a key
@@ -253,8 +251,8 @@ struct TileSequence {
 
     __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
 
-    // Under a diagonal long tiles have the lowest numbers of those that are launched together. Back and forth, a thread block that drew a
-    // long one draws a short one next.
+    // Under a diagonal, the first of the tiles that are launched together are the longest. So thread blocks go back and forth: a short tile
+    // follows a long one.
     __device__ __forceinline__ void advance() {
         index += step;
         step = 2 * gridDim.x - step;
@@ -292,10 +290,8 @@ struct PackedScores {
 __device__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem);
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
-// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
-// reduction.
+// row_max is raised, for all rows of the warp, only when some row exceeds it by more than kSlack + kPBias. P can reach 2^(kPBias + kSlack). O and
+// row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
 // fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
 // factor cancels in O / row_sum and in the LSE.
@@ -337,8 +333,8 @@ struct RowState {
 // Turns S of a KV block into P and adds it to row_sum
 __device__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2);
 __device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);  // Multiplies O by the factors by which row_max has moved
-__device__ bool is_row(const Params& params, int row);  // Whether a row of a tile is that of a query
-// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete
+__device__ bool is_row(const Params& params, int row);  // Whether a row of a tile has a query
+// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE
 __device__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane, float (&factor)[2]);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
 // Normalises O, rounds it and lets TMA write it
@@ -370,10 +366,12 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
+
     // Consumers take turns at issuing MMAs, so that the MMAs of one run while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
+
     // O of a tile is stored through the buffer of its Q. The buffer is empty once TMA has read O. The thread that started the stores waits for
     // that while the next tile's first MMA runs. This delays the load of Q of the tile after that, which is not needed yet.
     bool store_in_flight = false;
@@ -385,6 +383,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         }
         store_in_flight = false;
     };
+
     // Skips a KV block of which this warpgroup's rows see nothing: releases it like any other, since the barriers count every warp,
     // and takes its turn. Wait for full first: another warp may not have arrived yet for the previous phase of empty, and this arrival
     // would be counted there.
@@ -395,16 +394,17 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         release(shared.k_empty(k_ring.stage));
         k_ring.advance();
         mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
-        // All lanes must have seen this phase complete before lane 0 arrives on empty: a later refill could flip the parity twice, and a
-        // lane still polling would wait forever.
+        // All lanes have seen this phase before lane 0 arrives on empty. Two phases later a lane that still polls would wait forever.
         __syncwarp();
         release(shared.v_empty(v_ring.stage));
         v_ring.advance();
     };
+
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
         int kv_block = blocks.last;
+
         // The KV blocks of which this warpgroup's rows see a key: none if the rows are before the first query. The first tile begins a multiple of
         // 64 rows before that query, so all 64 rows are before it, or none is.
         const int warpgroup_row = tile.first_row + 64 * consumer;
@@ -443,7 +443,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
             release_previous_q();
-            // Wait for S of the first block, release K. Softmax makes P.
+            // The first block: wait for S, release K. Softmax makes P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
@@ -493,9 +493,9 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         store_in_flight = true;
         q_ring.advance();
     }
-    // Here all stores have read shared memory, and no barrier keeps pending arrivals.
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
-    if (consumer == 0) begin_turn();  // takes the last turn passed on, so that no named barrier is left with pending arrivals
+    // Before the warpgroup ends, its stores have read shared memory, and no named barrier has pending arrivals.
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // the end of the grid waits for the writes
+    if (consumer == 0) begin_turn();  // takes the last turn that was passed on
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -516,8 +516,7 @@ flash_fwd_hdim128_fp16_causal_alibi_sm90(const __grid_constant__ Params params) 
 
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {
@@ -531,9 +530,8 @@ flash_fwd_hdim128_fp16_causal_alibi_sm90(const __grid_constant__ Params params) 
 
 // The tile of number `index`, in the order of the launch.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about the same time. Within a
-    // section the row blocks come one after another for all heads, last block first: under a diagonal the first rows attend to the fewest keys,
-    // and short tiles at the end leave the fewest SMs idle.
+    // Heads are launched in sections: tiles of a head, which share K and V in L2, run at about the same time. Within a section row blocks come
+    // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
     const int num_heads = params.num_heads_q;
     const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
@@ -559,7 +557,7 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 // The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -800,8 +798,7 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_addr
     wgmma_commit();
 }
 
-// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: SBO leads to the next eight keys, LBO to the
-// next panel of columns.
+// Starts O (64 x kHeadDimV) += P . V. V is MN-major: SBO leads to the next eight keys, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem) {
     const uint64_t v = descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes);
     pin_registers(output);
@@ -883,13 +880,12 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Whether a row of a tile is that of a query.
+// Whether a row of a tile has a query.
 __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row >= 0 && row < num_rows(params);
 }
 
-// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete. Writes the LSE.
-// A row that attends to nothing has row_sum 0: its O becomes 0, its LSE -inf.
+// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. `factor` becomes 1 / row_sum, by which O is multiplied.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll
@@ -909,8 +905,8 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
 // Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
-// Normalises O, rounds it and lets TMA write it: through `staging`, the warpgroup's rows of the Q buffer, which only it has read
-// and is done with; swizzled as Q was. One thread of the warpgroup starts the TMA stores.
+// Normalises O, rounds it and lets TMA write it. `staging` is the warpgroup's rows of the Q buffer: only this warpgroup reads them, and it has
+// finished. O is swizzled there as Q was. One thread of the warpgroup starts the TMA stores.
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
                                            const RowState& rows, int first_row, int lane, shared_address staging, int consumer) {
     float factor[2];
@@ -925,13 +921,13 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
             matrices[i] = pack<element>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
         }
         const shared_address panel = staging + 8 * n / kPanelColumns * kBlockM * kPanelRowBytes;
-        // Lanes 0 to 15 give the rows of the first eight columns, lanes 16 to 31 those of the next.
+        // Lanes 0 to 15 give the rows of the first eight columns, lanes 16 to 31 the rows of the next eight.
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, 8 * n % kPanelColumns / 8 + lane / 16), matrices);
     }
     fence_proxy_async();  // TMA would not see the writes otherwise
     barrier_sync(kStoreBarrier + consumer, 128);
     // A TMA load may start at a negative row; a TMA store may not: it is an illegal instruction (docs/tuning.md). The first tile begins a
-    // multiple of 64 rows ahead of the first query, so a warpgroup that begins there has no rows to store.
+    // multiple of 64 rows before the first query, so a warpgroup that begins there has no rows to store.
     const bool stores = threadIdx.x % 128 == 0 && tile.first_row + 64 * consumer >= 0;
     if (stores) {
 #pragma unroll

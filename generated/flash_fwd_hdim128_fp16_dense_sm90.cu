@@ -15,8 +15,7 @@
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
-// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
-// row_sum.
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by row_sum.
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 88 a thread
@@ -57,9 +56,8 @@ constexpr int kStages = 2;  // K buffers, and V buffers
 constexpr int kConsumers = 2;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
-// Registers of a thread. setmaxnreg moves registers between the warpgroups of a thread block. At launch a thread has at most an equal share of
-// 65,536 registers, rounded down to a multiple of 8; consumers share what the producer leaves, and take at most 240 each. ptxas
-// lowers the share at launch to kConsumerRegisters where it is larger.
+// Registers of a thread. At launch all threads have equal shares of 65,536 registers. setmaxnreg moves registers between warpgroups: consumers
+// share what the producer leaves, at most 240 each. ptxas lowers the share at launch to kConsumerRegisters where it is larger.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 88;
 constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
@@ -69,7 +67,7 @@ constexpr int kMaskWarps = 3;  // of the producer warpgroup, warps that read the
 
 enum NamedBarrier : int {  // __syncthreads() has the number 0
     kTurnBarrier = 1,  // + consumer
-    kLastTurnBarrier = kTurnBarrier + kConsumers - 1,
+    kLastTurnBarrier = kTurnBarrier + kConsumers - 1,  // of the last consumer
     kMaskBarrier,
 };
 
@@ -177,7 +175,7 @@ struct Tile {
 __device__ Tile find_tile(const Params& params, int index);  // The tile of number `index`, in the order of the launch
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 // Visits the scores that a lane holds of a KV block
 template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
@@ -197,8 +195,8 @@ __device__ KeyRange keys_of_some(const Params& params, int first_row, int count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 __device__ uint32_t nonzero_bytes(uint32_t word);  // The top bit of each byte that is not 0
 
-// A dense mask comes as bytes: not 0 hides the key. Other warps of the producer warpgroup pack each block of the mask into bits and
-// pass them on through a ring, ahead of the consumers. A range of keys may go with the mask (keys_of_query): where it ends within a
+// A dense mask comes as bytes: not 0 hides the key. Warps of the producer warpgroup pack each block of the mask into bits and pass the bits
+// to the consumers through a ring. A range of keys may go with the mask (keys_of_query): where it ends within a
 // block, the bits of the keys outside are set as well, so that the consumers know of the mask alone. KV blocks of which no row of
 // the tile sees a key are left out.
 //
@@ -238,7 +236,7 @@ constexpr int kMaskPieces = 2;  // of a row a lane reads 16 keys and 16 that com
 template <bool kWhole>
 struct MaskRow {
     uint32_t words[kMaskPieces][5];
-    int shift;  // bytes of a piece's first word that lie ahead of the piece
+    int shift;  // bytes of a piece's first word before the piece
 
     // Reads the pieces from `key` on of the row at `source`, those before `end`. What is not read is hidden.
     __device__ __forceinline__ void load(const Params& params, const uint8_t* source, int key, int end) {
@@ -347,8 +345,8 @@ struct TileSequence {
 
     __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
 
-    // Under a diagonal long tiles have the lowest numbers of those that are launched together. Back and forth, a thread block that drew a
-    // long one draws a short one next.
+    // Under a diagonal, the first of the tiles that are launched together are the longest. So thread blocks go back and forth: a short tile
+    // follows a long one.
     __device__ __forceinline__ void advance() {
         index += step;
         step = 2 * gridDim.x - step;
@@ -386,10 +384,8 @@ struct PackedScores {
 __device__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem);
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
-// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
-// reduction.
+// row_max is raised, for all rows of the warp, only when some row exceeds it by more than kSlack + kPBias. P can reach 2^(kPBias + kSlack). O and
+// row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
 // fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
 // factor cancels in O / row_sum and in the LSE.
@@ -430,10 +426,10 @@ struct RowState {
 // Turns S of a KV block into P and adds it to row_sum
 __device__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2);
 __device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);  // Multiplies O by the factors by which row_max has moved
-__device__ bool is_row(const Params& params, int row);  // Whether a row of a tile is that of a query
-// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete
+__device__ bool is_row(const Params& params, int row);  // Whether a row of a tile has a query
+// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE
 __device__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane, float (&factor)[2]);
-// Transposes a 4x4 matrix of words that four neighbouring lanes hold by rows
+// Transposes a 4x4 matrix of words, a row in each of four neighbouring lanes
 __device__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four);
 // Normalises O, rounds it and writes it from registers
 __device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
@@ -463,7 +459,7 @@ __device__ __forceinline__ void produce(const Params& params, const SharedAddres
 }
 
 // A warp that reads the mask: an entry of the ring for each KV block with a visible key, and one that ends the tile. Blocks outside
-// of the range of the tile's rows are not even read. It runs ahead of the ring's readers, the producer thread and the consumer warps.
+// of the range of the tile's rows are not even read. It fills the ring before its readers need it: the producer thread and the consumer warps.
 __device__ __forceinline__ void read_mask(const Params& params, const SharedAddresses& shared) {
     const int warp = threadIdx.x / 32 - 1;
     const int lane = threadIdx.x % 32;
@@ -501,10 +497,12 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
+
     // Consumers take turns at issuing MMAs, so that the MMAs of one run while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
+
     RingPosition<kMaskStages> mask_ring;
     auto next_block = [&] {
         mbarrier_wait(shared.mask_full(mask_ring.stage), mask_ring.parity);
@@ -514,6 +512,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         mask_ring.advance();
         return kv_block;
     };
+
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
         MaskedBlock kv_block = next_block();
@@ -521,8 +520,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         const int first_row = tile.first_row + warp_row;
         const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
-        // All lanes must have seen this phase complete before lane 0 arrives on empty: a later refill could flip the parity twice, and a
-        // lane still polling would wait forever.
+        // All lanes have seen this phase before lane 0 arrives on empty. Two phases later a lane that still polls would wait forever.
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
@@ -539,7 +537,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             begin_turn();
             mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
-            // Wait for S of the first block, release K. Softmax makes P.
+            // The first block: wait for S, release K. Softmax makes P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
@@ -588,8 +586,8 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         store_tile(params, tile, output, rows, first_row, lane);
         q_ring.advance();
     }
-    // Here all stores have read shared memory, and no barrier keeps pending arrivals.
-    if (consumer == 0) begin_turn();  // takes the last turn passed on, so that no named barrier is left with pending arrivals
+    // Before the warpgroup ends, its stores have read shared memory, and no named barrier has pending arrivals.
+    if (consumer == 0) begin_turn();  // takes the last turn that was passed on
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -609,8 +607,7 @@ flash_fwd_hdim128_fp16_dense_sm90(const __grid_constant__ Params params) {
 
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {
@@ -625,9 +622,8 @@ flash_fwd_hdim128_fp16_dense_sm90(const __grid_constant__ Params params) {
 
 // The tile of number `index`, in the order of the launch.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about the same time. Within a
-    // section the row blocks come one after another for all heads, last block first: under a diagonal the first rows attend to the fewest keys,
-    // and short tiles at the end leave the fewest SMs idle.
+    // Heads are launched in sections: tiles of a head, which share K and V in L2, run at about the same time. Within a section row blocks come
+    // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
     const int num_heads = params.num_heads_q;
     const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
@@ -651,7 +647,7 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 // The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -890,8 +886,7 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_addr
     wgmma_commit();
 }
 
-// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: SBO leads to the next eight keys, LBO to the
-// next panel of columns.
+// Starts O (64 x kHeadDimV) += P . V. V is MN-major: SBO leads to the next eight keys, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem) {
     const uint64_t v = descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes);
     pin_registers(output);
@@ -972,13 +967,12 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Whether a row of a tile is that of a query.
+// Whether a row of a tile has a query.
 __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
 
-// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete. Writes the LSE.
-// A row that attends to nothing has row_sum 0: its O becomes 0, its LSE -inf.
+// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. `factor` becomes 1 / row_sum, by which O is multiplied.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll
@@ -995,8 +989,7 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
     }
 }
 
-// Transposes a 4x4 matrix of words that four neighbouring lanes hold by rows: lane i gives word j to lane j, which has it
-// as its word i.
+// Transposes a 4x4 matrix of words, a row in each of four neighbouring lanes: word j of lane i becomes word i of lane j.
 __device__ __forceinline__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four) {
     // Distance 1, then distance 2: each lane keeps one of a pair of words and swaps the other.
     const bool odd = lane_of_four & 1;

@@ -15,8 +15,7 @@
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
-// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
-// row_sum.
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by row_sum.
 //
 // Map
 //   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
@@ -43,7 +42,7 @@ constexpr int kKStages = 1;                  // blocks of K in shared memory
 constexpr int kVStages = 1;                  // and of V
 constexpr int kCopyThreads = kThreads;       // all threads share the copy of a block of K or V
 
-// Rows of V are as long as rows of K.
+// Rows of V are as long as rows of K, also where V has fewer columns.
 struct SharedStorage {
     element q[kBlockM][kHeadDim];  // then O, on its way to global memory
     element k[kKStages][kBlockN][kHeadDim];
@@ -103,7 +102,7 @@ __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 __device__ Tile find_tile(const Params& params, int index);  // The tile of number `index`, in the order of the launch
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 // Visits the scores of S with their rows and keys
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -163,8 +162,8 @@ constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
-// step's XOR flips.
+// The address of a lane's part of the first MMA fragment in a row. step_address() goes on from there with an XOR, so an offset that is added to it
+// must leave the bits alone that the XOR flips.
 using LaneAddress = shared_address;
 
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
@@ -173,7 +172,7 @@ __device__ shared_address step_address(LaneAddress lane, int row_step, int chunk
 __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
 __device__ int first_row_of(int warp);  // A warp's first row in the tile
-__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K of the tile's head begins
 __device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 // Starts the copy of a KV block of K or V, kColumns wide, into shared memory
 template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
@@ -187,10 +186,8 @@ __device__ void stash_tile(const Tile& tile, shared_address smem);
 __device__ Tile stashed_tile(shared_address smem);  // The tile that was stashed
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
-//
-// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
-// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
-// reduction.
+// row_max is raised, for all rows of the warp, only when some row exceeds it by more than kSlack + kPBias. P can reach 2^(kPBias + kSlack). O and
+// row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
 // fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
 // factor cancels in O / row_sum and in the LSE.
@@ -330,15 +327,14 @@ flash_fwd_hdim64_fp16_m64_sm80(const __grid_constant__ Params params) {
     const int lane = threadIdx.x % 32;
 
     const Tile tile = find_tile(params, block_index());
-    if (threadIdx.x == 0) stash_tile(tile, smem);
+    if (threadIdx.x == 0) stash_tile(tile, smem);  // registers have no room for it during the loop
     const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
     RowTile rows[kRowTiles];
     clear(rows);
 
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     main_loop(params, tile, blocks, rows, smem, warp, lane);
@@ -357,9 +353,8 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
 
 // The tile of number `index`, in the order of the launch.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about the same time. Within a
-    // section the row blocks come one after another for all heads, last block first: under a diagonal the first rows attend to the fewest keys,
-    // and short tiles at the end leave the fewest SMs idle.
+    // Heads are launched in sections: tiles of a head, which share K and V in L2, run at about the same time. Within a section row blocks come
+    // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
     const int num_heads = params.num_heads_q;
     const int section = min(divide(index, params.section_tiles_divisor), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
@@ -383,15 +378,15 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 // The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
 }
 
-// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {
@@ -446,7 +441,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
-// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+// The scores are a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
                                               int row_in_tile, int first_key, int lane) {
@@ -494,7 +489,7 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
 // A warp's first row in the tile.
 __device__ __forceinline__ int first_row_of(int warp) { return warp * kWarpRows; }
 
-// Where K and V of the tile's head begin.
+// Where K of the tile's head begins.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }

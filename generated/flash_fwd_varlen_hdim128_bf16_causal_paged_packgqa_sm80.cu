@@ -15,8 +15,7 @@
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
-// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
-// row_sum.
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by row_sum.
 //
 // Map
 //   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
@@ -43,7 +42,7 @@ constexpr int kKStages = 1;                  // blocks of K in shared memory
 constexpr int kVStages = 1;                  // and of V
 constexpr int kCopyThreads = kThreads;       // all threads share the copy of a block of K or V
 
-// Rows of V are as long as rows of K.
+// Rows of V are as long as rows of K, also where V has fewer columns.
 struct SharedStorage {
     element q[kBlockM][kHeadDim];  // then O, on its way to global memory
     element k[kKStages][kBlockN][kHeadDim];
@@ -115,7 +114,7 @@ struct Rows {
     int count;
 };
 
-__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // The rows of a sequence among packed sequences
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
 __device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
@@ -142,7 +141,7 @@ __device__ RowBlock find_row_block(const Params& params, int index, int lane);  
 __device__ Tile tile_of(const Params& params, const RowBlock& row_block);
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 // Visits the scores of S with their rows and keys
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -202,8 +201,8 @@ constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
-// step's XOR flips.
+// The address of a lane's part of the first MMA fragment in a row. step_address() goes on from there with an XOR, so an offset that is added to it
+// must leave the bits alone that the XOR flips.
 using LaneAddress = shared_address;
 
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
@@ -212,7 +211,7 @@ __device__ shared_address step_address(LaneAddress lane, int row_step, int chunk
 __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
 __device__ int first_row_of(int warp);  // A warp's first row in the tile
-__device__ const element* head_k(const Params& params, const Tile& tile);  // Where the rows of the tile's head begin in page 0 of K and V
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K of the tile's head begins in page 0
 __device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 // Starts the copy of the keys of a KV block of K or V, kColumns wide, into shared memory
 template <int kColumns> __device__ void copy_rows(const Params& params, shared_address block, const element* head, int64_t page_stride,
@@ -226,7 +225,6 @@ __device__ void stash_tile(const Tile& tile, shared_address smem);
 __device__ Tile stashed_tile(shared_address smem);  // The tile that was stashed
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
-//
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
@@ -370,15 +368,14 @@ flash_fwd_varlen_hdim128_bf16_causal_paged_packgqa_sm80(const __grid_constant__ 
     // The wait comes first: lengths may be results of the grid before.
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     const RowBlock row_block = find_row_block(all, block_index(), lane);
     if (row_block.sequence < 0) return;  // the grid is for the most row blocks that such arrays can have
     const Params params = of_sequence(all, row_block.sequence, lengths_of(all, row_block.sequence));
     const Tile tile = tile_of(params, row_block);
-    if (threadIdx.x == 0) stash_tile(tile, smem);
+    if (threadIdx.x == 0) stash_tile(tile, smem);  // registers have no room for it during the loop
     const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
     RowTile rows[kRowTiles];
     clear(rows);
@@ -402,7 +399,7 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// Those of a sequence among packed ones.
+// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
@@ -470,7 +467,7 @@ __device__ __forceinline__ RowBlock find_row_block(const Params& params, int ind
     const int num_heads = params.num_heads_kv;
     const int number = divide(index, params.num_heads_divisor);
     const int head = index - number * num_heads;
-    int left = number;  // row blocks between that of the first sequence of these 32 and the one that is looked for
+    int left = number;  // row blocks from the first one of these 32 sequences to the one that is looked for
     for (int first = 0; first < params.batch_size; first += 32) {
         int count = 0;
         if (first + lane < params.batch_size) {
@@ -507,7 +504,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -515,9 +512,9 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {
@@ -574,7 +571,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
-// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+// The scores are a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
                                               int row_in_tile, int first_key, int lane) {
@@ -622,7 +619,7 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
 // A warp's first row in the tile.
 __device__ __forceinline__ int first_row_of(int warp) { return warp * kWarpRows; }
 
-// Where the rows of the tile's head begin in page 0 of K and V.
+// Where K of the tile's head begins in page 0.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.kv_head * params.k_head_stride;
 }

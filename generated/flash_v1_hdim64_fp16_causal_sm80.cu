@@ -84,7 +84,7 @@ struct Tile {
 
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 // Visits the scores of S with their rows and keys
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -144,8 +144,8 @@ constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
-// step's XOR flips.
+// The address of a lane's part of the first MMA fragment in a row. step_address() goes on from there with an XOR, so an offset that is added to it
+// must leave the bits alone that the XOR flips.
 using LaneAddress = shared_address;
 
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
@@ -154,7 +154,7 @@ __device__ shared_address step_address(LaneAddress lane, int row_step, int chunk
 __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
 __device__ int first_row_of(int warp);  // A warp's first row in the tile
-__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K and V of the tile's head begin
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K of the tile's head begins
 __device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 // Starts the copy of a KV block of K or V, kColumns wide, into shared memory
 template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
@@ -304,15 +304,15 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 // The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
 }
 
-// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {
@@ -369,7 +369,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
-// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+// The scores are a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
                                               int row_in_tile, int first_key, int lane) {
@@ -417,7 +417,7 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
 // A warp's first row in the tile.
 __device__ __forceinline__ int first_row_of(int warp) { return warp * kWarpRows; }
 
-// Where K and V of the tile's head begin.
+// Where K of the tile's head begins.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }

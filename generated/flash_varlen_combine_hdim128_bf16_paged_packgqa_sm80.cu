@@ -101,7 +101,7 @@ struct Tile {
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
@@ -111,7 +111,7 @@ struct Rows {
     int count;
 };
 
-__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // The rows of a sequence among packed sequences
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
 __device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
@@ -259,7 +259,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
 // Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -272,7 +272,7 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// Those of a sequence among packed ones.
+// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
@@ -429,7 +429,7 @@ __device__ __forceinline__ Parts find_parts(const Params& params, const Place& p
 }
 
 // Where a row of a share's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last in
-// another; what it has of a tile is the first, unless its share begins ahead of the tile.
+// another; what it has of a tile is the first, unless its share begins before the tile.
 __device__ __forceinline__ int64_t part_row(const Params& params, const Parts& parts, int share, int row) {
     const int block = (share << params.head_sets_log2) + parts.set;
     const int slot = 2 * block + (share == parts.first && !parts.begins_share ? 1 : 0);

@@ -123,7 +123,7 @@ struct Share {
 
 // A part of a tile that a thread block computes at a time: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // among those of the sequence and the set
+    int tile;  // among the tiles of the sequence and the set
     int first;
     int end;
     int slot;  // of the workspace, where another share has KV blocks of the tile; below 0 where this is all of the tile
@@ -132,7 +132,7 @@ struct Part {
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
@@ -142,7 +142,7 @@ struct Rows {
     int count;
 };
 
-__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // The rows of a sequence among packed sequences
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
 __device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
@@ -246,8 +246,8 @@ constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
-// step's XOR flips.
+// The address of a lane's part of the first MMA fragment in a row. step_address() goes on from there with an XOR, so an offset that is added to it
+// must leave the bits alone that the XOR flips.
 using LaneAddress = shared_address;
 
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
@@ -256,14 +256,14 @@ __device__ shared_address step_address(LaneAddress lane, int row_step, int chunk
 __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
 __device__ int first_row_of(int warp);  // A warp's first row in the tile
-__device__ const element* head_k(const Params& params, const Tile& tile);  // Where the rows of the tile's head begin in page 0 of K and V
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K of the tile's head begins in page 0
 __device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 
 // kSwizzleChunks threads stand side by side along a row, and each takes every kSwizzleChunks-th chunk of its rows.
 constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
 constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
 
-// The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is that of key 32 i + lane, as the page table has it.
+// The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is the page of key 32 i + lane, as the page table has it.
 // Each key may have a page of its own. K and V lie alike.
 struct Pages {
     int of_key[(kGroupKeys + 31) / 32];
@@ -325,18 +325,17 @@ struct Start {
     Fetch fetch;
 };
 
-// `lane_lengths` are those of the lane's sequence among the first 32
+// `lane_lengths` are the lengths of the lane's sequence among the first 32
 __device__ Start find_start(const Params& all, const Lengths& lane_lengths, int group, int lane);
-// load_clamped() for use ahead of griddepcontrol.wait, while the grid before this one may still write the value
+// load_clamped() for use before griddepcontrol.wait, while the grid before this one may still write the value
 __device__ int load_early(const int32_t* values, int index, int most);
-__device__ Lengths early_lengths_of(const Params& params, int sequence);  // lengths_of() ahead of griddepcontrol.wait
+__device__ Lengths early_lengths_of(const Params& params, int sequence);  // lengths_of() before griddepcontrol.wait
 __device__ bool differ(const Lengths& a, const Lengths& b);
 // find_start() from the final lengths, which the grid before this one may write until griddepcontrol.wait returns
 __device__ Start await_start(const Params& all, int group, int lane);
 __device__ void sync_group(int);  // Waits for the lanes of the warp, and makes their writes visible
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
-//
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
@@ -411,7 +410,7 @@ __device__ shared_address output_address(shared_address exchange, int group, int
 __device__ shared_address sums_address(shared_address sums, int group, int warp, int tile, int lane);
 // Leaves the group's rows in shared memory for group 0
 __device__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int group, int warp, int lane);
-// Adds the rows of the other groups to those of group 0, in the order of the groups
+// Adds the rows of the other groups to the rows of group 0, in the order of the groups
 __device__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp, int lane);
 __device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the complete row_sum
 // Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing
@@ -442,7 +441,7 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
     Params params = of_sequence(all, place.sequence, place.lengths);
     Fetch fetch = start.fetch;
 
-    // Q is copied before K and V, so that it does not queue behind their copies.
+    // Q is copied before K and V, so that it does not wait for their copies.
     copy_q(params, start.tile, smem);
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(all, share, fetch, stage_address(stage), group);
@@ -459,7 +458,7 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
         clear(rows);
 
         for (int block = part.first; block < part.end; ++block) {
-            // 1. Wait for the group's keys of this KV block: each thread for its own copies, sync_group() for those of the other lanes and warps. The
+            // 1. Wait for the group's keys of this KV block: each thread for its own copies, sync_group() for the copies of the other lanes and warps. The
             // group has finished with the previous KV block: start the copy of a later one into that stage.
             cp_async_wait<kStages - 2>();
             sync_group(group);
@@ -516,7 +515,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -529,7 +528,7 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// Those of a sequence among packed ones.
+// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
@@ -697,9 +696,9 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     return own;
 }
 
-// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {
@@ -746,7 +745,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
-// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+// The scores are a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
                                               int row_in_tile, int first_key, int lane) {
@@ -788,7 +787,7 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
 // A warp's first row in the tile.
 __device__ __forceinline__ int first_row_of(int warp) { return warp % kGroupWarps * kWarpRows; }
 
-// Where the rows of the tile's head begin in page 0 of K and V.
+// Where K of the tile's head begins in page 0.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.kv_head * params.k_head_stride;
 }
@@ -799,7 +798,7 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 }
 
 // Loads them from a sequence's page table, which is read for keys among `rows` alone. Nothing here waits for the loads. The first ones may
-// come ahead of griddepcontrol.wait, so all bypass L1, where later ones would find what is stale.
+// come before griddepcontrol.wait, so all bypass L1, where later ones would find what is stale.
 __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, const SeenRows& rows) {
     Pages found;
 #pragma unroll
@@ -842,7 +841,7 @@ __device__ __forceinline__ void copy_keys(const RowOfPass& row_of_pass, shared_a
         const int first = pass * kRowsPerPass;
         const element* source = row_of_pass(pass) + chunk * kChunkElements;
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
-        // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is that of the one XOR that of the other.
+        // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is the key of first XOR the key of row.
         const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
@@ -947,7 +946,7 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
     cp_async_commit();
 }
 
-// `lane_lengths` are those of the lane's sequence among the first 32. With an empty share all else is 0, and nothing is fetched.
+// `lane_lengths` are the lengths of the lane's sequence among the first 32. With an empty share all else is 0, and nothing is fetched.
 __device__ __forceinline__ Start find_start(const Params& all, const Lengths& lane_lengths, int group, int lane) {
     Start start = {find_share(all, lane_lengths, block_index(), lane)};
     if (start.share.begin == start.share.end) return start;
@@ -958,13 +957,13 @@ __device__ __forceinline__ Start find_start(const Params& all, const Lengths& la
     return start;
 }
 
-// load_clamped() for use ahead of griddepcontrol.wait, while the grid before this one may still write the value. It bypasses L1, so that a load
-// behind the wait does not find the old value there.
+// load_clamped() for use before griddepcontrol.wait, while the grid before this one may still write the value. It bypasses L1, so that a load
+// after the wait does not find the old value there.
 __device__ __forceinline__ int load_early(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_relaxed_32(values + index))));
 }
 
-// lengths_of() ahead of griddepcontrol.wait.
+// lengths_of() before griddepcontrol.wait.
 __device__ __forceinline__ Lengths early_lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
     Lengths early = {{0, params.seqlen_q}, {0, params.seqlen_kv}};
@@ -1201,7 +1200,7 @@ __device__ __forceinline__ void send_rows(const RowTile (&rows)[kRowTiles], shar
     }
 }
 
-// Adds the rows of the other groups to those of group 0, in the order of the groups.
+// Adds the rows of the other groups to the rows of group 0, in the order of the groups.
 __device__ __forceinline__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp,
                                              int lane) {
     for (int group = 1; group < kGroups; ++group) {

@@ -50,7 +50,7 @@ constexpr int kCluster = 8;  // thread blocks of a cluster
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 
-// A group of warps has keys of each KV block to itself; here it is one warp, which has all rows of the tile.
+// A group of warps copies and computes keys of its own, for all rows of the tile. Here a group is one warp.
 constexpr int kGroupThreads = 32;
 constexpr int kGroups = kWarps;
 constexpr int kGroupKeys = kBlockN / kGroups;  // keys of a KV block that a group has
@@ -71,8 +71,8 @@ constexpr int kReceivedSumsOffset = kReceivedOffset + kReceivedRows * kCluster *
 constexpr int kBarrierOffset = kReceivedSumsOffset + kReceivedRows * kCluster * 8;
 constexpr int kSharedBytes = kBarrierOffset + 8;
 
-// Once the last KV block is computed, the stages have O, row_max and row_sum of all groups. A row of O is 8 floats longer, so that the rows
-// that lanes of a warp store to lie in different banks.
+// Once the last KV block is computed, the stages have O, row_max and row_sum of all groups. A row of O is 8 floats longer, so that
+// lanes of a warp store to different banks.
 constexpr int kGroupRowFloats = kHeadDimV + 8;
 constexpr int kGroupSumsOffset = kStageOffset + kGroups * kBlockM * kGroupRowFloats * 4;
 
@@ -129,7 +129,7 @@ struct Tile {
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
@@ -139,7 +139,7 @@ struct Rows {
     int count;
 };
 
-__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // The rows of a sequence among packed sequences
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
 __device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
@@ -200,8 +200,8 @@ constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. What is added to it must not change the bits that a
-// step's XOR flips.
+// The address of a lane's part of the first MMA fragment in a row. step_address() goes on from there with an XOR, so an offset that is added to it
+// must leave the bits alone that the XOR flips.
 using LaneAddress = shared_address;
 
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
@@ -209,14 +209,14 @@ __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
 __device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
 __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
 __device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
-__device__ const element* head_k(const Params& params, const Tile& tile);  // Where the rows of the tile's head begin in page 0 of K and V
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K of the tile's head begins in page 0
 __device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 
 // kSwizzleChunks threads stand side by side along a row, and each takes every kSwizzleChunks-th chunk of its rows.
 constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
 constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
 
-// The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is that of key 32 i + lane, as the page table has it.
+// The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is the page of key 32 i + lane, as the page table has it.
 // Each key may have a page of its own. K and V lie alike.
 struct Pages {
     int of_key[(kGroupKeys + 31) / 32];
@@ -284,9 +284,9 @@ __device__ Fetch seek(const Params& params, const Tile& tile, int group);
 __device__ void prefetch_next(const Params& params, const Fetch& fetch);  // Prefetches the next KV block into L2, if there is one
 // Starts the copies of the next KV block, if there is one
 __device__ void fetch_next(const Params& params, Fetch& fetch, shared_address stage, int group);
-// load_clamped() for use ahead of griddepcontrol.wait, while the grid before this one may still write the value
+// load_clamped() for use before griddepcontrol.wait, while the grid before this one may still write the value
 __device__ int load_early(const int32_t* values, int index, int most);
-__device__ Lengths early_lengths_of(const Params& params, int sequence);  // lengths_of() ahead of griddepcontrol.wait
+__device__ Lengths early_lengths_of(const Params& params, int sequence);  // lengths_of() before griddepcontrol.wait
 __device__ bool differ(const Lengths& a, const Lengths& b);
 
 // Where a thread block begins. `params` are the parameters of the sequence.
@@ -301,7 +301,6 @@ __device__ Start find_start(const Params& all, const Tile& tile, const Lengths& 
 __device__ Start await_start(const Params& all, int group);
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
-//
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
@@ -394,14 +393,14 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90(const __grid_constant__ Para
         mbarrier_init(smem + kBarrierOffset, 1);
         fence_mbarrier_init();
     }
-    cluster_arrive_relaxed();
+    cluster_arrive_relaxed();  // its wait is after the loop, before rows are sent
 
     Start start = await_start(all, group);
     const Params& params = start.params;
     // Programmatic dependent launch: the next grid may start once all thread blocks of this one have come here or ended. It may rely on every
     // grid before this one having ended.
     griddepcontrol_launch_dependents();
-    if (start.tile.first_row >= num_rows(params)) {  // nor has another thread block of the cluster rows
+    if (start.tile.first_row >= num_rows(params)) {  // the other thread blocks of the cluster have no rows either
         cluster_wait();
         return;
     }
@@ -410,7 +409,7 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90(const __grid_constant__ Para
 
     // Q is copied before K and V, so that it does not wait for their copies.
     copy_q(params, tile, smem);
-    const int blocks = fetch.left;
+    const int blocks = fetch.left;  // of the thread block's part
     int first_key = fetch.first_key;
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(params, fetch, stage_address(stage), group);
@@ -463,7 +462,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -476,7 +475,7 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// Those of a sequence among packed ones.
+// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
@@ -524,9 +523,9 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     return own;
 }
 
-// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
-// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
 __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
                                                AtRow at_row) {
@@ -573,7 +572,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
-// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+// The scores are a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
                                               int row_in_tile, int first_key, int lane) {
@@ -612,7 +611,7 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
     return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// Where the rows of the tile's head begin in page 0 of K and V.
+// Where K of the tile's head begins in page 0.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.kv_head * params.k_head_stride;
 }
@@ -623,7 +622,7 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 }
 
 // Loads them from a sequence's page table, which is read for keys among `rows` alone. Nothing here waits for the loads. An `early` one
-// may come ahead of griddepcontrol.wait, so it bypasses L1, where a later one would find what is stale.
+// may come before griddepcontrol.wait, so it bypasses L1, where a later one would find what is stale.
 __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, const SeenRows& rows, bool early) {
     Pages found;
 #pragma unroll
@@ -666,7 +665,7 @@ __device__ __forceinline__ void copy_keys(const RowOfPass& row_of_pass, shared_a
         const int first = pass * kRowsPerPass;
         const element* source = row_of_pass(pass) + chunk * kChunkElements;
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
-        // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is that of the one XOR that of the other.
+        // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is the key of first XOR the key of row.
         const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
@@ -792,20 +791,20 @@ __device__ __forceinline__ void fetch_next(const Params& params, Fetch& fetch, s
         fetch.first_key += kBlockN;
         // Rows are found a KV block ahead, so that copies do not wait for it: where a warp is alone on its scheduler, nothing else would hide
         // what it takes. The look-up comes after find_rows(), the last use of the pages before: before it the compiler loads into another
-        // register, and the move to that of fetch.pages waits for the load.
+        // register, and the move to the register of fetch.pages waits for the load.
         find_rows(params, fetch, fetch.pages);
         fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, false);
     }
     cp_async_commit();
 }
 
-// load_clamped() for use ahead of griddepcontrol.wait, while the grid before this one may still write the value. It bypasses L1, so that a load
-// behind the wait does not find the old value there.
+// load_clamped() for use before griddepcontrol.wait, while the grid before this one may still write the value. It bypasses L1, so that a load
+// after the wait does not find the old value there.
 __device__ __forceinline__ int load_early(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_relaxed_32(values + index))));
 }
 
-// lengths_of() ahead of griddepcontrol.wait.
+// lengths_of() before griddepcontrol.wait.
 __device__ __forceinline__ Lengths early_lengths_of(const Params& params, int sequence) {
     Lengths early = {{0, params.seqlen_q}, {0, params.seqlen_kv}};
     if (params.cu_seqlens_q != nullptr) {

@@ -115,7 +115,7 @@ struct Rows {
     int count;
 };
 
-__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // The rows of a sequence among packed sequences
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
 __device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
@@ -181,8 +181,7 @@ flash_varlen_split_combine_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_c
 
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     int num_kv_blocks;
@@ -233,7 +232,7 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// Those of a sequence among packed ones.
+// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
@@ -348,7 +347,7 @@ __device__ __forceinline__ Row find_row(const Params& params, KvBlockCounts& cou
 }
 
 // Where a row of a thread block's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last
-// in another; what it has of a tile is the first, unless its share begins ahead of the tile.
+// in another; what it has of a tile is the first, unless its share begins before the tile.
 __device__ __forceinline__ int64_t part_row(const Params&, const Parts& parts, int block, int row) {
     const int slot = 2 * block + (block == parts.first && !parts.begins_share ? 1 : 0);
     return int64_t(slot) * kBlockM + row;

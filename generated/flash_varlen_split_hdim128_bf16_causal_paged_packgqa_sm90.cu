@@ -57,9 +57,8 @@ constexpr int kStages = 3;  // K buffers, and V buffers
 constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
-// Registers of a thread. setmaxnreg moves registers between the warpgroups of a thread block. At launch a thread has at most an equal share of
-// 65,536 registers, rounded down to a multiple of 8; consumers share what the producer leaves, and take at most 240 each. ptxas
-// lowers the share at launch to kConsumerRegisters where it is larger.
+// Registers of a thread. At launch all threads have equal shares of 65,536 registers. setmaxnreg moves registers between warpgroups: consumers
+// share what the producer leaves, at most 240 each. ptxas lowers the share at launch to kConsumerRegisters where it is larger.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 56;
 constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
@@ -228,7 +227,7 @@ struct Share {
 
 // A part of a tile that a thread block computes at a time: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // among those of the sequence
+    int tile;  // among the tiles of the sequence
     int first;
     int end;
     int slot;  // of the workspace, where another share has KV blocks of the tile; below 0 where this is all of the tile
@@ -237,7 +236,7 @@ struct Part {
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
@@ -247,7 +246,7 @@ struct Rows {
     int count;
 };
 
-__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // Those of a sequence among packed ones
+__device__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most);  // The rows of a sequence among packed sequences
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
 __device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 __device__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv);  // The parameters for a sequence of these lengths
@@ -315,8 +314,8 @@ __device__ KeyRange keys_of_some(const Params& params, int first_row, int count)
 // The keys in the range of every row of [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
-// A lane holds two of every eight keys of a row. A word has a bit for each of them, the first key's on top: R2P makes predicates of
-// seven bits of a byte, where a comparison makes one.
+// A lane holds two of every eight keys of a row. A word has a bit for each of these keys, the first key on top. One instruction, R2P, makes
+// predicates of seven bits of a byte; a comparison makes one.
 using key_word = uint32_t;  // a bit for each key of a lane
 
 __device__ constexpr key_word key_bit(int key);  // The bit of a key
@@ -375,7 +374,6 @@ __device__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p,
 template <int kPanelCount, int kRows> __device__ void clear_rows(shared_address block, int begin, int end = kRows);
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
-//
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
 // reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
 constexpr float kSlack = 8.0f;
@@ -415,10 +413,10 @@ struct RowState {
 // Turns S of a KV block into P and adds it to row_sum
 __device__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2);
 __device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);  // Multiplies O by the factors by which row_max has moved
-__device__ bool is_row(const Params& params, int row);  // Whether a row of a tile is that of a query
-// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete
+__device__ bool is_row(const Params& params, int row);  // Whether a row of a tile has a query
+// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE
 __device__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane, float (&factor)[2]);
-// Transposes a 4x4 matrix of words that four neighbouring lanes hold by rows
+// Transposes a 4x4 matrix of words, a row in each of four neighbouring lanes
 __device__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four);
 // Normalises O, rounds it and writes it from registers
 __device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
@@ -428,7 +426,7 @@ __device__ void await_empty(shared_address empty, int parity);  // Waits until a
 __device__ void pass_on_tile(const SequenceTile& found, const SharedAddresses& shared, RingPosition<kQStages>& ring, int lane);
 // The tile that comes next, as a producer warp reads it
 __device__ SequenceTile take_tile(const SharedAddresses& shared, const RingPosition<kQStages>& ring, int lane);
-// The KV blocks of a tile that are of the thread block's share, but for those of which its rows see no key
+// The KV blocks of a tile that are in the thread block's share and of which its rows see a key
 __device__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& found);
 __device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found);  // The KV blocks that the thread block visits of a tile
 // Turns a tile of its sequence into the same one of the whole array, as TMA takes it
@@ -436,7 +434,7 @@ __device__ void to_whole_array(const Params& params, const SequenceTile& found, 
 // Loads Q of a tile when its buffer is empty
 __device__ void produce_q(const Params& params, const Tile& tile, const SharedAddresses& shared, const RingPosition<kQStages>& ring);
 
-// Where the keys of a lane's boxes lie, for one KV block after another, from the last to the first. Instructions of a producer warp take issue
+// Where the keys of a lane's boxes are, for one KV block after another, from the last to the first. Instructions of a producer warp take issue
 // slots from the softmax of the consumers, so there is no division for each KV block: the index of the page's entry is counted down.
 struct BoxKeys {
     const int32_t* entries;  // of the sequence's page table
@@ -485,7 +483,7 @@ struct PagedArray {
 
     // Loads the KV blocks of a tile as fast as buffers become empty. The first kBoxes lanes find the keys of a box each, and one lane starts all
     // loads: TMA takes its operands from uniform registers, so lanes that start their own would do so one after the other, in a loop. Pages and
-    // rows pass to that lane through shared memory. Shuffles need all lanes, so they would come ahead of the branch, and what they bring
+    // rows pass to that lane through shared memory. Shuffles need all lanes, so they would come before the branch, and what they bring
     // would take registers, of which few are left to the producer.
     __device__ __forceinline__ void load(const Params& params, const SequenceTile& found, RingPosition<kStages>& ring, int lane) const {
         constexpr int kBytes = kPanelCount * kBlockN * kPanelRowBytes;  // of a buffer
@@ -604,6 +602,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
+
     // Consumers take turns at issuing MMAs, so that the MMAs of one run while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
@@ -640,8 +639,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         const int first_row = tile.first_row + warp_row;
         const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
-        // All lanes must have seen this phase complete before lane 0 arrives on empty: a later refill could flip the parity twice, and a
-        // lane still polling would wait forever.
+        // All lanes have seen this phase before lane 0 arrives on empty. Two phases later a lane that still polls would wait forever.
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
@@ -668,7 +666,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
             mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
             clear_tail(kv_block);
-            // Wait for S of the first block, release K. Softmax makes P.
+            // The first block: wait for S, release K. Softmax makes P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
@@ -722,8 +720,8 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         }
         q_ring.advance();
     }
-    // Here all stores have read shared memory, and no barrier keeps pending arrivals.
-    if (consumer == 0) begin_turn();  // takes the last turn passed on, so that no named barrier is left with pending arrivals
+    // Before the warpgroup ends, its stores have read shared memory, and no named barrier has pending arrivals.
+    if (consumer == 0) begin_turn();  // takes the last turn that was passed on
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -743,8 +741,7 @@ flash_varlen_split_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_constant_
 
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {
@@ -776,7 +773,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -789,7 +786,7 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// Those of a sequence among packed ones.
+// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
@@ -1125,8 +1122,7 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_addr
     wgmma_commit();
 }
 
-// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: SBO leads to the next eight keys, LBO to the
-// next panel of columns.
+// Starts O (64 x kHeadDimV) += P . V. V is MN-major: SBO leads to the next eight keys, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem) {
     const uint64_t v = descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes);
     pin_registers(output);
@@ -1221,13 +1217,12 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Whether a row of a tile is that of a query.
+// Whether a row of a tile has a query.
 __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
 
-// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete. Writes the LSE.
-// A row that attends to nothing has row_sum 0: its O becomes 0, its LSE -inf.
+// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. `factor` becomes 1 / row_sum, by which O is multiplied.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll
@@ -1243,8 +1238,7 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
     }
 }
 
-// Transposes a 4x4 matrix of words that four neighbouring lanes hold by rows: lane i gives word j to lane j, which has it
-// as its word i.
+// Transposes a 4x4 matrix of words, a row in each of four neighbouring lanes: word j of lane i becomes word i of lane j.
 __device__ __forceinline__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four) {
     // Distance 1, then distance 2: each lane keeps one of a pair of words and swaps the other.
     const bool odd = lane_of_four & 1;
@@ -1323,7 +1317,7 @@ __device__ __forceinline__ SequenceTile take_tile(const SharedAddresses& shared,
     return found;
 }
 
-// The KV blocks of a tile that are of the thread block's share, but for those of which its rows see no key.
+// The KV blocks of a tile that are in the thread block's share and of which its rows see a key.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& found) {
     const KvBlocks blocks = find_kv_blocks(params, found.first_row, kBlockM);
     return {max(blocks.first, found.first_block), min(blocks.last, found.end_block - 1)};

@@ -61,8 +61,7 @@ merge_bf16_sm80(const __grid_constant__ Params params) {
 
     // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
     griddepcontrol_wait();
-    // Let the next grid start, once all thread blocks have come here or ended. This comes after the wait, so the next grid may assume that all
-    // earlier grids are done.
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
     if (row >= params.seqlen_q * params.num_heads_q) return;

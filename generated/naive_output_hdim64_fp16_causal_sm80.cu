@@ -128,7 +128,7 @@ naive_output_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
 
     const Tile tile = find_tile(params, block_index());
     const element* p = reinterpret_cast<const element*>(params.scores + row_of_s(params, tile.head_of_batch, tile.first_row));
-    const int64_t p_row_stride = 2 * int64_t(row_keys(params));  // in elements: rows of P are as far apart as those of S
+    const int64_t p_row_stride = 2 * int64_t(row_keys(params));  // in elements: rows of P are as far apart as rows of S
     const element* v = params.v + tile.batch * params.v_batch_stride + tile.head * params.v_head_stride;
 
     float output[kRowTiles][kDimTiles][4] = {};
