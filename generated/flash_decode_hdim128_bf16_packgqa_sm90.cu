@@ -169,8 +169,7 @@ constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row. step_address() goes on from there with an XOR, so an offset that is added to it
-// must leave the bits alone that the XOR flips.
+// The address of a lane's part of the first MMA fragment in a row. An offset that is added must not change the bits that step_address() XORs.
 using LaneAddress = shared_address;
 
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
