@@ -119,7 +119,7 @@ struct Params {
     int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t batch_size;                   // sequences
-    int32_t heads_per_section;            // heads of the grid whose tiles are launched together
+    int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t clear_distance;               // CTAs of head h of the grid clear dq_accum of head h + clear_distance
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
@@ -650,11 +650,11 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 }
 
 // The block of keys of a thread block.
-// Heads are launched in groups of heads_per_section, about as many thread blocks as run at a time, or one head. The first blocks of all heads of
+// Heads are launched in groups of heads_per_l2_group, about as many thread blocks as run at a time, or one head. The first blocks of all heads of
 // a group are launched first, then the second ones. The blocks of a head run at about the same time, so they share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
-    const int group_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
+    const int first_head = index / (params.heads_per_l2_group * params.num_row_blocks) * params.heads_per_l2_group;
+    const int group_heads = min(params.heads_per_l2_group, params.batch_size * params.num_heads_kv - first_head);
     const int index_in_group = index - first_head * params.num_row_blocks;
     KeyBlock block;
     const int blocks_before = index_in_group / group_heads;  // of its head
@@ -1009,7 +1009,7 @@ static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 77
 static_assert(offsetof(Params, cleared) == 792 && offsetof(Params, added) == 800 && offsetof(Params, num_heads_q) == 808);
 static_assert(offsetof(Params, num_heads_kv) == 812 && offsetof(Params, seqlen_q) == 816 && offsetof(Params, seqlen_kv) == 820);
 static_assert(offsetof(Params, num_row_blocks) == 824 && offsetof(Params, batch_size) == 828);
-static_assert(offsetof(Params, heads_per_section) == 832 && offsetof(Params, clear_distance) == 836);
+static_assert(offsetof(Params, heads_per_l2_group) == 832 && offsetof(Params, clear_distance) == 836);
 static_assert(offsetof(Params, diagonal_offset) == 840 && offsetof(Params, scale_log2) == 844);
 static_assert(offsetof(Params, softmax_scale) == 848 && offsetof(Params, score_constant_0) == 852);
 static_assert(kRowUnit % kBlockM == 0, "LSE and delta have the rows of a step");

@@ -143,7 +143,7 @@ struct Params {
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t batch_size;                   // sequences
-    int32_t heads_per_section;            // heads of the grid whose tiles are launched together
+    int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     int32_t window_left;                  // keys before the diagonal that a query attends to
     int32_t window_right;                 // and after it
@@ -583,11 +583,11 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
 __device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
 
 // The block of keys of a thread block.
-// Heads are launched in groups of heads_per_section, about as many thread blocks as run at a time, or one head. The first blocks of all heads of
+// Heads are launched in groups of heads_per_l2_group, about as many thread blocks as run at a time, or one head. The first blocks of all heads of
 // a group are launched first, then the second ones. The blocks of a head run at about the same time, so they share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
-    const int group_heads = min(params.heads_per_section, params.batch_size * heads_of_grid(params) - first_head);
+    const int first_head = index / (params.heads_per_l2_group * params.num_row_blocks) * params.heads_per_l2_group;
+    const int group_heads = min(params.heads_per_l2_group, params.batch_size * heads_of_grid(params) - first_head);
     const int index_in_group = index - first_head * params.num_row_blocks;
     KeyBlock block;
     const int blocks_before = index_in_group / group_heads;  // of its head
@@ -1042,7 +1042,7 @@ static_assert(offsetof(Params, num_heads_q) == 272 && offsetof(Params, num_heads
 static_assert(offsetof(Params, group_parts) == 280 && offsetof(Params, heads_per_part) == 284);
 static_assert(offsetof(Params, seqlen_q) == 288 && offsetof(Params, seqlen_kv) == 292 && offsetof(Params, head_dim) == 296);
 static_assert(offsetof(Params, head_dim_v) == 300 && offsetof(Params, num_row_blocks) == 304);
-static_assert(offsetof(Params, batch_size) == 308 && offsetof(Params, heads_per_section) == 312);
+static_assert(offsetof(Params, batch_size) == 308 && offsetof(Params, heads_per_l2_group) == 312);
 static_assert(offsetof(Params, diagonal_offset) == 316 && offsetof(Params, window_left) == 320);
 static_assert(offsetof(Params, window_right) == 324 && offsetof(Params, mask_vector_width) == 328);
 static_assert(offsetof(Params, softmax_scale) == 332 && offsetof(Params, scale_log2) == 336);

@@ -131,8 +131,8 @@ struct Params {
     int32_t num_tiles;                    // tiles of the grid
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t rows_ahead;                   // rows of a head's first tile before its first query
-    int32_t heads_per_section;            // heads of the grid whose tiles are launched together
-    int32_t num_sections;                 // the last has the heads that are left
+    int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
+    int32_t num_l2_groups;                // the last has the heads that are left
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
@@ -478,16 +478,16 @@ flash_fwd_hdim128_bf16_causal_packgqa_sm90(const __grid_constant__ Params params
 
 // The tile of number `index`, in the order of the launch.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in sections: tiles of a head, which share K and V in L2, run at about the same time. Within a section row blocks come
+    // Heads are launched in L2 groups: tiles of a head, which share K and V in L2, run at about the same time. Within an L2 group row blocks come
     // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
     const int num_heads = params.num_heads_kv;
-    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
-    const int first_head = section * params.heads_per_section;
-    const bool is_last = section == params.num_sections - 1;
-    const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
-    const int index_in_section = index - first_head * params.num_row_blocks;
-    const int row_block = index_in_section / section_heads;
-    const int head_of_batch = first_head + index_in_section - row_block * section_heads;
+    const int l2_group = min(index / (params.heads_per_l2_group * params.num_row_blocks), params.num_l2_groups - 1);
+    const int first_head = l2_group * params.heads_per_l2_group;
+    const bool is_last = l2_group == params.num_l2_groups - 1;
+    const int l2_group_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_l2_group;
+    const int index_in_l2_group = index - first_head * params.num_row_blocks;
+    const int row_block = index_in_l2_group / l2_group_heads;
+    const int head_of_batch = first_head + index_in_l2_group - row_block * l2_group_heads;
 
     Tile tile;
     tile.batch = head_of_batch / num_heads;
@@ -862,6 +862,6 @@ static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 512 && of
 static_assert(offsetof(Params, num_heads_q) == 524 && offsetof(Params, num_heads_kv) == 528);
 static_assert(offsetof(Params, group_size) == 532 && offsetof(Params, seqlen_q) == 536 && offsetof(Params, seqlen_kv) == 540);
 static_assert(offsetof(Params, num_tiles) == 544 && offsetof(Params, num_row_blocks) == 548);
-static_assert(offsetof(Params, rows_ahead) == 552 && offsetof(Params, heads_per_section) == 556);
-static_assert(offsetof(Params, num_sections) == 560 && offsetof(Params, diagonal_offset) == 564);
+static_assert(offsetof(Params, rows_ahead) == 552 && offsetof(Params, heads_per_l2_group) == 556);
+static_assert(offsetof(Params, num_l2_groups) == 560 && offsetof(Params, diagonal_offset) == 564);
 static_assert(offsetof(Params, scale_log2) == 568);

@@ -89,12 +89,12 @@ struct Params {
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
-    int32_t heads_per_section;            // heads of the grid whose tiles are launched together
-    int32_t num_sections;                 // the last has the heads that are left
+    int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
+    int32_t num_l2_groups;                // the last has the heads that are left
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
-    uint64_t section_tiles_divisor;       // of the tiles of a section; see divide()
-    uint64_t section_heads_divisor;       // of heads_per_section; see divide()
-    uint64_t last_section_heads_divisor;  // of the heads of the last section; see divide()
+    uint64_t l2_group_tiles_divisor;      // of the tiles of an L2 group; see divide()
+    uint64_t l2_group_heads_divisor;      // of heads_per_l2_group; see divide()
+    uint64_t last_l2_group_heads_divisor; // of the heads of the last L2 group; see divide()
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
@@ -400,16 +400,16 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
 
 // The tile of number `index`, in the order of the launch.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in sections: tiles of a head, which share K and V in L2, run at about the same time. Within a section row blocks come
+    // Heads are launched in L2 groups: tiles of a head, which share K and V in L2, run at about the same time. Within an L2 group row blocks come
     // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
     const int num_heads = params.num_heads_q;
-    const int section = min(divide(index, params.section_tiles_divisor), params.num_sections - 1);
-    const int first_head = section * params.heads_per_section;
-    const bool is_last = section == params.num_sections - 1;
-    const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
-    const int index_in_section = index - first_head * params.num_row_blocks;
-    const int row_block = divide(index_in_section, is_last ? params.last_section_heads_divisor : params.section_heads_divisor);
-    const int head_of_batch = first_head + index_in_section - row_block * section_heads;
+    const int l2_group = min(divide(index, params.l2_group_tiles_divisor), params.num_l2_groups - 1);
+    const int first_head = l2_group * params.heads_per_l2_group;
+    const bool is_last = l2_group == params.num_l2_groups - 1;
+    const int l2_group_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_l2_group;
+    const int index_in_l2_group = index - first_head * params.num_row_blocks;
+    const int row_block = divide(index_in_l2_group, is_last ? params.last_l2_group_heads_divisor : params.l2_group_heads_divisor);
+    const int head_of_batch = first_head + index_in_l2_group - row_block * l2_group_heads;
 
     Tile tile;
     tile.batch = divide(head_of_batch, params.num_heads_divisor);
@@ -1011,10 +1011,10 @@ static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_
 static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
 static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
 static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
-static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_section) == 164);
-static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_heads_divisor) == 176);
-static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
-static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, scale_log2) == 208);
+static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_l2_group) == 164);
+static_assert(offsetof(Params, num_l2_groups) == 168 && offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, l2_group_tiles_divisor) == 184 && offsetof(Params, l2_group_heads_divisor) == 192);
+static_assert(offsetof(Params, last_l2_group_heads_divisor) == 200 && offsetof(Params, scale_log2) == 208);
 static_assert(sizeof(element) == 2, "P is exchanged as 16-bit A fragments");
 static_assert(kWarps % 2 == 0, "warps come in pairs");
 static_assert(kPRowBytes % 128 == 0, "a row of P spans all 32 banks a whole number of times");

@@ -129,8 +129,8 @@ struct Params {
     int32_t num_tiles;                    // tiles of the grid
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t rows_ahead;                   // rows of a head's first tile before its first query
-    int32_t heads_per_section;            // heads of the grid whose tiles are launched together
-    int32_t num_sections;                 // the last has the heads that are left
+    int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
+    int32_t num_l2_groups;                // the last has the heads that are left
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
@@ -479,16 +479,16 @@ flash_fwd_hdim64_fp16_causal_sm90(const __grid_constant__ Params params) {
 
 // The tile of number `index`, in the order of the launch.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in sections: tiles of a head, which share K and V in L2, run at about the same time. Within a section row blocks come
+    // Heads are launched in L2 groups: tiles of a head, which share K and V in L2, run at about the same time. Within an L2 group row blocks come
     // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
     const int num_heads = params.num_heads_q;
-    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
-    const int first_head = section * params.heads_per_section;
-    const bool is_last = section == params.num_sections - 1;
-    const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
-    const int index_in_section = index - first_head * params.num_row_blocks;
-    const int row_block = index_in_section / section_heads;
-    const int head_of_batch = first_head + index_in_section - row_block * section_heads;
+    const int l2_group = min(index / (params.heads_per_l2_group * params.num_row_blocks), params.num_l2_groups - 1);
+    const int first_head = l2_group * params.heads_per_l2_group;
+    const bool is_last = l2_group == params.num_l2_groups - 1;
+    const int l2_group_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_l2_group;
+    const int index_in_l2_group = index - first_head * params.num_row_blocks;
+    const int row_block = index_in_l2_group / l2_group_heads;
+    const int head_of_batch = first_head + index_in_l2_group - row_block * l2_group_heads;
 
     Tile tile;
     tile.batch = head_of_batch / num_heads;
@@ -857,7 +857,7 @@ static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Para
 static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 512 && offsetof(Params, batch_size) == 520);
 static_assert(offsetof(Params, num_heads_q) == 524 && offsetof(Params, seqlen_q) == 528 && offsetof(Params, seqlen_kv) == 532);
 static_assert(offsetof(Params, num_tiles) == 536 && offsetof(Params, num_row_blocks) == 540);
-static_assert(offsetof(Params, rows_ahead) == 544 && offsetof(Params, heads_per_section) == 548);
-static_assert(offsetof(Params, num_sections) == 552 && offsetof(Params, diagonal_offset) == 556);
+static_assert(offsetof(Params, rows_ahead) == 544 && offsetof(Params, heads_per_l2_group) == 548);
+static_assert(offsetof(Params, num_l2_groups) == 552 && offsetof(Params, diagonal_offset) == 556);
 static_assert(offsetof(Params, scale_log2) == 560);
 static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");

@@ -30,11 +30,11 @@ OF_KEY_TILES = ("clear_distance", "key_blocks_of_head", "num_key_blocks", "block
 _CLEARED_HEADS = "cleared_heads"
 NO_KEY_TILES = KeyTiles()
 _OF_SECTIONS = (
-    "heads_per_section",
-    "num_sections",
-    "section_tiles_divisor",
-    "section_heads_divisor",
-    "last_section_heads_divisor",
+    "heads_per_l2_group",
+    "num_l2_groups",
+    "l2_group_tiles_divisor",
+    "l2_group_heads_divisor",
+    "last_l2_group_heads_divisor",
 )
 _OF_SHARES = (
     "first_kv_block",
@@ -80,7 +80,7 @@ def parameters(
     Sizes have the names of the operator's symbols, strides are in elements: ``q_row_stride``. The rest are
     `Problem.values` and numbers of the grid. ``num_row_blocks`` is the tiles of one (batch, head), and
     ``num_row_blocks_beside`` the tiles of the second kind, which ``num_tiles`` leaves out.
-    ``heads_per_section`` and ``num_sections`` come from `sections`. Names with ``kv_block`` come from
+    ``heads_per_l2_group`` and ``num_l2_groups`` come from `sections`. Names with ``kv_block`` come from
     ``shares``, the shares of the main step's grid. Names that end in ``_divisor`` are a `divisor`. The query
     heads of a kv head are ``group_parts`` times ``heads_per_part``. ``clear_distance`` is the main step's,
     and ``cleared_heads`` the query heads of as many heads of its grid; ``key_blocks_of_head``,
