@@ -22,7 +22,7 @@
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread
 //     thread 0             produce(): loads Q and dO of each step by TMA
-//     other warps          idle, or they clear dQ, count, keep turns or pack a mask: the end of the kernel names them
+//     other warps          idle, or they clear dQ, count, keep turns or pack a mask: see the kernel, after consume()
 //   warpgroups 1, 2      consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
 //
 //   SharedStorage        bytes
@@ -241,7 +241,7 @@ struct Barriers {
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 
-    // One thread's work, before any other uses them.
+    // One thread calls it, before other threads use the mbarriers.
     __device__ __forceinline__ void init() const {
         mbarrier_init(ds_ready(), 4 * kConsumers);
         for (int stage = 0; stage < kStages; ++stage) {
@@ -266,7 +266,7 @@ struct RingPosition {
 
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
-// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
+// Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
 // P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
@@ -285,11 +285,11 @@ struct PackedScores {
     }
 };
 
-// Starts a gradient += A B, 64 rows x 128 of a warpgroup
+// Issues sums += A B, 64 rows x 128 of a warpgroup
 __device__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
-// Starts dQ = dS K over the keys of the thread block
+// Issues dQ = dS K over the keys of the thread block
 template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem);
 __device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
@@ -303,8 +303,7 @@ template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColu
 // Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`
 template <int kColumns> __device__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
     shared_address staging, int first_row, int head, int batch, int barrier, int lane);
-// The number of a block's head in the grid, counted over the batch
-__device__ int head_of_grid(const Params& params, const KeyBlock& block);
+__device__ int head_of_grid(const Params& params, const KeyBlock& block);  // The index of a block's head in the grid, over all batch entries
 __device__ int num_heads_of_grid(const Params& params);  // Heads of the grid, over the batch
 __device__ int rows_of_head(const Params& params);  // Rows of dq_accum of a head of the grid
 // Clears this thread block's part of dq_accum of a later head
@@ -345,12 +344,13 @@ __device__ void start_loads(const Params& params, const KeyBlock& block, shared_
 
 // The producer thread. start_loads() has loaded the first step.
 //   each step   wait until the stage is empty; load Q, LSE, dO and delta.
-// Where other thread blocks clear dq_accum, it waits first until dq_accum is clear.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
+    // Other thread blocks clear dq_accum. Consumers add to it after they have waited for a load that is started here: Q of the second step, or dO
+    // where there is one step.
     await_cleared(params, block);
     if (count == 1) load_dout(params, rows_of(params, block, step), shared, barriers, 0, kBytesWithDout);
     // The wait for a stage that no step has used returns at once: the phase of parity 1 of a new mbarrier counts as ended.
@@ -365,7 +365,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
     }
 }
 
-// A consumer warpgroup: dK and dV of 64 keys, and its part of each step's dQ: 64 rows, or the kDqColumns columns of its panel of K.
+// A consumer warpgroup: dK and dV of 64 keys, and 64 rows by kDqColumns columns of each step's dQ.
 template <int kDqColumns>
 __device__ __forceinline__ void consume(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers, int consumer) {
     const int lane = threadIdx.x % 32;
@@ -480,8 +480,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         add_dq_of_warp(dq_address_of(previous), dq);
     }
     barrier_arrive(kAddedBarrier, kAddedThreads);
-    // dV leaves through the consumer's V: ds_ready of the last step was after the last dP. dK leaves through K, which both consumers read for dQ: it
-    // waits for one more phase of ds_ready.
+    // dV is staged over the consumer's V, which it has not read since the last dP. dK is staged over K, which both consumers read for dQ: wait for
+    // one more phase of ds_ready.
     release(barriers.ds_ready());  // this warp no longer reads K
     const int first_key = block.first_key + 64 * consumer;
     const int kv_head = kv_head_of(params, block);
@@ -638,8 +638,8 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 }
 // ====
 
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
-// if S is finite.
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for queries that see nothing and for queries past the last: P is 0
+// there, if S is finite.
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
@@ -754,7 +754,7 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
 // Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
-// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
+// Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
 // kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
 // swizzled row.
 template <int kColumns>
@@ -772,7 +772,7 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
     wgmma_commit();
 }
 
-// Starts a gradient += A B, 64 rows x 128 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
+// Issues sums += A B, 64 rows x 128 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
 // columns contiguous: SBO leads to the next eight rows of B, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
@@ -798,7 +798,7 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint6
     }
 }
 
-// Starts dQ = dS K over the keys of the thread block.
+// Issues dQ = dS K over the keys of the thread block.
 template <int kCount>
 __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
@@ -875,7 +875,7 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
-// The number of a block's head in the grid, counted over the batch.
+// The index of a block's head in the grid, over all batch entries.
 // dq_accum must be 0 before dQ is added to it. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. CTAs of head
 // h clear head h + clear_distance, one part each, while they compute.
 // clear_distance is more than a group of heads that share L2, so the CTAs that clear have lower indices in the grid than the CTAs that wait, and
@@ -979,8 +979,6 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 // One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0), V on dout_full(0), and so does the
 // peer's K of a cluster. Their bytes may arrive before load_q() and load_dout() announce them: the phase cannot end without the arrival of the
 // announcing thread. A thread block without steps loads nothing.
-// Where other thread blocks clear dq_accum, a load tells the consumers that it is clear: Q of the second step, or dO where there is one step. So
-// produce() loads that dO, after its wait.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
@@ -992,6 +990,7 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
     load_rows<kPanels, kBlockN>(shared, params.k, barriers.q_full(0), row, kv_head, batch);
     load_q(params, rows, shared, barriers, 0, kKBytes);
     load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.dout_full(0), row, kv_head, batch);
+    // With one step produce() loads dO, after its wait for the zeros in dq_accum: this load tells the consumers to add.
     if (count > 1) load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
 }
 

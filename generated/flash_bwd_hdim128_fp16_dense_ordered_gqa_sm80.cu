@@ -10,13 +10,13 @@
 // template  flash_bwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
-// A thread block has kBlockN keys of a head and takes them through all queries that attend to them, a block of queries a step:
+// A thread block computes dK and dV of kBlockN keys of a head. It goes through the queries that attend to them, kBlockM a step:
 //
 //     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q                           dQ += dS K
 //
-// S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
-// to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
+// S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers. All
+// thread blocks of a head add their dQ to dq_accum in global memory, which is fp32. The convert kernel rounds it.
 //
 // Map
 //   warps             kWarps = 8, a grid of kKeyWarps = 4 by kQueryWarps = 2. Each copies a share of Q and dO (cp.async) and has some keys, and some

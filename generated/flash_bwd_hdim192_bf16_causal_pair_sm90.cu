@@ -11,33 +11,34 @@
 // template  flash_bwd_wide_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// A thread block has kBlockN keys of a head and takes them through all queries that attend to them, a block of queries a step:
+// A thread block computes dK and dV of kBlockN keys of a head. It goes through the queries that attend to them, kBlockM a step:
 //
 //     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q                           dQ += dS K
 //
-// S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
-// to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
+// S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers. All
+// thread blocks of a head add their dQ to dq_accum in global memory, which is fp32. The convert kernel rounds it.
 //
 // Map
-//   warpgroup 0       produce(): one thread loads Q and dO by TMA. kProducerRegisters = 24 a thread
-//   its other warps   idle, or they clear dQ, count or keep turns: the end of the kernel names them
+//   warpgroup 0       thread 0: produce() loads Q and dO by TMA. Other warps are idle, or they clear dQ, count or keep turns: see the kernel,
+//                     after consume_dk(). kProducerRegisters = 24 a thread
 //   warpgroup 1       consume_dv(): S, P, dV and some columns of dQ. kConsumerRegisters = 240 a thread
 //   warpgroup 2       consume_dk(): dP, dS, dK and other columns of dQ. kConsumerRegisters = 240 a thread
-//   shared memory     SharedStorage: K, 24576 bytes; V, 24576; 2 x Q, 24576; 2 x dO, 24576; 2 x dS, 16384; P, 16384;
+//   shared memory     SharedStorage, bytes of each buffer: K, 24576; V, 24576; 2 x Q, 24576; 2 x dO, 24576; 2 x dS, 16384; P, 16384;
 //                     LSE and delta of each stage; mbarriers. At the end dK is staged over K, dV over V
+//   other barriers    see NamedBarrier and Mbarriers
 //   mbarrier          arrivals of a phase                                 who waits
 //   q_full            1, and the bytes of TMA: the producer               consumers
 //   dout_full         1, and the bytes of TMA: the producer               consumers
 //   empty             8: lane 0 of each consumer warp                     producer
 //   p_full            4: lane 0 of each warp of consume_dv()              consume_dk()
 //   ds_ready          8: lane 0 of each consumer warp                     consumers
-//   other barriers    see NamedBarrier and Mbarriers
 //   ds_received       1, and the bytes that the peer sends                consumers
 //   slot_free         8: lane 0 of each consumer warp of the peer         consume_dk(), before it overwrites dS
 //
 // Two thread blocks are a cluster. They have neighbouring blocks of keys, go through the steps together and send each other their dS. Each
-// computes half of the columns of dQ, over the keys of both, so half as much is added to memory. For that it has 16384 bytes of the peer's K.
+// computes half of the columns of dQ, over the keys of both, so half as much is added to memory. So it also
+// loads the panels of the peer's K that have these columns, 16384 bytes.
 
 using element = bf16;
 
@@ -150,8 +151,8 @@ __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, 
 // Visits the scores that a lane holds of a step
 template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
-// latency is hidden.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded before the wait for the MMAs of these scores, which hides their
+// latency.
 struct QueryValues {
     float2 values[kBlockM / 8];
 
@@ -282,7 +283,7 @@ struct HeldRows {
     }
 };
 
-// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
+// Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns, int kHeld> __device__ void mma_scores(float (&scores)[kBlockM / 2], HeldRows<kHeld>& rows, shared_address b_smem);
 
 // P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
@@ -301,7 +302,7 @@ struct PackedScores {
     }
 };
 
-// Starts a gradient += A B, 64 rows x 192 of a warpgroup
+// Issues sums += A B, 64 rows x 192 of a warpgroup
 __device__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
@@ -317,8 +318,7 @@ template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColu
 // Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`
 template <int kColumns> __device__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
     shared_address staging, int first_row, int head, int batch, int barrier, int lane);
-// The number of a block's head in the grid, counted over the batch
-__device__ int head_of_grid(const Params& params, const KeyBlock& block);
+__device__ int head_of_grid(const Params& params, const KeyBlock& block);  // The index of a block's head in the grid, over all batch entries
 __device__ int num_heads_of_grid(const Params& params);  // Heads of the grid, over the batch
 __device__ int rows_of_head(const Params& params);  // Rows of dq_accum of a head of the grid
 // Clears this thread block's part of dq_accum of a later head
@@ -381,7 +381,7 @@ struct DqColumns {
 };
 
 __device__ DqColumns columns_from(int first, const KeyBlock& block, shared_address shared);  // The columns of dQ from `first` on
-// Starts dQ = dS K over the keys of both thread blocks
+// Issues dQ = dS K over the keys of both thread blocks
 template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns);
 __device__ void send_ds(shared_address rows, shared_address ds_received, int peer);  // Sends a warp's 16 keys of dS, at `rows`, to the peer
 // Adds a warp's part of dQ of step `i`, at any time
@@ -405,12 +405,13 @@ template <int kCount> __device__ void add_dq_of_step(const Barriers&, int, float
 
 // The producer thread. start_loads() has loaded the first step.
 //   each step   wait until the stage is empty; load Q, LSE, dO and delta.
-// Where other thread blocks clear dq_accum, it waits first until dq_accum is clear.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
+    // Other thread blocks clear dq_accum. Consumers add to it after they have waited for a load that is started here: Q of the second step, or dO
+    // where there is one step.
     await_cleared(params, block);
     if (count == 1) load_dout(params, rows_of(params, block, step), shared, barriers, 0, kBytesWithDout);
     // The wait for a stage that no step has used returns at once: the phase of parity 1 of a new mbarrier counts as ended.
@@ -733,8 +734,8 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 }
 // ====
 
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
-// if S is finite.
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for queries that see nothing and for queries past the last: P is 0
+// there, if S is finite.
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
@@ -917,7 +918,7 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
 // Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
-// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. B has kBlockM rows. Both operands are
+// Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B: S^T = K Q^T, dP^T = V dO^T. B has kBlockM rows. Both operands are
 // K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the swizzled row.
 template <int kColumns, int kHeld>
 __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], HeldRows<kHeld>& rows, shared_address b_smem) {
@@ -940,7 +941,7 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], HeldRow
     wgmma_commit();
 }
 
-// Starts a gradient += A B, 64 rows x 192 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
+// Issues sums += A B, 64 rows x 192 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
 // columns contiguous: SBO leads to the next eight rows of B, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
@@ -1033,7 +1034,7 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
-// The number of a block's head in the grid, counted over the batch.
+// The index of a block's head in the grid, over all batch entries.
 // dq_accum must be 0 before dQ is added to it. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. CTAs of head
 // h clear head h + clear_distance, one part each, while they compute.
 // clear_distance is more than a group of heads that share L2, so the CTAs that clear have lower indices in the grid than the CTAs that wait, and
@@ -1132,8 +1133,6 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 // One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0), V on dout_full(0), and so does the
 // peer's K of a cluster. Their bytes may arrive before load_q() and load_dout() announce them: the phase cannot end without the arrival of the
 // announcing thread. A thread block without steps loads nothing.
-// Where other thread blocks clear dq_accum, a load tells the consumers that it is clear: Q of the second step, or dO where there is one step. So
-// produce() loads that dO, after its wait.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
@@ -1146,6 +1145,7 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
     load_q(params, rows, shared, barriers, 0, kKBytes);
     load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.dout_full(0), row, kv_head, batch);
     load_peer_k(params, block, shared, barriers.dout_full(0));
+    // With one step produce() loads dO, after its wait for the zeros in dq_accum: this load tells the consumers to add.
     if (count > 1) load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
 }
 
@@ -1199,7 +1199,7 @@ __device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& blo
     return {first, k, k + kPeerKOffset - first_peer_panel(block) * kBlockN * kPanelRowBytes};
 }
 
-// Starts dQ = dS K over the keys of both thread blocks.
+// Issues dQ = dS K over the keys of both thread blocks.
 template <int kCount>
 __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);

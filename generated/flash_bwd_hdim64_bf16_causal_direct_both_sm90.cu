@@ -137,8 +137,8 @@ __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 // Visits the scores that a lane holds of a step
 template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
-// latency is hidden.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded before the wait for the MMAs of these scores, which hides their
+// latency.
 struct QueryValues {
     float2 values[kBlockM / 8];
 
@@ -233,7 +233,7 @@ struct KeySteps {
 
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
-// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns
+// Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
 // P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
@@ -252,7 +252,7 @@ struct PackedScores {
     }
 };
 
-// Starts a gradient += A B, 64 rows x 64 of a warpgroup
+// Issues sums += A B, 64 rows x 64 of a warpgroup
 __device__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Writes a warp's 16 rows of a gradient, times `factor` and rounded, to `staging`
 template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane);
@@ -277,7 +277,7 @@ struct Barriers {
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 
-    // One thread's work, before any other uses them.
+    // One thread calls it, before other threads use the mbarriers.
     __device__ __forceinline__ void init() const {
         mbarrier_init(tile_full(), 1);
         mbarrier_init(tile_full_v(), 1);
@@ -303,7 +303,7 @@ struct RingPosition {
     }
 };
 
-// Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time; what lies outside of the array becomes zeros
+// Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time
 template <int kPanelCount, int kRows> __device__ void load_rows(shared_address destination, const tensor_map& map, shared_address full,
     int first_row, int head, int batch);
 
@@ -343,7 +343,7 @@ __device__ float row_delta(const float& lse, float sum, const float& dlse);  // 
 
 // Writes lse_log2 of a thread's rows
 template <int kRows> __device__ void put_lse(const RowValues<kRows>& values, int value_thread, shared_address lse_smem);
-// Writes delta of a thread's rows of dO and O, which lie in panels of kRows rows
+// Writes delta of a thread's rows of dO and O, which are in panels of kRows rows
 template <int kRows> __device__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem,
     int value_thread, shared_address delta_smem);
 // Whether some query of the block that begins with `first_query` does not attend to some of a warp's 16 keys
@@ -705,8 +705,8 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 }
 // ====
 
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
-// if S is finite.
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for queries that see nothing and for queries past the last: P is 0
+// there, if S is finite.
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
@@ -837,7 +837,7 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
 // Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
-// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
+// Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
 // kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
 // swizzled row.
 template <int kColumns>
@@ -855,7 +855,7 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
     wgmma_commit();
 }
 
-// Starts a gradient += A B, 64 rows x 64 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
+// Issues sums += A B, 64 rows x 64 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
 // columns contiguous: SBO leads to the next eight rows of B, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
@@ -907,7 +907,7 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
 // all others, whatever these hold: 0 * NaN would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
-// Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time; what lies outside of the array becomes zeros.
+// Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time. Rows and columns outside of the array become zeros.
 template <int kPanelCount, int kRows>
 __device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row, int head,
                                           int batch) {
@@ -959,7 +959,7 @@ __device__ __forceinline__ void put_lse(const RowValues<kRows>& values, int valu
     }
 }
 
-// Writes delta of a thread's rows of dO and O, which lie in panels of kRows rows.
+// Writes delta of a thread's rows of dO and O, which are in panels of kRows rows.
 template <int kRows>
 __device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem, int value_thread,
                                           shared_address delta_smem) {
