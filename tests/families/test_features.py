@@ -87,4 +87,6 @@ def test_shipped_kernels_have_the_features_of_which_their_structs_speak():
         for variant in spec.variants():
             if variant.is_main:
                 taken = {param.name for step in variant.steps for param in step.params}
-                assert {name for name, param in of.items() if param in taken} == of.keys() & {*variant.features}
+                assert {name for name, param in of.items() if param in taken} == of.keys() & {
+                    *variant.features
+                }
