@@ -2,7 +2,7 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 192, head_dim_v 128, dtype bf16, mask_type causal, gqa mha
+// axes      head_dim 192, head_dim_v 128, dtype bf16, mask_type causal, sinks none, gqa mha
 // tile      block_m 128, block_n 96, q_stages 2, stages 2, panel 64, producer_registers 24
 // block     384 threads, 222304 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory

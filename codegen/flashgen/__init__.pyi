@@ -75,6 +75,7 @@ class _AttentionPlan(Plan):
         mask: Any = ...,
         out: Any = ...,
         lse: Any = ...,
+        sinks: Any = ...,
         cu_seqlens_q: Any = ...,
         cu_seqlens_kv: Any = ...,
         kv_lengths: Any = ...,
@@ -98,10 +99,12 @@ class _GradientPlan(Plan):
         mask: Any = ...,
         out: Any = ...,
         lse: Any = ...,
+        sinks: Any = ...,
         dlse: Any = ...,
         dq: Any = ...,
         dk: Any = ...,
         dv: Any = ...,
+        dsinks: Any = ...,
         cu_seqlens_q: Any = ...,
         cu_seqlens_kv: Any = ...,
         kv_lengths: Any = ...,
@@ -126,6 +129,7 @@ class _WarmupCall(TypedDict, total=False):
     alibi_slopes: Any
     score: str | Sequence[str] | None
     params: Mapping[str, Any] | None
+    sinks: Any
     kv_lengths: Any
     cu_seqlens_q: Any
     cu_seqlens_kv: Any
@@ -143,6 +147,7 @@ class _WarmupCall(TypedDict, total=False):
     dq: Any
     dk: Any
     dv: Any
+    dsinks: Any
     cache: Any
     k_new: Any
     v_new: Any
@@ -163,6 +168,7 @@ def attention(
     alibi_slopes: Any = None,
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
+    sinks: Any = None,
     kv_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
@@ -193,6 +199,7 @@ def plan(
     alibi_slopes: Any = None,
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
+    sinks: Any = None,
     kv_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
@@ -221,6 +228,7 @@ def plan(
     alibi_slopes: Any = None,
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
+    sinks: Any = None,
     kv_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
@@ -251,6 +259,7 @@ def attention_backward(
     alibi_slopes: Any = None,
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
+    sinks: Any = None,
     kv_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
@@ -260,6 +269,7 @@ def attention_backward(
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
+    dsinks: Any = None,
     deterministic: bool = False,
     workspace: Any = None,
     stream: Any = None,
@@ -282,6 +292,7 @@ def plan_backward(
     alibi_slopes: Any = None,
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
+    sinks: Any = None,
     kv_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
@@ -291,6 +302,7 @@ def plan_backward(
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
+    dsinks: Any = None,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> _GradientPlan: ...
@@ -313,6 +325,7 @@ def cascade(
     causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     out: Any = None,
     return_lse: bool = False,
     stream: Any = None,
@@ -343,6 +356,7 @@ def explain(
     alibi_slopes: Any = None,
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
+    sinks: Any = None,
     kv_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
@@ -360,6 +374,7 @@ def explain(
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
+    dsinks: Any = None,
     cache: Any = None,
     k_new: Any = None,
     v_new: Any = None,

@@ -86,4 +86,4 @@ def test_the_schemas_are_those_of_the_fields():
     types = {x.name: str(x.type) for x in schema.arguments}
     assert {types[x] for x in ("max_seqlen_q", "max_seqlen_kv")} == {"Optional[int]"}
     backward = torch.ops.flashgen.attention_backward_into.default._schema
-    assert [x.name for x in backward.arguments if x.is_write] == ["dq", "dk", "dv"]
+    assert [x.name for x in backward.arguments if x.is_write] == ["dq", "dk", "dv", "dsinks"]

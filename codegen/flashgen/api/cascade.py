@@ -24,6 +24,7 @@ from flashgen.errors import (
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
     ArrayLayout,
+    check_devices,
     check_memory,
     check_strides,
     flag,
@@ -33,7 +34,7 @@ from flashgen.operators.arguments import (
 )
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.attention import normalise as normalise_attention
-from flashgen.operators.contract import MAX_SEQLEN, check_dtypes, check_out, check_rank
+from flashgen.operators.contract import MAX_SEQLEN, check_beside_q, check_dtypes, check_out, check_rank
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.runtime import arrays, check, dlpack, torchkind
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 # Options of attention() that speak of positions or of the keys of one call.
 _POSITIONAL = ("mask", "mask_type", "window_size", "alibi_slopes", "score", "params")
 # Arguments that are no part's.
-_OF_CALL = ("softmax_scale", "softcap", "stream", "backend")
+_OF_CALL = ("softmax_scale", "softcap", "sinks", "stream", "backend")
 # Layouts of cascades that were found to fit, so that later calls need not look again, with the bytes from the
 # pointer of each array that it touches, and its layout.
 _MAX_SOUND = 1024
@@ -62,6 +63,7 @@ def cascade(
     causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     out: Any = None,
     return_lse: bool = False,
     stream: Any = None,
@@ -82,6 +84,7 @@ def cascade(
         of that part, in a KVCache of each sequence; all queries see all keys of the other parts. If the last
         part has seqlen_q keys or more, this is causal attention over all keys. With several queries the last
         part must not be a KVCache that the batch shares.
+    sinks: as in ``attention``. They join the last part alone, so that they count once.
     softmax_scale, softcap, out, return_lse, stream, backend: as in ``attention``.
     mask, mask_type, window_size, alibi_slopes, score, params: only values that have no effect: their
         positions would count from the beginning of a part.
@@ -116,10 +119,11 @@ def cascade(
             if isinstance(part, KVCache)
             for name in _named(part)
         ]
-        dlpack.check_libraries({"q": q} | of_parts | {"out": out}, in_caches)
-        with naming(dlpack.own_libraries({"q": q, "out": out} | of_parts)):
+        beside = {"sinks": sinks, "out": out}
+        dlpack.check_libraries({"q": q} | of_parts | beside, in_caches)
+        with naming(dlpack.own_libraries({"q": q} | beside | of_parts)):
             return _cascade_adopted(
-                q, parts, out, stream, causal, softmax_scale, softcap, return_lse, backend
+                q, parts, sinks, out, stream, causal, softmax_scale, softcap, return_lse, backend
             )
     traced = arrays.kind_of(q).watched(q)
     check_rank(arrays.shape_if_any(q, "q"))
@@ -127,9 +131,10 @@ def cascade(
         if traced:
             from flashgen.call import compiled
 
-            compiled.check({"q": q, "out": out} | of_parts, stream, "cascade()", {"out"})
+            compiled.check({"q": q, "sinks": sinks, "out": out} | of_parts, stream, "cascade()", {"out"})
         else:
             _check_cascade(q, parts, out, causal)
+            _check_sinks(q, sinks)
         folded, calls = None, []
         with_diagonal = len(parts) - 1 if causal and q.shape[-3] > 1 else None
         for index, part in enumerate(parts):
@@ -146,13 +151,15 @@ def cascade(
                 calls.append((q, _in_batch(q, part, index), diagonal))
         of_caches: dict[int, tuple[Plan, Ready]] = {}
         if not traced and len(parts) > 1:  # a single call checks itself
-            of_caches = _ready_caches(calls, softmax_scale, softcap, out, stream, backend)
+            of_caches = _ready_caches(calls, softmax_scale, softcap, sinks, out, stream, backend)
     except torchkind.RequiresGradient as error:
         raise error.of("cascade()") from None
     common = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
     if len(parts) == 1:
         (_, part, _) = calls[0]
-        return attention(q, *_keys(part), causal=causal, out=out, return_lse=return_lse, **common)
+        return attention(
+            q, *_keys(part), causal=causal, sinks=sinks, out=out, return_lse=return_lse, **common
+        )
     results = []
     for index, (seen, part, diagonal) in enumerate(calls):
         if index in of_caches:
@@ -160,7 +167,8 @@ def cascade(
             work(given, handle)
             found = plan.results_of(given)
         else:
-            found = attention(seen, *_keys(part), causal=diagonal, return_lse=True, **common)
+            joined = sinks if index == len(calls) - 1 else None
+            found = attention(seen, *_keys(part), causal=diagonal, sinks=joined, return_lse=True, **common)
         results.append(found if seen is q else _unfolded(found, q, stream))
     merged, lse = merge(results, out=out, stream=stream, backend=backend)
     return (merged, lse) if return_lse else merged
@@ -204,6 +212,7 @@ def _ready_caches(
     calls: list[tuple[Any, Any, bool]],
     softmax_scale: Any,
     softcap: Any,
+    sinks: Any,
     out: Any,
     stream: Any,
     backend: str | None,
@@ -222,6 +231,7 @@ def _ready_caches(
             causal=diagonal,
             softmax_scale=softmax_scale,
             softcap=softcap,
+            sinks=sinks if index == len(calls) - 1 else None,
             return_lse=True,
             stream=stream,
             backend=backend,
@@ -243,6 +253,17 @@ def _ready_caches(
                 raise
             raise type(error)(f"parts[{index}]: {error.message}") from None
     return found_ready
+
+
+def _check_sinks(q: Any, sinks: Any) -> None:
+    """That sinks belong to q. Raises as ``attention``."""
+    if sinks is None:
+        return
+    argument = ATTENTION.arguments[ATTENTION.position("sinks")]
+    of_q, view = arrays.view(q, "q"), arrays.view(sinks, "sinks")
+    arrays.check_libraries({"q": of_q, "sinks": view})
+    check_devices({"q": of_q, "sinks": view})
+    check_beside_q(argument, view, {"num_heads_q": of_q.shape[-2]}, of_q.dtype, 0)
 
 
 def _check_apart(out: Any, operator: Operator, given: Sequence[Any]) -> None:
@@ -394,6 +415,7 @@ def _unfolded(results: tuple[Any, Any], q: Any, stream: Any) -> tuple[Any, Any]:
 def _cascade_adopted(
     q: Any,
     parts: list[tuple[Any, Any] | KVCache],
+    sinks: Any,
     out: Any,
     stream: Any,
     causal: bool,
@@ -419,6 +441,7 @@ def _cascade_adopted(
         causal=causal,
         softmax_scale=softmax_scale,
         softcap=softcap,
+        sinks=None if sinks is None else dlpack.adopt(sinks, "sinks", stream),
         out=None if out is None else dlpack.adopt(out, "out", stream),
         return_lse=True,
         stream=stream,

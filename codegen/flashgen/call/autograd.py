@@ -18,7 +18,7 @@ from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.call.request import gradients_of, names_of, request_of
 from flashgen.errors import BadParam, DeviceTypeNotSupported, FlashgenError, NullPointer, arg
 from flashgen.operators.arguments import ROW_ALIGNMENT
-from flashgen.operators.backward import BACKWARD
+from flashgen.operators.backward import BACKWARD, INPUT_OF
 from flashgen.operators.contract import check_rank
 from flashgen.operators.lengths import refuse_mask
 from flashgen.runtime.arrays import kind_of
@@ -42,6 +42,10 @@ _IN_ROWS, _CONTIGUOUS = (
     )
     for layout in ("rows", "contiguous")
 )
+# The dtypes of gradients that do not have the dtype of their input.
+_DTYPES = {
+    of: torch.float32 for name, of in INPUT_OF.items() if BACKWARD.arguments[BACKWARD.position(name)].dtypes
+}
 # The options of both passes.
 _SHARED = [
     x.name
@@ -243,7 +247,13 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 @_backward.register_fake
 def _(dout: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(dout.new_empty(0) if x is None else x.new_empty(x.shape) for x in rest[:_GRADIENTS])
+    pairs = zip(DIFFERENTIABLE, rest, strict=False)
+    return tuple(dout.new_empty(0) if x is None else new_gradient(name, x) for name, x in pairs)
+
+
+def new_gradient(name: str, x: Tensor) -> Tensor:
+    """Memory for the gradient of an array ``x`` called ``name``."""
+    return x.new_empty(x.shape, dtype=_DTYPES.get(name, x.dtype))
 
 
 def _one(gradient: Tensor) -> Tensor:

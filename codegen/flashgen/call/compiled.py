@@ -19,6 +19,7 @@ from flashgen.call.autograd import (
     check_meta,
     check_tensors,
     differentiate,
+    new_gradient,
     refuse_derivatives,
     refuse_transforms,
     with_rows,
@@ -88,7 +89,7 @@ def attention_backward(call: Call) -> tuple[Tensor, ...]:
     for name, gradient in zip(DIFFERENTIABLE, GRADIENTS, strict=True):
         x, into = getattr(call, name), getattr(call, gradient)
         _fix_layout(into)
-        gradients.append(x.new_empty(x.shape) if into is None and x is not None else into)
+        gradients.append(new_gradient(name, x) if into is None and x is not None else into)
     arrays = (getattr(call, name) for name in OF_BACKWARD)
     _differentiate(*arrays, score_arrays, *entries, *gradients)
     return tuple([x for x in gradients if x is not None])

@@ -178,6 +178,16 @@ FIELDS = (
         compiling anew; arrays are of the kind and on the device of q.""",
     ),
     Field(
+        "sinks",
+        "array",
+        gradient=True,
+        elsewhere=("s_aux", "sink", "attention_sinks", "learnable_sink"),
+        doc="""fp32 or bf16, (num_heads_q,), contiguous: a logit of each query head that joins the denominator
+        of its softmax, and has no value. It is in natural units: softmax_scale and a score do not change it.
+        The LSE counts it in: a row that sees no key has a result of 0, and its sink as the LSE. -inf stands
+        for no sink. The gradient is fp32.""",
+    ),
+    Field(
         "kv_lengths",
         "array",
         elsewhere=("cache_seqlens", "seqused_k", "seqlens_k", "seqlens_kv", "context_lens", "lengths"),

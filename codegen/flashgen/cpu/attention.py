@@ -84,6 +84,11 @@ def attention(
     if lse is None:
         lse = np.empty(problem.lse_shape, np.float32)
     whole = (*(arrays[name] for name in ("q", "k", "v")), out)
+    sinks = (
+        None
+        if arrays.get("sinks") is None
+        else widened(bits(arrays["sinks"]), problem.sinks_dtype, np.float32)
+    )
     q4, k4, v4, out4 = (bits(x) if problem.batched else bits(x)[None] for x in whole)
     lse3 = lse if problem.batched else lse[None]
     if mask is not None:
@@ -96,7 +101,7 @@ def attention(
         for head in range(problem.num_heads_kv)
         for start in range(0, problem.seqlen_q, block)
     ]
-    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, score, first_batch)
+    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, sinks, score, first_batch)
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     work = pairs * (problem.head_dim + problem.head_dim_v)
     # Of one product BLAS may give other bits with other threads, of which a large batch leaves it one.
@@ -113,6 +118,7 @@ def _attend(
     mask: np.ndarray | None,
     out: np.ndarray,
     lse: np.ndarray,
+    sinks: np.ndarray | None,
     score: ScoreOfCall | None,
     first_batch: int,
     task: tuple[int, int, int, int],
@@ -160,6 +166,14 @@ def _attend(
         result += scores @ widened(v[batch, first:last, kv_head], problem.dtype, np.float32)
         row_max = raised
 
+    if sinks is not None:
+        sink = np.repeat(sinks[heads], count)
+        raised = np.maximum(row_max, sink)
+        finite = np.where(np.isneginf(raised), np.float32(0), raised)
+        decay = np.exp(row_max - finite)
+        row_sum = row_sum * decay + np.exp(sink - finite)
+        result *= decay[:, None]
+        row_max = raised
     result /= np.where(row_sum != 0, row_sum, 1)[:, None]
     lse[batch, heads, start:stop] = (row_max + np.log(row_sum)).reshape(group, count)
     store(out[batch, start:stop, heads], result.reshape(group, count, width_v).transpose(1, 0, 2), problem)

@@ -31,12 +31,14 @@ if TYPE_CHECKING:
 
 class Call(NamedTuple):
     """The arrays of a call by name, each with a batch; bfloat16 elements are their bits. ``first_batch`` is
-    the number that a score modification knows the first entry by.
+    the number that a score modification knows the first entry by. ``dsinks``, (batch, num_heads_q), has what
+    each entry adds to the gradient of sinks.
     """
 
     arrays: Mapping[str, np.ndarray | None]
     score: ScoreOfCall | None
     first_batch: int = 0
+    dsinks: np.ndarray | None = None
 
 
 def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
@@ -51,6 +53,8 @@ def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
         if not problem.batched:
             leading = {x.name for x in problem.operator.arguments if x.leads_with_batch}
             named |= {name: x[None] for name, x in named.items() if x is not None and name in leading}
+        if named["dsinks"] is not None:
+            named["dsinks"][...] = 0
         gradients(problem, Call(named, score))
         return
     in_order = sequences(problem, {name: named.pop(name) for name in LENGTH_ARRAYS})
@@ -64,12 +68,17 @@ def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
 
 
 def gradients(problem: BackwardProblem, call: Call) -> None:
-    """Fill dq, dk and dv."""
+    """Fill dq, dk and dv, and add to dsinks."""
+    total = call.arrays.get("dsinks")
+    if total is not None:
+        call = call._replace(dsinks=np.zeros((problem.batch, problem.num_heads_q), np.float32))
     tasks = [(batch, head) for batch in range(problem.batch) for head in range(problem.num_heads_kv)]
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     work = pairs * (3 * problem.head_dim + 2 * problem.head_dim_v)
     # Of one product BLAS may give other bits with other threads, of which another call may leave it one.
     for_each(partial(_of_kv_head, problem, call), tasks, work, one_blas_thread=problem.deterministic)
+    if total is not None:
+        total += call.dsinks.sum(0)
 
 
 @np.errstate(all="ignore")
@@ -122,8 +131,13 @@ def _of_rows(
     lse = arrays["lse"][batch, heads, part].reshape(-1)
     # The P of a row that sees nothing is exp(-inf); its dlse, which may be infinite or NaN, has no effect.
     sees_nothing = np.isneginf(lse)
+    exact_lse = lse
     lse = np.where(sees_nothing, np.float32(np.inf), _rounded_up(lse))
     delta[sees_nothing] = 0
+    if call.dsinks is not None:
+        sinks = widened(arrays["sinks"], problem.sinks_dtype, np.float32)[heads]
+        weights = np.where(sees_nothing, np.float32(0), np.exp(np.repeat(sinks, count) - exact_lse))
+        call.dsinks[batch, heads] -= (weights * delta).reshape(group, count).sum(1)
 
     dq = np.zeros_like(queries)
     band, positions = Band.of(problem), np.arange(rows.start, rows.stop)[:, None]

@@ -65,6 +65,7 @@ class Note(NamedTuple):
 
 ARRAYS = {
     "lse": Note("natural logarithm"),
+    "sinks": Note("a logit of each query head, natural units; fp32, or bfloat16 with sink_bytes 2"),
     "dlse": Note("the gradient of lse"),
     "mask": Note("not 0 = hidden", _DENSE),
     "cu_seqlens_q": Note("null where queries are padded"),
@@ -118,6 +119,7 @@ NUMBERS = {
     "seqlen_kv": Declared("int32_t", "keys of a sequence; where lengths vary, the most"),
     "rows_q": Declared("int32_t", "of an entry of q: all tokens where sequences are packed"),
     "rows_kv": Declared("int32_t", "of an entry of k: all tokens where sequences are packed", _UNPAGED),
+    "sink_bytes": Declared("int32_t", "of an element of sinks: 4, or 2 of bfloat16"),
     "batch_kv": Declared("int32_t", "entries of k: of a paged cache its pages"),
     "page_size": Declared("int32_t", "keys of a page", _PAGED),
     "head_dim": Declared("int32_t", "of q and k in the call: whole chunks of 16 bytes"),

@@ -29,7 +29,6 @@ from flashgen.operators.arguments import (
     DTYPE_BYTES,
     ROW_ALIGNMENT,
     Argument,
-    ArrayLayout,
     check_devices,
     check_strides,
     flag,
@@ -128,19 +127,8 @@ class AppendProblem(Problem):
         chunks = max(self.head_dim, self.head_dim_v) * DTYPE_BYTES[self.dtype] // ROW_ALIGNMENT
         return 1 << (chunks - 1).bit_length()
 
-    def array_layouts(self) -> tuple[ArrayLayout | None, ...]:
-        # The tables have a dtype of their own.
-        return tuple(
-            None
-            if strides is None
-            else ArrayLayout(
-                argument,
-                argument.extents(self.sizes),
-                strides,
-                self.table_dtype if argument.name in ("cos", "sin") else argument.dtype(self.dtype),
-            )
-            for argument, strides in zip(ARGUMENTS, self.strides, strict=True)
-        )
+    def dtype_of(self, argument: Argument) -> str:
+        return self.table_dtype if argument.name in ("cos", "sin") else argument.dtype(self.dtype)
 
     def description(self) -> str:
         tables = ", tables wide" if _tables(self) == "wide" else ""

@@ -51,6 +51,17 @@ ARGUMENTS = (
         alignment=4,
         optional=True,
     ),
+    # The gradient is of the last dtype, whatever the array has.
+    Argument(
+        "sinks",
+        "input",
+        "num_heads_q",
+        dtypes=("bf16", "fp32"),
+        layout="contiguous",
+        alignment=4,
+        optional=True,
+        differentiable=True,
+    ),
 )
 # The optional inputs but the mask, whose check is of its own.
 _INPUTS = tuple(x.name for x in ARGUMENTS if x.optional and not x.is_output and x.name != "mask")
@@ -73,7 +84,8 @@ class AttentionProblem(Problem):
     nothing. ``mask_type`` is what a kernel must implement: ``none``, ``causal`` (bounded on the right only,
     ``window_right`` 0), ``local``, or ``dense``, whose keys may be bounded too. ``score`` is the score
     modification, if any; ``score_scalars`` are its numbers, NaN until a call gives them, and ``score_sizes``
-    the sizes of symbols that are its own. ``splits`` is what the call says of split-KV.
+    the sizes of symbols that are its own. ``splits`` is what the call says of split-KV, ``sinks_dtype`` the
+    dtype of its sinks, None without them.
 
     With ``lengths`` sequences have several lengths, whose bounds are ``seqlen_q`` and ``seqlen_kv``; kernels
     and grids are chosen by the bounds. Mask and window fit a sequence that is as long as the bounds, and move
@@ -97,10 +109,16 @@ class AttentionProblem(Problem):
     score: Score | None = None
     score_scalars: tuple[float, ...] = ()
     score_sizes: tuple[tuple[str, int], ...] = ()
+    sinks_dtype: str | None = None
 
     @property
     def operator(self) -> Operator:
         return operator_for(self.score, self.lengths is not None)
+
+    def dtype_of(self, argument: Argument) -> str:
+        if argument.name == "sinks" and self.sinks_dtype is not None:
+            return self.sinks_dtype
+        return argument.dtype(self.dtype)
 
     @property
     def lengths_on_device(self) -> bool:
@@ -159,6 +177,7 @@ class AttentionProblem(Problem):
             f"head_dim {self.head_dim}, head_dim_v {self.head_dim_v}, dtype {self.dtype}, "
             f"mask_type {self.mask_type}, gqa {grouping}"
             + ("" if self.score is None else f", score {self.score.title}")
+            + (", sinks" if self.has("sinks") else "")
             + ("" if self.splits == AUTO else f", splits {self.splits}")
             + (f", pages {_pages(self)}" if "pages" in self.operator.axes else "")
         )
@@ -206,6 +225,7 @@ class AttentionProblem(Problem):
             "diagonal_offset": self.diagonal_offset,
             "window_left": self.window_left,
             "window_right": self.window_right,
+            "sink_bytes": DTYPE_BYTES[self.sinks_dtype or "fp32"],
         } | self.scalar_values()
         if self.lengths is None:
             return values
@@ -249,6 +269,7 @@ class AttentionProblem(Problem):
             score=self.score,
             score_scalars=self.score_scalars,
             score_sizes=self.score_sizes,
+            sinks_dtype=self.sinks_dtype,
         )
 
     def scalar_values(self) -> dict[str, Number]:
@@ -390,6 +411,7 @@ def normalise(
         score=score,
         score_scalars=tuple(math.nan for _ in score.scalars) if score else (),
         score_sizes=score_sizes,
+        sinks_dtype=inputs["sinks"].dtype if "sinks" in inputs else None,
     )
     if any(value is not None for value in score_scalars):
         return problem.with_scalars((None, *score_scalars))
@@ -430,6 +452,9 @@ ATTENTION = Operator(
             default="any",
         ),
         "pages": Axis(lambda problem, value: value == _pages(problem), PAGES, default="none"),
+        "sinks": Axis(
+            lambda problem, value: (value == "sink") == problem.has("sinks"), ("none", "sink"), default="none"
+        ),
     },
     grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch", "sequence_rows"),
     contract=by_name(normalise, without=("lse",)),

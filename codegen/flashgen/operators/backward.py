@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 def gradient_arguments(forward: Sequence[Argument], without: Sequence[str]) -> tuple[Argument, ...]:
     """The arguments of the gradients of an operator: the gradient of its first output, its arguments but
     those ``without`` gradients, in their order and all of them inputs, the gradients of its other outputs,
-    and a gradient of each input that is differentiable. An output that the forward call may lack is needed
-    here. The gradient of an optional input is optional, and there where the input is.
+    and a gradient of each input that is differentiable, of the last dtype that the input may have. An output
+    that the forward call may lack is needed here. The gradient of an optional input is optional, and there
+    where the input is.
     """
     kept = [argument for argument in forward if argument.name not in without]
     outputs = [argument for argument in kept if argument.is_output]
@@ -53,7 +54,12 @@ def gradient_arguments(forward: Sequence[Argument], without: Sequence[str]) -> t
         ),
         *others,
         *(
-            argument._replace(name=f"d{argument.name}", role="output", differentiable=False)
+            argument._replace(
+                name=f"d{argument.name}",
+                role="output",
+                dtypes=argument.dtypes[-1:],
+                differentiable=False,
+            )
             for argument in kept
             if argument.differentiable
         ),
@@ -95,6 +101,8 @@ class BackwardProblem(AttentionProblem):
 
     @property
     def empty(self) -> bool:
+        if self.has("sinks"):
+            return False
         if self.lengths is None:
             return self.batch * (self.seqlen_q + self.seqlen_kv) == 0
         of_q, of_kv = self.lengths.batch_q * self.lengths.rows_q, self.lengths.batch_kv * self.lengths.rows_kv
@@ -108,9 +116,11 @@ class BackwardProblem(AttentionProblem):
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
         """With lengths ``query_rows`` and ``key_rows`` are the rows of an entry of q and k, whatever the
         bounds: all are written. ``sequence_rows`` and ``sequence_keys`` are the rows of all entries, and
-        ``sequences`` counts the rows past the last sequence as one more.
+        ``sequences`` counts the rows past the last sequence as one more. ``sinks`` are the query heads of a
+        call with sinks.
         """
         extents = AttentionProblem.grid_extents(self, axes)
+        extents["sinks"] = self.num_heads_q if self.has("sinks") else 0
         if self.lengths is None:
             return extents
         return extents | {
@@ -187,6 +197,8 @@ def kept_of(
 
 
 def _serves_order(problem: BackwardProblem, order: Value) -> bool:
+    if order == "direct" and problem.has("sinks"):
+        return False  # it keeps no delta, of which dsinks is a sum
     return order != "none" or not problem.deterministic
 
 
@@ -196,10 +208,11 @@ BACKWARD = Operator(
     options=OPTIONS,
     scalars=SCALARS,
     axes={
-        **{name: axis for name, axis in ATTENTION.axes.items() if name not in CACHE_ARRAYS},
+        # Sinks are in the LSE. Their gradient has a step of its own, which calls without them leave out.
+        **{name: axis for name, axis in ATTENTION.axes.items() if name not in (*CACHE_ARRAYS, "sinks")},
         "dq_order": Axis(_serves_order, DQ_ORDERS, default="none"),
     },
-    grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_keys", "sequences"),
+    grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_keys", "sequences", "sinks"),
     contract=by_name(normalise),
     elements_checked=LENGTH_ARRAYS,
     check_elements=attention.check_elements,

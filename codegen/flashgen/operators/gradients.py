@@ -7,10 +7,13 @@ The bound. With the names of `backward` and of `reference`, D_i = sum_c |o_ic do
 v_jc|, u the unit roundoff of the dtype, and ds_ij = p_ij (do_i v_j - delta_i) f'_ij, where f' is the
 derivative of a score modification, 1 without one:
 
+    w_i = exp(sink - lse_i)
     r_i = 2 e_i + 2^-22 (S_i + 3 |lse_i|)
     x_ij = |ds_ij| r_i + |f'_ij| p_ij (2^-21 (G_ij + D_i + |dlse_i|) + e_i sum_j p_ij G_ij)
            + |error of f'_ij| p_ij |do_i v_j - delta_i|
     |error of dv_j| <= 1.05 u (sum_i p_ij |do_i| + |dv_j|) + sum_i (p_ij (r_i + w) + least) |do_i| + least_out
+    |error of dsink| <= sum_i w_i (|delta_i| (r_i + w) + 1.05 u D_i + 2^-21 (D_i + |dlse_i|)
+                        + e_i sum_j p_ij G_ij + least sum_c |do_ic|)
     |error of dq_i| <= 1.05 u (scale sum_j (|ds_ij| + |f'_ij| p_ij D_i) |k_j| + |dq_i|)
                        + scale sum_j (x_ij + |ds_ij| w + least + 2^-126 |f'_ij t_ij|) |k_j| + least_out
     dk_j as dq_i, with sums over i and |q_i|
@@ -23,6 +26,7 @@ derivative of a score modification, 1 without one:
   |lse|: kernels add this much to lse, so that its rounding never makes p too large.
 - 2^-21 (G + D + |dlse|): the sums over head_dim and their difference, in fp32. e sum p G: the error of the
   forward result in fp32.
+- dsink = -sum_i w_i delta_i, over the rows of all sequences. Its delta is wrong as in ds.
 - w = 2^-19 + 2^-24 sqrt(m): sums of m terms in fp32, as in `reference`.
 - least: what p and ds lose below the least step of their dtype, for each pair that a mask does not hide:
   2^-25 in fp16, since both are packed as they are, and what is flushed to 0 in the others. least_out:
@@ -52,6 +56,7 @@ from flashgen.operators.reference import (
     largest,
     library_of,
     parts_of_scores,
+    sinks_of,
     softmax,
 )
 
@@ -117,6 +122,7 @@ def judge(problem: BackwardProblem, arrays: Mapping[str, np.ndarray | None]) -> 
         arrays.get("mask"),
         None if dlse is None else batched(dlse, 3).astype(np.float64),
         modification_of(problem, arrays),
+        sinks_of(problem, arrays),
     )
     results = {name: widened(arrays[name], problem.dtype) for name in right}
     return GradientVerdict(
@@ -135,6 +141,7 @@ def gradients(
     dense: Any = None,
     dlse: Any = None,
     modification: ScoreOfCall | None = None,
+    sinks: Any = None,
 ) -> dict[str, Gradient]:
     """The gradients of softmax(q k^T scale) v in float64 by name, each with the bound for a kernel of
     elements of ``dtype``.
@@ -150,10 +157,18 @@ def gradients(
         name: Gradient(*(xp.zeros(x.shape, dtype=xp.float64, **place) for _ in Gradient._fields))
         for name, x in (("dq", q), ("dk", k), ("dv", v))
     }
+    if sinks is not None:
+        totals["dsinks"] = Gradient(
+            *(xp.zeros((heads,), dtype=xp.float64, **place) for _ in Gradient._fields)
+        )
+        if not seqlen_kv and dlse is not None:  # the LSE is the sink
+            terms = xp.where(sinks[:, None] == -np.inf, 0.0, dlse)
+            totals["dsinks"].value[...] = xp.sum(terms, axis=(0, 2))
+            totals["dsinks"].bound[...] = 2.0**-18 * xp.sum(xp.abs(terms), axis=(0, 2))
     seen = xp.zeros((batch, seqlen_kv, k.shape[2], 1), dtype=xp.float64, **place)
     for part in parts_of_scores(q, k, v, band, dense, None, modification, _SCORES):
         of_part = part.entry, part.rows, part.head
-        dq, of_keys, seen_by = _chain_rule(
+        dq, of_keys, seen_by, of_sinks = _chain_rule(
             xp,
             dout[of_part],
             q[of_part],
@@ -165,12 +180,16 @@ def gradients(
             dtype,
             group * count,
             part.at,
+            None if sinks is None else sinks[part.head][:, None, None],
         )
         for total, values in zip(totals["dq"], dq, strict=True):
             total[of_part] = values
         # Heads of a group add to one kv head, which an assignment by arrays of indices would do once.
         for i, (entry, head) in enumerate(zip(part.entry.tolist(), part.head.tolist(), strict=True)):
             one = entry, slice(None), head // group
+            if of_sinks is not None:
+                for total, values in zip(totals["dsinks"], of_sinks, strict=True):
+                    total[head] += values[i]
             for name, gradient in of_keys.items():
                 for total, values in zip(totals[name], gradient, strict=True):
                     total[one] += values[i]
@@ -190,19 +209,22 @@ def _chain_rule(
     dtype: str,
     rows_of_key: int,
     at: FormulaAt | None,
-) -> tuple[Gradient, dict[str, Gradient], Any]:
+    sink: Any,
+) -> tuple[Gradient, dict[str, Gradient], Any, Gradient | None]:
     """For some rows of some heads, (heads, rows, columns): dq; what they add to dk and dv, with bounds but
-    for the rounding of the results; and how many of them see each key.
+    for the rounding of the results; how many of them see each key; and what they add to dsinks, if there are
+    sinks.
     """
     u = UNIT_ROUNDOFF[dtype]
-    row = softmax(xp, q, k, hidden, scale, dtype, at)
+    row = softmax(xp, q, k, hidden, scale, dtype, at, sink)
     p, lse = row.p, xp.where(row.sees_nothing, 0.0, row.lse)
     dlse = xp.where(row.sees_nothing, 0.0, dlse)  # of an LSE of -inf it has no effect, whatever it is
     visible = xp.ones_like(p) if row.hidden is None else xp.where(row.hidden, 0.0, xp.ones_like(p))
     out = p @ v
     size_d = xp.sum(xp.abs(out * dout), axis=-1, keepdims=True)
     size_g = xp.abs(dout) @ xp.abs(v).swapaxes(1, 2)
-    terms = dout @ v.swapaxes(1, 2) - (xp.sum(out * dout, axis=-1, keepdims=True) - dlse)
+    delta = xp.sum(out * dout, axis=-1, keepdims=True) - dlse
+    terms = dout @ v.swapaxes(1, 2) - delta
     slope, slope_error = xp.ones_like(p), 0.0
     if at is not None:
         with np.errstate(all="ignore"):
@@ -224,6 +246,18 @@ def _chain_rule(
     sum_of_rows = 2.0**-19 + 2.0**-24 * rows_of_key**0.5
     wrong_p = p * (1.05 * u + factor + sum_of_rows) + LEAST_OUT[dtype] * visible
 
+    of_sinks = None
+    if sink is not None:
+        weight_of_sink = xp.where(row.sees_nothing, 0.0, xp.exp(sink - lse))
+        wrong_delta = (1.05 * u + 2.0**-21) * size_d + 2.0**-21 * abs(dlse)
+        wrong_delta = wrong_delta + row.error * xp.sum(p * size_g, axis=-1, keepdims=True)
+        wrong_delta = wrong_delta + LEAST_OUT[dtype] * xp.sum(xp.abs(dout), axis=-1, keepdims=True)
+        wrong_delta = wrong_delta + xp.abs(delta) * (factor + sum_of_rows)
+        of_sinks = Gradient(
+            -xp.sum(weight_of_sink * delta, axis=(1, 2)),
+            xp.sum(weight_of_sink * wrong_delta + 2.0**-126 * xp.abs(delta), axis=(1, 2)),
+        )
+
     def of_keys(x: Any, y: Any) -> Any:
         return x.swapaxes(1, 2) @ y
 
@@ -235,7 +269,7 @@ def _chain_rule(
         "dk": Gradient(scale * of_keys(ds, q), dk_bound),
         "dv": Gradient(of_keys(p, dout), of_keys(wrong_p, xp.abs(dout))),
     }
-    return Gradient(dq, dq_bound), added, xp.sum(visible, axis=1)[..., None]
+    return Gradient(dq, dq_bound), added, xp.sum(visible, axis=1)[..., None], of_sinks
 
 
 def _finished(xp: Any, totals: dict[str, Gradient], seen: Any, dtype: str) -> dict[str, Gradient]:

@@ -94,13 +94,17 @@ class Problem:
         """What stands for such a problem where its kernel is chosen: the same for each batch."""
         raise NotImplementedError
 
+    def dtype_of(self, argument: Argument) -> str:
+        """The dtype of an array of the call; of an argument that allows several, the last one."""
+        return argument.dtype(self.dtype)
+
     def array_layouts(self) -> tuple[ArrayLayout | None, ...]:
         """The layout of each argument, in the operator's order; None for an absent one."""
         sizes = self.sizes
         return tuple(
             None
             if strides is None
-            else ArrayLayout(argument, argument.extents(sizes), strides, argument.dtype(self.dtype))
+            else ArrayLayout(argument, argument.extents(sizes), strides, self.dtype_of(argument))
             for argument, strides in zip(self.operator.arguments, self.strides, strict=True)
         )
 

@@ -27,6 +27,9 @@ the unit roundoff of the dtype,
 - 2^-22 (S + |lse|): lg2.approx of row_sum, the logarithm of which is at most S + |lse|, and the change to
   base e.
 
+A sink counts as a key without a value: S and e have its size, too. A row that sees no key has the sink as its
+LSE.
+
 A score modification f takes the place of s_j, S is the largest |f|, and the first two terms of e are those
 of its running error (`roundoff`), which begins with 2^-21 of the scaled sum of |q_i k_ji|.
 
@@ -65,10 +68,11 @@ _SCORES = 1 << 22
 
 
 class Expected(NamedTuple):
-    """Results, and the largest errors that they may have: float64, 0 for a row that sees nothing.
+    """Results, and the largest errors that they may have: float64, 0 for a row that sees nothing, and has no
+    sink.
 
     ``out`` and ``out_bound`` have the shape (batch, rows, num_heads_q, head_dim_v), ``lse`` and ``lse_bound``
-    (batch, num_heads_q, rows). A row that sees nothing has out 0 and lse -inf.
+    (batch, num_heads_q, rows). A row that sees nothing has out 0, and lse -inf or its sink.
     """
 
     out: Any
@@ -128,12 +132,19 @@ def judge(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) ->
     """
     q, k, v, out = (batched(widened(arrays[name], problem.dtype), 4) for name in ("q", "k", "v", "out"))
     mask, lse = arrays.get("mask"), arrays.get("lse")
-    modification = modification_of(problem, arrays)
     expected = attention(
-        q, k, v, problem.dtype, problem.softmax_scale, Band.of(problem), mask, modification=modification
+        *(q, k, v, problem.dtype, problem.softmax_scale, Band.of(problem), mask),
+        modification=modification_of(problem, arrays),
+        sinks=sinks_of(problem, arrays),
     )
     of_lse = None if lse is None else largest(batched(lse, 3), expected.lse, expected.lse_bound)
     return Verdict(largest(out, expected.out, expected.out_bound), of_lse)
+
+
+def sinks_of(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> np.ndarray | None:
+    """The sinks of a call among its arrays by name, in float64; None if it has none."""
+    sinks = arrays.get("sinks")
+    return None if sinks is None else widened(sinks, problem.sinks_dtype)
 
 
 def attention(
@@ -146,6 +157,7 @@ def attention(
     dense: Any = None,
     rows: Any = None,
     modification: ScoreOfCall | None = None,
+    sinks: Any = None,
 ) -> Expected:
     """softmax(q k^T scale) v in float64, and the bound for a kernel that computes in ``dtype``.
 
@@ -153,6 +165,7 @@ def attention(
     head_dim_v: float64, elements as the kernel got them. ``dense``, nonzero where a key is hidden, broadcasts
     to (batch, num_heads_q, rows, seqlen_kv). ``rows`` are the positions of q's rows among all queries,
     integers; None if q has all of them. ``modification`` modifies the scores; its arrays are float64.
+    ``sinks`` are (num_heads_q,), float64.
     """
     xp = library_of(q)
     place = {"device": q.device} if xp.__name__ == "torch" else {}
@@ -163,9 +176,13 @@ def attention(
         xp.zeros((batch, heads, count, v.shape[-1]), dtype=xp.float64, **place),
         xp.zeros((batch, heads, count), dtype=xp.float64, **place),
     )
+    if sinks is not None and not k.shape[1]:
+        expected.lse[...] = sinks[:, None]
+        expected.lse_bound[...] = 2.0**-19 + 2.0**-20 * finite_sizes(xp, sinks)[:, None]
     for part in parts_of_scores(q, k, v, band, dense, rows, modification, _SCORES):
         own_q = q[part.entry, part.rows, part.head]
-        results = _attend(xp, own_q, part.k, part.v, part.hidden, scale, dtype, part.at)
+        sink = None if sinks is None else sinks[part.head][:, None, None]
+        results = _attend(xp, own_q, part.k, part.v, part.hidden, scale, dtype, part.at, sink)
         for whole, result in zip(expected, results, strict=True):
             whole[part.entry, part.head, part.rows] = result
     return expected._replace(out=expected.out.swapaxes(1, 2), out_bound=expected.out_bound.swapaxes(1, 2))
@@ -251,7 +268,7 @@ def largest(result: Any, expected: Any, bound: Any) -> Largest:
 class Softmax(NamedTuple):
     """The softmax of some rows, (heads, rows, keys), in float64; ``hidden`` is true where a row does not see
     a key, None where all see all. The others are (heads, rows, 1): the log-sum-exp, S and e of the bound, and
-    whether a row sees nothing: its p is 0, its LSE -inf.
+    whether a row sees nothing, and has no sink: its p is 0, its LSE -inf.
     """
 
     p: Any
@@ -262,11 +279,24 @@ class Softmax(NamedTuple):
     sees_nothing: Any
 
 
+def finite_sizes(xp: Any, x: Any) -> Any:
+    """Absolute values, 0 for an infinity."""
+    return xp.where(xp.abs(x) == math.inf, 0.0, xp.abs(x))
+
+
 def softmax(
-    xp: Any, q: Any, k: Any, hidden: Any, scale: float, dtype: str, at: FormulaAt | None = None
+    xp: Any,
+    q: Any,
+    k: Any,
+    hidden: Any,
+    scale: float,
+    dtype: str,
+    at: FormulaAt | None = None,
+    sink: Any = None,
 ) -> Softmax:
     """The softmax of some heads: q (heads, rows, head_dim), k (heads, seqlen_kv, head_dim) with at least one
-    key; hidden None, or broadcastable to (heads, rows, seqlen_kv); ``at`` is the score modification there.
+    key; hidden None, or broadcastable to (heads, rows, seqlen_kv); ``at`` is the score modification there,
+    ``sink`` (heads, 1, 1).
     """
     scores = q @ k.swapaxes(1, 2) * scale
     score_sizes = xp.abs(q) @ xp.abs(k).swapaxes(1, 2) * scale
@@ -286,20 +316,36 @@ def softmax(
         score_sizes = xp.where(hidden, 0.0, score_sizes)
         score_errors = xp.where(hidden, 0.0, score_errors)
     row_max = xp.amax(scores, axis=-1, keepdims=True)
-    sees_nothing = row_max == -math.inf
-    p = xp.exp(scores - xp.where(sees_nothing, 0.0, row_max))
-    row_sum = xp.sum(p, axis=-1, keepdims=True)
-    row_sum = xp.where(sees_nothing, 1.0, row_sum)
     size = xp.amax(score_sizes, axis=-1, keepdims=True)
-    error = xp.amax(score_errors, axis=-1, keepdims=True) + 2.0**-19 + 2.0**-24 * keys_seen**0.5
+    error = xp.amax(score_errors, axis=-1, keepdims=True)
+    if sink is not None:
+        sink_size = finite_sizes(xp, sink)
+        row_max, size = xp.maximum(row_max, sink + 0.0 * size), xp.maximum(size, sink_size + 0.0 * size)
+        error = xp.maximum(error, 2.0**-21 * sink_size + 0.0 * size)
+    sees_nothing = row_max == -math.inf
+    finite_max = xp.where(sees_nothing, 0.0, row_max)
+    p = xp.exp(scores - finite_max)
+    row_sum = xp.sum(p, axis=-1, keepdims=True)
+    if sink is not None:
+        row_sum = row_sum + xp.exp(sink - finite_max)
+    row_sum = xp.where(sees_nothing, 1.0, row_sum)
+    error = error + 2.0**-19 + 2.0**-24 * keys_seen**0.5
     return Softmax(p / row_sum, hidden, row_max + xp.log(row_sum), size, error, sees_nothing)
 
 
 def _attend(
-    xp: Any, q: Any, k: Any, v: Any, hidden: Any, scale: float, dtype: str, at: FormulaAt | None
+    xp: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    hidden: Any,
+    scale: float,
+    dtype: str,
+    at: FormulaAt | None,
+    sink: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """``Expected`` for some heads; v (heads, seqlen_kv, head_dim_v), the others as in `softmax`."""
-    p, hidden, lse, size, error, sees_nothing = softmax(xp, q, k, hidden, scale, dtype, at)
+    p, hidden, lse, size, error, sees_nothing = softmax(xp, q, k, hidden, scale, dtype, at, sink)
     out, v_sizes = p @ v, xp.abs(v)
     visible_v = xp.sum(v_sizes, axis=1, keepdims=True)
     if hidden is not None:

@@ -15,7 +15,7 @@ from flashgen.operators.gradients import GradientVerdict, judge
 from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.reference import Largest, attention
+from flashgen.operators.reference import Largest, attention, sinks_of
 from flashgen.operators.sequences import arrays_of, sequences
 from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import (
@@ -100,6 +100,7 @@ class BackwardExample:
                 Band.of(part),
                 arrays.get("mask"),
                 modification=modification_of(part, arrays),
+                sinks=sinks_of(part, arrays),
             )
             rounded = bfloat16_bits(right.out.astype(np.float32)) if part.dtype == "bf16" else right.out
             arrays["out"][...] = rounded
@@ -240,11 +241,15 @@ def _normalised(
     """The problem of a call with these arrays, and all of its arrays by name."""
     score_arrays = randomarrays.score_arrays_of(rng, variant.score, sizes_of_scores(shape))
     others = inputs_read(rng, variant, shape)
-    arrays = arrays | others
-    arrays |= {name: np.full_like(others[x], np.nan) for name, x in INPUT_OF.items() if x in others}
+    if not shape.sinks:
+        others.pop("sinks", None)
+    gradients = {
+        name: np.full(others[x].shape, np.nan, np.float32) for name, x in INPUT_OF.items() if x in others
+    }
     dtypes = {argument.name: argument.dtype(variant.dtype) for argument in BACKWARD.arguments}
     problem = normalise(
-        **{name: view_of(x, dtypes[name]) for name, x in arrays.items() if x is not None},
+        **{name: view_of(x, dtypes[name]) for name, x in (arrays | gradients).items() if x is not None},
+        **randomarrays.array_views(others),
         **options,
         deterministic=variant.axis("dq_order") != "none",
         score=variant.score,
@@ -252,4 +257,6 @@ def _normalised(
         score_scalars=randomarrays.score_scalars_of(rng, variant.score),
     )
     params = variant.score.arrays if variant.score else ()
-    return problem, arrays | {param.name: x for param, x in zip(params, score_arrays, strict=True)}
+    return problem, arrays | gradients | others | {
+        param.name: x for param, x in zip(params, score_arrays, strict=True)
+    }

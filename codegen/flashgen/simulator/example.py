@@ -43,7 +43,8 @@ class Shape:
     ``mask`` is the shape of a dense mask by the extents it has in full, such as "bhqk", "qk", "1hqk" or "k",
     and ``mask_alignment`` the bytes to which its rows are aligned. Queries are ``spread`` times normal
     numbers. ``gap`` is the bytes between rows, a multiple of 16. ``splits`` is as in ``attention``; "auto"
-    means a number of splits for a variant that takes no other call.
+    means a number of splits for a variant that takes no other call. ``sinks`` is whether gradients are of a
+    call with sinks; a forward variant says it itself.
     """
 
     seqlen_q: int = 128
@@ -61,6 +62,7 @@ class Shape:
     gap: int = 16
     return_lse: bool = True
     splits: Splits = AUTO
+    sinks: bool = False
 
 
 class Example(Protocol):

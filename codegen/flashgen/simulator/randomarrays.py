@@ -11,6 +11,7 @@ import numpy as np
 
 from flashgen.operators import operator_of
 from flashgen.operators.arguments import dtype_name
+from flashgen.operators.numbers import bfloat16_bits
 from flashgen.operators.scores import TYPES
 from flashgen.simulator.example import ALIGNMENT, GUARD_ROWS, random_rows, view_of
 
@@ -61,18 +62,22 @@ def inputs_read(
     for argument in operator_of(variant.operator, variant.has_lengths).arguments:
         if argument.optional and not argument.is_output and argument.name in pointers - {*others}:
             extents = argument.extents(sizes)
-            is_integer = argument.dtype(variant.dtype) == "int32"
-            arrays[argument.name] = (
-                rng.integers(-3, 4, extents, np.int32)
-                if is_integer
-                else rng.standard_normal(extents, np.float32)
-            )
+            if argument.dtype(variant.dtype) == "int32":
+                arrays[argument.name] = rng.integers(-3, 4, extents, np.int32)
+                continue
+            numbers = rng.standard_normal(extents, np.float32)
+            arrays[argument.name] = numbers
+            if "bf16" in argument.dtypes and rng.integers(2):
+                arrays[argument.name] = bfloat16_bits(numbers)
     return arrays
 
 
 def array_views(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayView]:
-    """The views of these arrays."""
-    return {name: view_of(x, dtype_name(x.dtype.name)) for name, x in arrays.items()}
+    """The views of these arrays; bfloat16 elements are their bits in uint16."""
+    return {
+        name: view_of(x, "bf16" if x.dtype == np.uint16 else dtype_name(x.dtype.name))
+        for name, x in arrays.items()
+    }
 
 
 def random_mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
