@@ -72,6 +72,31 @@ def test_they_are_those_of_attention_backward_bit_by_bit():
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+def with_sinks(q, k, v, sinks):
+    """Attention with logits that join the denominator, and its LSE, by PyTorch alone."""
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 4
+    scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], v), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sinks_have_a_gradient(compiled, dtype):
+    *inputs, dout = tensors()
+    inputs.append(torch.randn(HEADS).to(dtype).requires_grad_())
+    dlse = torch.randn(2, HEADS, 6)
+
+    def attend(q, k, v, sinks):
+        return flashgen.attention(q, k, v, sinks=sinks, return_lse=True)
+
+    function = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    found, expected = (torch.autograd.grad(f(*inputs), inputs, (dout, dlse)) for f in (function, with_sinks))
+    same(found[:3], expected[:3])
+    assert found[3].dtype == dtype
+    same(found[3:], expected[3:], 1e-5 if dtype == torch.float32 else 1e-2)
+
+
 def test_an_lse_alone_has_a_gradient():
     q, k, v, _ = tensors()
     scores = lambda q, k: torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 4  # noqa: E731
