@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flashgen.api.cascade import cascade
     from flashgen.api.explain import explain, warmup
     from flashgen.api.merge import merge
+    from flashgen.api.weights import WeightsPlan
     from flashgen.call.kvcache import KVCache, Rotary
     from flashgen.errors import (
         BadParam,
@@ -68,6 +69,7 @@ __all__ = [
     "SplitEvery",
     "TemplateWarning",
     "TunedWarning",
+    "WeightsPlan",
     "append",
     "attention",
     "attention_backward",
@@ -85,6 +87,7 @@ _HOMES = {
     "Plan": "flashgen.runtime.plans",
     "Rotary": "flashgen.call.kvcache",
     "SplitEvery": "flashgen.operators.splits",
+    "WeightsPlan": "flashgen.api.weights",
     "append": "flashgen.api.append",
     "attention": "flashgen.api.attention",
     "attention_backward": "flashgen.api.backward",

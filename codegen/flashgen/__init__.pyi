@@ -1,9 +1,10 @@
 # Written by `python -m flashgen.api.stub` from the fields of a call; not to be edited.
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict, overload
+from typing import Any, Literal, TypedDict, overload
 
 from flashgen.api.append_and_attend import AppendPlan as AppendPlan
+from flashgen.api.weights import WeightsPlan as WeightsPlan
 from flashgen.call.kvcache import KVCache as KVCache
 from flashgen.call.kvcache import Rotary as Rotary
 from flashgen.errors import BadParam as BadParam
@@ -53,6 +54,7 @@ __all__ = [
     "SplitEvery",
     "TemplateWarning",
     "TunedWarning",
+    "WeightsPlan",
     "append",
     "attention",
     "attention_backward",
@@ -179,6 +181,7 @@ def attention(
     rotary: Rotary | None = None,
     out: Any = None,
     return_lse: bool = False,
+    return_weights: bool = False,
     deterministic: bool = False,
     stream: Any = None,
     backend: str | None = None,
@@ -210,6 +213,7 @@ def plan(
     rotary: None = None,
     out: Any = None,
     return_lse: bool = False,
+    return_weights: Literal[False] = False,
     backend: str | None = None,
     algorithm: str | None = None,
 ) -> _AttentionPlan: ...
@@ -239,9 +243,40 @@ def plan(
     rotary: Rotary | None = None,
     out: Any = None,
     return_lse: bool = False,
+    return_weights: Literal[False] = False,
     backend: str | None = None,
     algorithm: str | None = None,
 ) -> AppendPlan: ...
+@overload
+def plan(
+    q: Any,
+    k: Any,
+    v: Any = None,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    mask_type: int | str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: str | Sequence[str] | None = None,
+    params: Mapping[str, Any] | None = None,
+    sinks: Any = None,
+    kv_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    splits: str | int | SplitEvery = "auto",
+    append: None = None,
+    rotary: None = None,
+    out: Any = None,
+    return_lse: bool = False,
+    return_weights: Literal[True],
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> WeightsPlan: ...
 def attention_backward(
     dout: Any,
     q: Any,

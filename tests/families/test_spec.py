@@ -43,7 +43,11 @@ WRONG = {
         "operator: attention",
         "operator: convolution",
         "operator:",
-        ["operator: ", "'convolution'", "allowed: append, attention, attention_backward, merge"],
+        [
+            "operator: ",
+            "'convolution'",
+            "allowed: append, attention, attention_backward, attention_weights, merge",
+        ],
     ),
     "lengths of an operator without them": (
         "operator: attention",

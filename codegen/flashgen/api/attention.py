@@ -15,11 +15,20 @@ from flashgen.runtime import arrays, torchkind
 
 if TYPE_CHECKING:
     from flashgen.api.append_and_attend import AppendPlan
+    from flashgen.api.weights import WeightsPlan
     from flashgen.call.record import Call
     from flashgen.runtime.plans import Plan
 
 
 def _attention(call: Call) -> Any:
+    if call.return_weights is not False:
+        from flashgen.api.weights import attention_with_weights
+
+        try:
+            return attention_with_weights(call, _attention)
+        except FlashgenError as error:
+            error.rename(names_of(call))
+            raise
     kind = arrays.kind_of(call.q)
     if kind is not None and kind.records(call.q, call.k, call.v):
         return _recorded(call)
@@ -52,7 +61,8 @@ _attention.__doc__ = f"""softmax(q k^T * softmax_scale, masked) v, exactly, with
 
     {described("attention")}
 
-    Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
+    Returns ``out``, of the kind of q, or a tuple: ``out``, then the LSE, then the weights, as far as the call
+    requests them. A row that sees no key is 0, with an LSE of -inf.
     Finite scores give finite results, whatever their size. If all scaled scores of a row exceed 1e7 in size
     in fp16, or 1e9 in bf16 and fp32, as after a finite mask of -1e10, fp32 cannot tell them apart. Then a GPU
     may give 0 for that row, with an LSE of -inf, instead of a mean of v.
@@ -98,8 +108,9 @@ def _unrecorded(call: Call) -> str:
     return "out" if call.out is not None else "stream" if call.stream is not None else ""
 
 
-def _plan(call: Call) -> Plan | AppendPlan:
-    """A ``Plan`` for all calls whose arrays have the layouts of these; with ``append`` an ``AppendPlan``.
+def _plan(call: Call) -> Plan | AppendPlan | WeightsPlan:
+    """A ``Plan`` for all calls whose arrays have the layouts of these; with ``append`` an ``AppendPlan``,
+    with ``return_weights`` a ``WeightsPlan``.
 
     Arguments and errors are as in ``attention``. The kernel is compiled and loaded here, so calls of the plan
     only queue it. The elements of the arrays are not read. An ``out`` here fixes the layout of every later
@@ -109,6 +120,10 @@ def _plan(call: Call) -> Plan | AppendPlan:
     others.
     """
     with naming(names_of(call)), planning("plan", call.q):
+        if flag("return_weights", call.return_weights):
+            from flashgen.api.weights import weights_plan
+
+            return weights_plan(call)
         if call.append is not None or call.rotary is not None:
             from flashgen.api.append_and_attend import append_plan, requested_append
 

@@ -40,23 +40,28 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
     from flashgen.schedule.explain import Explanation
 
-# The module beside this one of each function that `explain` and `warmup` know by name, and of its
-# `request_by_name`.
-_EXPLAINED = {"attention": "attention", "attention_backward": "backward", "append": "append"}
+# The operators that `explain` and `warmup` know by name: the module beside this one that has the
+# `request_by_name` of the operator, and the function whose parameters it takes.
+_EXPLAINED = {
+    "attention": ("attention", "attention"),
+    "attention_backward": ("backward", "attention_backward"),
+    "attention_weights": ("weights", "attention"),
+    "append": ("append", "append"),
+}
 # Their parameters that no kernel depends on, or that have arguments of their own.
 _UNEXPLAINED = {"stream", "backend", "algorithm", "workspace"}
-# The parameters of ``attention`` that make it two calls.
-_APPENDING = {"append", "rotary"}
+# The parameters of ``attention`` that make it two calls, and the operator of the second one.
+_OF_SECOND = {"append": "append", "rotary": "append", "return_weights": "attention_weights"}
 
 
 def explained_fields() -> dict[str, str]:
     """The options of `explain` and their types: what the functions that it knows take."""
     types = {}
-    for function in _EXPLAINED:
+    for function in dict.fromkeys(function for _, function in _EXPLAINED.values()):
         # What there must be has a default here.
         needed = POSITIONAL[function][: REQUIRED[function]]
         types |= {x.name: "Any" if x.name in needed else x.type for x in parameters(function)}
-    unexplained = _UNEXPLAINED - {"algorithm"} | {"append"}
+    unexplained = _UNEXPLAINED - {"algorithm"} | {"append", "return_weights"}
     return {name: kind for name, kind in types.items() if name not in unexplained}
 
 
@@ -81,6 +86,8 @@ def explain(
         architecture a well-known GPU is assumed: an H100 for sm_90.
     operator: the function that is called: "attention", "attention_backward" or "append". A call of
         ``attention`` with append= is one of ``append`` and one of ``attention``, each explained by itself.
+        With return_weights it is one of "attention" and one of "attention_weights", which has the same
+        options.
     options: any other argument of it. Arrays, for example mask, may be shapes as well, also in a ``KVCache``
         or a ``Rotary``, whose cos and sin are then fp32. Required inputs, for example dout, have by default
         the shapes that follow from the others.
@@ -197,12 +204,14 @@ def _shaped(function: str, options: dict[str, Any], dtype: str) -> Problem:
     default_values, request_by_name = _function(function)
     names = default_values.keys() - _UNEXPLAINED
     if function != "append":
-        names -= _APPENDING
+        names -= _OF_SECOND.keys()
     unknown = options.keys() - names
     if unknown:
         apart = ""
-        if function == "attention" and unknown & _APPENDING:
-            apart = "; what it appends is a call of its own, with operator 'append'"
+        second = [name for name in _OF_SECOND if name in unknown]
+        if function == "attention" and second:
+            what = "its weights are" if second[0] == "return_weights" else "what it appends is"
+            apart = f"; {what} a call of its own, with operator {_OF_SECOND[second[0]]!r}"
         wrong = sorted(map(str, unknown))
         meant = advice(wrong[0], names)
         raise BadParam(
@@ -216,7 +225,7 @@ def _shaped(function: str, options: dict[str, Any], dtype: str) -> Problem:
         call["k"] = call["q"]
     if call["v"] is None and not isinstance(call["k"], KVCache):
         call["v"] = call["k"]
-    record = AttentionCall if function == "attention" else GradientCall
+    record = GradientCall if function == "attention_backward" else AttentionCall
     with naming(names_of(call_of(record, **call))):
         return _problem_of(request_by_name(call), dtype)
 
@@ -298,8 +307,8 @@ def _calls(calls: Any) -> list[Mapping[str, Any]]:
 
 @lru_cache(maxsize=len(_EXPLAINED))
 def _function(name: str) -> tuple[Mapping[str, Any], Callable[[dict[str, Any]], Request]]:
-    """The parameters of a function in `_EXPLAINED` with their defaults, None where there is none, and its
+    """The parameters of an operator in `_EXPLAINED` with their defaults, None where there is none, and its
     `request_by_name`.
     """
-    module = importlib.import_module(f"flashgen.api.{_EXPLAINED[name]}")
-    return defaults(name), module.request_by_name
+    module, function = _EXPLAINED[name]
+    return defaults(function), importlib.import_module(f"flashgen.api.{module}").request_by_name

@@ -30,7 +30,7 @@ _HEAD = """\
 # Written by `python -m flashgen.api.stub` from the fields of a call; not to be edited.
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict, overload
+from typing import Any, Literal, TypedDict, overload
 """
 
 
@@ -44,8 +44,9 @@ def text() -> str:
     names = "".join(f'    "{name}",\n' for name in flashgen.__all__)
     forward, backward = "_AttentionPlan", "_GradientPlan"
     plans = (
-        (forward, {"append": "None", "rotary": "None"}),
-        ("AppendPlan", {"k": "KVCache", "append": "tuple[Any, Any]"}),
+        (forward, {"append": "None", "rotary": "None", "return_weights": "Literal[False]"}),
+        ("AppendPlan", {"k": "KVCache", "append": "tuple[Any, Any]", "return_weights": "Literal[False]"}),
+        ("WeightsPlan", {"append": "None", "rotary": "None", "return_weights": "Literal[True]"}),
     )
     classes = (
         _plan_class(forward, (ATTENTION.without_lengths, ATTENTION)),
@@ -69,7 +70,7 @@ def text() -> str:
 
 def _function(name: str, result: str, changes: dict[str, str] | None = None) -> str:
     """A function of the table; ``changes`` has other types of some parameters, which then have no default
-    but None.
+    but None or False.
     """
     entries, changes = [], changes or {}
     required = POSITIONAL[name][: REQUIRED[name]]
@@ -77,7 +78,7 @@ def _function(name: str, result: str, changes: dict[str, str] | None = None) -> 
         if position == len(POSITIONAL[name]):
             entries.append("*")
         kind = changes.get(field.name, field.type)
-        optional = field.name not in required and kind in (field.type, "None")
+        optional = field.name not in required and kind in (field.type, "None", "Literal[False]")
         entries.append(f"{field.name}: {kind}" + (f" = {_default(field.default)}" if optional else ""))
     return _signature(name, entries, result)
 

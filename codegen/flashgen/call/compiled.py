@@ -37,7 +37,7 @@ from flashgen.call.compute import compute
 from flashgen.call.fields import DIFFERENTIABLE, GRADIENTS
 from flashgen.call.kvcache import FIELDS, KVCache
 from flashgen.call.record import AttentionCall
-from flashgen.call.request import Request, gradients_of, load_operators, names_of, request_of
+from flashgen.call.request import Request, gradients_of, load_operators, names_of, request_of, weights_of
 from flashgen.errors import BadParam, NullPointer, arg, naming
 from flashgen.operators.append import APPEND
 from flashgen.operators.merge import MERGE
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from flashgen.call.record import Call
+    from flashgen.runtime.torchkind import TorchKind
 
 load_operators()
 
@@ -73,6 +74,18 @@ def attention(call: Call, append_request: Request | None, what: str) -> tuple[Te
     pages = named.get("index"), named.get("pages")
     _attend(*inputs, *pages, score_arrays, is_cache, *entries, out, lse)
     return out, lse
+
+
+def attention_weights(call: Call, lse: Tensor, kind: TorchKind) -> Tensor:
+    """The weights of a call without lengths, whose LSE is ``lse``. They have no gradient. Raises BadParam."""
+    arrays = {name: getattr(call, name) for name in ("q", "k", "mask")} | {"lse": lse}
+    arrays = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arrays.items()}
+    lse = arrays.pop("lse")
+    call = call.replace(**arrays)
+    if not kind.records(call.q, call.k, lse):
+        return compute(weights_of(call, lse), kind)
+    score_arrays, entries = encode(call)
+    return _weigh(*arrays.values(), lse, score_arrays, *entries)
 
 
 def attention_backward(call: Call) -> tuple[Tensor, ...]:
@@ -179,6 +192,25 @@ def _attend(*args: Any) -> None:
         place = request.operator.position("lse")
         request.arrays = *request.arrays[:place], lse, *request.arrays[place + 1 :]
         compute(request, kind_of(call.q))
+
+
+@torch.library.custom_op(
+    "flashgen::attention_weights",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor? mask, Tensor lse, Tensor[] score_arrays, {SCHEMA}) -> Tensor",
+)
+def _weigh(*args: Any) -> Tensor:
+    q, k, mask, lse, score_arrays, *entries = args
+    values = {"q": with_rows(q), "k": with_rows(k), "mask": mask}
+    call = decode(AttentionCall, values, score_arrays, tuple(entries))
+    with naming(names_of(call)):
+        return compute(weights_of(call, lse.contiguous()), kind_of(q))
+
+
+@_weigh.register_fake
+def _(q: Tensor, k: Tensor, *options: Any) -> Tensor:
+    shape = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
+    return q.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op(

@@ -287,6 +287,19 @@ FIELDS = (
         (batch, num_heads_q, seqlen_q), or without batch; (num_heads_q, tokens) where queries are packed.""",
     ),
     Field(
+        "return_weights",
+        "host",
+        FORWARD,
+        default=False,
+        type="bool",
+        elsewhere=("need_weights", "output_attentions", "return_attention_weights"),
+        doc="""also return the attention weights, softmax of the masked scores, as the last result: fp32,
+        (batch, num_heads_q, seqlen_q, seqlen_kv), or without batch. For tests and teaching: this takes
+        O(seqlen_q * seqlen_kv) memory for each head, and a second pass over q and k. A hidden key has the
+        weight 0, and so has each key of a row that sees none. Weights have no gradient. Not with lengths,
+        nor with a KVCache.""",
+    ),
+    Field(
         "deterministic",
         "flag",
         ("attention", *BACKWARD),

@@ -134,11 +134,12 @@ _ATTENTION = _Operators("attention", AttentionCall, lengths=False)
 _WITH_LENGTHS = _Operators("attention", AttentionCall, lengths=True)
 _BACKWARD = _Operators("backward", GradientCall, lengths=False)
 _BACKWARD_WITH_LENGTHS = _Operators("backward", GradientCall, lengths=True)
+_WEIGHTS = _Operators("weights", AttentionCall, lengths=False)
 
 
 def load_operators() -> None:
     """Load what the functions below use, before torch.compile traces them."""
-    for operators in (_ATTENTION, _WITH_LENGTHS, _BACKWARD, _BACKWARD_WITH_LENGTHS):
+    for operators in (_ATTENTION, _WITH_LENGTHS, _BACKWARD, _BACKWARD_WITH_LENGTHS, _WEIGHTS):
         if operators.plain is None:
             operators.load()
 
@@ -206,6 +207,21 @@ def gradients_of(call: Call) -> Request:
     if is_plain and operators.plain is not None:
         return operators.pack(call, operators.plain, None, (call.softmax_scale,))
     return operators.request(call)
+
+
+def weights_of(call: Call, lse: Any) -> Request:
+    """What a call of ``attention`` without lengths requests of the operator of its weights. ``lse`` is of the
+    forward call. Raises BadParam.
+    """
+    if not call.is_normal():
+        call = call.normalised()
+    if call.max_seqlen_q is not None or call.max_seqlen_kv is not None:
+        refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
+    request = _WEIGHTS.request(call)
+    place = request.operator.position("lse")
+    request.arrays = *request.arrays[:place], lse, *request.arrays[place + 1 :]
+    request.algorithm = None  # there is one kernel, beside any algorithm
+    return request
 
 
 def names_of(call: Call) -> dict[str, str]:

@@ -72,10 +72,11 @@ one of that architecture, such as the H100 for sm_90. Exit code 1 if no kernel s
 @click.option("--deterministic", is_flag=True, help="Gradients that are the same bits each time.")
 @click.option(
     "--operator",
-    type=click.Choice(("attention", "attention_backward")),
+    type=click.Choice(("attention", "attention_backward", "attention_weights")),
     default="attention",
     show_default=True,
-    help="The function that is called: attention, or attention_backward for its gradients.",
+    help="What is computed: attention, attention_backward for its gradients, or attention_weights for the "
+    "weights of return_weights=True.",
 )
 @click.option("--algorithm", help="A family by its name: naive, v1, v2 or v3.")
 @click.option("--arch", type=Architecture(), help="Architecture, such as sm_90. [default: this GPU's]")

@@ -99,7 +99,8 @@ def flash_attn_func(
         flash-attn, when causal, adds slope j instead: the same result, with an LSE that is slope p larger.
     deterministic: gradients are the same bits each time; the result always is.
     return_attn_probs: return (out, softmax_lse, None): the LSE in fp32, (batch, nheads, seqlen_q), and no
-        probabilities, which flash-attn has for dropout alone.
+        probabilities, which flash-attn has for dropout alone. ``flashgen.attention(return_weights=True)``
+        returns the attention weights.
 
     Returns out, (batch, seqlen_q, nheads, headdim of v); a query that sees no key is 0, with an LSE of -inf
     (in flash-attn inf).

@@ -15,6 +15,7 @@ OPERATORS = {
     "attention_backward": "flashgen.call.autograd",
     "attention_backward_into": "flashgen.call.compiled",
     "attention_into": "flashgen.call.compiled",
+    "attention_weights": "flashgen.call.compiled",
     "merge": "flashgen.call.compiled",
 }
 

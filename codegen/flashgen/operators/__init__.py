@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "attention": ("attention", "ATTENTION"),
     "attention_backward": ("backward", "BACKWARD"),
+    "attention_weights": ("weights", "WEIGHTS"),
     "merge": ("merge", "MERGE"),
     "append": ("append", "APPEND"),
 }

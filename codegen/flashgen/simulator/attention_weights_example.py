@@ -1,0 +1,97 @@
+"""Random problems of attention_weights for one variant, in memory whose gaps are NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashgen.operators.masks import Band
+from flashgen.operators.modification import modification_of
+from flashgen.operators.numbers import widened
+from flashgen.operators.reference import attention
+from flashgen.operators.weights import WeightsProblem, normalise
+from flashgen.operators.weights_reference import WeightsVerdict, judge
+from flashgen.simulator import randomarrays
+from flashgen.simulator.attention_example import check_sizes, described, masked, sizes_of_scores
+from flashgen.simulator.example import random_rows, view_of
+
+if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
+    from flashgen.simulator.example import Shape
+
+
+@dataclass(frozen=True)
+class WeightsExample:
+    """A problem with its arrays in host memory, in the operator's order. bfloat16 elements are their bits in
+    uint16; the mask may be None.
+    """
+
+    problem: WeightsProblem
+    arrays: tuple[np.ndarray | None, ...]
+
+    @property
+    def named(self) -> dict[str, np.ndarray | None]:
+        """The arrays by name."""
+        return dict(zip(self.problem.operator.positions, self.arrays, strict=True))
+
+    @property
+    def mask(self) -> np.ndarray | None:
+        return self.named["mask"]
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The sizes of the problem, for a report."""
+        return described(self.problem, self.named["q"])
+
+    def judge(self) -> WeightsVerdict:
+        """How far the weights are from float64."""
+        return judge(self.problem, self.named)
+
+
+def make(variant: Variant, shape: Shape, seed: int) -> WeightsExample:
+    """Normal random q and k for ``variant``, with the LSE of float64; weights, and what is between rows, are
+    NaN. Of ``shape`` head_dim_v, return_lse and splits have
+    no effect.
+
+    Raises BadParam for sizes that are not the variant's, and what the contract raises.
+    """
+    rng = np.random.default_rng(seed)
+    head_dim, _, kv_heads = check_sizes(variant, shape)
+    q = random_rows(
+        rng, (shape.batch, shape.seqlen_q, shape.heads, head_dim), variant.dtype, shape.spread, shape.gap
+    )
+    k = random_rows(rng, (shape.batch, shape.seqlen_kv, kv_heads, head_dim), variant.dtype, 1.0, shape.gap)
+    mask = randomarrays.random_mask(rng, shape) if variant.mask_type == "dense" else None
+    lse = np.zeros((shape.batch, shape.heads, shape.seqlen_q), np.float32)
+    weights = np.full((*lse.shape, shape.seqlen_kv), np.nan, np.float32)
+    score_arrays = randomarrays.score_arrays_of(rng, variant.score, sizes_of_scores(shape))
+    problem = normalise(
+        *(view_of(x, variant.dtype) for x in (q, k)),
+        view_of(lse, "fp32"),
+        mask=None if mask is None else view_of(mask, "uint8"),
+        weights=view_of(weights, "fp32"),
+        score=variant.score,
+        score_arrays=randomarrays.score_views(score_arrays),
+        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
+    )
+    problem = masked(problem, variant, shape)
+    example = WeightsExample(problem, (q, k, mask, lse, weights, *score_arrays))
+    lse[...] = _lse(problem, example.named)
+    return example
+
+
+def _lse(problem: WeightsProblem, arrays: dict[str, np.ndarray | None]) -> np.ndarray:
+    q, k = (widened(arrays[name], problem.dtype) for name in ("q", "k"))
+    modification = modification_of(problem, arrays)
+    return attention(
+        q,
+        k,
+        k,
+        problem.dtype,
+        problem.softmax_scale,
+        Band.of(problem),
+        arrays["mask"],
+        modification=modification,
+    ).lse
