@@ -132,8 +132,8 @@ class Call:
 
     def plan(self, target, deterministic=False, parts=None, tile="", order=None):
         out, lse = self.forward()
-        given = (self.dout, self.q, self.k, self.v, self.mask, out, lse, self.dlse, *self.outputs)
-        names = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
+        given = (self.dout, self.q, self.k, self.v, self.mask, out, lse, None, self.dlse, *self.outputs, None)
+        names = ("dout", "q", "k", "v", "mask", "out", "lse", "sinks", "dlse", "dq", "dk", "dv", "dsinks")
         views = {name: view(x, name) for name, x in zip(names, given, strict=True) if x is not None}
         of_score = {"score": self.modification, "score_scalars": self.numbers}
         of_score["score_arrays"] = [view(x, "an array") for x in self.arrays]
