@@ -198,6 +198,19 @@ def test_a_cascade_counts_them_once(shared):
         flashgen.cascade(q, parts, sinks=sinks[:3])
 
 
+def test_arrays_of_jax():
+    jnp = pytest.importorskip("jax.numpy")
+    q, k, v, sinks = arrays()
+    out, lse = flashgen.attention(q, k, v, sinks=sinks, return_lse=True)
+    of_jax = [jnp.asarray(x) for x in (out, q, k, v, out, lse)]
+    expected = flashgen.attention_backward(out, q, k, v, out, lse, sinks=sinks)
+    found = flashgen.attention_backward(*of_jax, sinks=jnp.asarray(sinks))
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), y)
+    parts = [tuple(of_jax[2:4])]
+    close(np.asarray(flashgen.cascade(of_jax[1], parts, sinks=jnp.asarray(sinks))), out)
+
+
 WRONG = (
     (lambda x: x[:3], BadTensorShape, r"^sinks has shape \(3,\); .*num_heads_q"),
     (lambda x: np.stack([x, x]), BadTensorShape, r"^sinks has shape \(2, 4\)"),
