@@ -200,7 +200,7 @@ def test_a_wrong_template_names_its_line(old, new, line, said, variant, edit):
 @pytest.mark.parametrize("new", ["${ dtyp }", "${ dtype"])
 def test_a_shipped_template_is_not_the_users_mistake(new, variant, edit, monkeypatch):
     path = edit(TEMPLATE, "${ dtype }", new)
-    for module in ("render", "files"):
+    for module in ("closure", "files"):
         monkeypatch.setattr(f"flashgen.source.{module}.templates_dir", lambda: path.parent)
     with pytest.raises(InternalError, match=rf"^{re.escape(str(path))}:6: "):
         render(variant)
@@ -319,7 +319,7 @@ def test_an_installer_may_link_the_shipped_templates(tiny_folder, variant, monke
         store.parent.mkdir(exist_ok=True)
         file.rename(store)
         link.symlink_to(store)
-    for module in ("render", "files"):
+    for module in ("closure", "files"):
         monkeypatch.setattr(f"flashgen.source.{module}.templates_dir", lambda: shipped)
     assert headers(render(variant), include_dirs(variant))
     source_digest(variant)
