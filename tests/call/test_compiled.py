@@ -364,7 +364,9 @@ def test_the_operators_pass_torchs_own_checks():
     inputs = [arrays.get(name) for name in codec.INPUTS]
     results = map(torch.empty_like, (x["q"], k, v))
     backward = operators.attention_backward_into.default
-    torch.library.opcheck(backward, (part[0], *inputs, *part, part[1], score_arrays, *entries, *results, None))
+    torch.library.opcheck(
+        backward, (part[0], *inputs, *part, part[1], score_arrays, *entries, *results, None)
+    )
 
 
 @pytest.mark.parametrize("way", ["eager", "traced", "compiled"])

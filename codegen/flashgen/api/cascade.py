@@ -131,7 +131,9 @@ def cascade(
         if traced:
             from flashgen.call import compiled
 
-            compiled.check({"q": q, "sinks": sinks, "out": out} | of_parts, stream, "cascade()", {"out", "sinks"})
+            compiled.check(
+                {"q": q, "sinks": sinks, "out": out} | of_parts, stream, "cascade()", {"out", "sinks"}
+            )
         else:
             _check_cascade(q, parts, out, causal)
             _check_sinks(q, sinks)
