@@ -94,7 +94,7 @@ flash_bwd_sinks_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Para
     for (RowsOfThread rows; rows.find(params); rows.advance()) sum += term(params, rows.place(params, head), sink);
     sum = warp_sum(sum);
     if (lane == 0) store_shared_32(sums + 4 * warp, __float_as_uint(sum));
-    barrier_sync(kThreads);
+    __syncthreads();
     if (warp != 0) return;
     sum = warp_sum(lane < kWarps ? __uint_as_float(load_shared_32(sums + 4 * lane)) : 0.0f);
     if (lane == 0) store_global_32(params.dsinks + head, -sum);

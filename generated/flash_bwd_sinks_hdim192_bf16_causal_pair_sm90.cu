@@ -95,7 +95,7 @@ flash_bwd_sinks_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params par
     for (RowsOfThread rows; rows.find(params); rows.advance()) sum += term(params, rows.place(params, head), sink);
     sum = warp_sum(sum);
     if (lane == 0) store_shared_32(sums + 4 * warp, __float_as_uint(sum));
-    barrier_sync(kThreads);
+    __syncthreads();
     if (warp != 0) return;
     sum = warp_sum(lane < kWarps ? __uint_as_float(load_shared_32(sums + 4 * lane)) : 0.0f);
     if (lane == 0) store_global_32(params.dsinks + head, -sum);

@@ -176,7 +176,7 @@ FAULTS = {
         "(rows_before / kUnit + sequence) * kUnit;",
         "rows_before / kUnit * kUnit;",
     ),
-    "sums that are not awaited": (*BACKWARD[0], "sinks", "barrier_sync(kThreads);", ""),
+    "sums that are not awaited": (*BACKWARD[0], "sinks", "__syncthreads();", ""),
 }
 FOUND_BY = {WRONG, "race", "alignment", "global bounds", "uninitialised shared memory"}
 # Where the fault needs certain sinks.

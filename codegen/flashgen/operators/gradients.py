@@ -113,8 +113,17 @@ def judge(problem: BackwardProblem, arrays: Mapping[str, np.ndarray | None]) -> 
     ``arrays`` has arguments of the operator by name, as in `reference.judge`. ``out`` and ``lse`` are not
     read: the gradients follow from the inputs of the forward call.
     """
+    right = expected(problem, arrays)
+    results = {name: widened(arrays[name], problem.dtype) for name in right}
+    return GradientVerdict(
+        {name: largest(results[name].reshape(x.value.shape), *x) for name, x in right.items()}
+    )
+
+
+def expected(problem: BackwardProblem, arrays: Mapping[str, np.ndarray | None]) -> dict[str, Gradient]:
+    """The gradients of a call on the host, by name; ``arrays`` as in `judge`."""
     dlse = arrays.get("dlse")
-    right = gradients(
+    return gradients(
         *(batched(widened(arrays[name], problem.dtype), 4) for name in ("dout", "q", "k", "v")),
         problem.dtype,
         problem.softmax_scale,
@@ -123,10 +132,6 @@ def judge(problem: BackwardProblem, arrays: Mapping[str, np.ndarray | None]) -> 
         None if dlse is None else batched(dlse, 3).astype(np.float64),
         modification_of(problem, arrays),
         sinks_of(problem, arrays),
-    )
-    results = {name: widened(arrays[name], problem.dtype) for name in right}
-    return GradientVerdict(
-        {name: largest(results[name].reshape(x.value.shape), *x) for name, x in right.items()}
     )
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.operators.backward import BACKWARD, INPUT_OF, LENGTH_ARRAYS, BackwardProblem, normalise
-from flashgen.operators.gradients import GradientVerdict, judge
+from flashgen.operators.gradients import GradientVerdict, expected, judge
 from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.reference import Largest, attention, sinks_of
+from flashgen.operators.reference import Largest, attention, largest, sinks_of
 from flashgen.operators.sequences import arrays_of, sequences
 from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import (
@@ -122,6 +122,10 @@ class BackwardExample:
             wrong = [Largest(np.inf, np.nan, 0.0, ())] if outside[name].view(np.uint8).any() else []
             of_sequences = [verdict.gradients[name] for verdict in verdicts]
             worst[name] = max([*of_sequences, *wrong], key=lambda x: x.share, default=_NOTHING)
+        if "dsinks" in worst:  # a sum over all sequences
+            of_parts = [expected(part, arrays)["dsinks"] for part, arrays in self._parts()]
+            value, bound = (sum(x) for x in zip(*of_parts, strict=True))
+            worst["dsinks"] = largest(self.array("dsinks"), value, bound)
         return GradientVerdict(worst)
 
     def _outside_sequences(self) -> dict[str, np.ndarray]:
