@@ -885,7 +885,7 @@ def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
     assert len(computed) % of_a_tile == 0
     assert len(computed) < of_a_tile * tiles / 2
     assert not made
-    spec.select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", target="sm80")
+    spec.select(head_dim=64, dtype="fp16", mask_type="none", sinks="none", gqa="mha", target="sm80")
     assert len(made) == 3
 
 
@@ -944,14 +944,14 @@ PART = "part_time: 384"
     ("old", "new", "place", "why"),
     [
         (SUM_WHEN, "    template", None, None),
-        (SUM_WHEN, "    when: {gqa: some}\n    template", r"steps\[3\]\.when\.gqa", "some"),
-        ("    main: true\n", "    main: true\n    when: {gqa: gqa}\n", r"steps\[1\]\.when", "every variant"),
-        (PART, "part_time: 0", r"steps\[3\]\.combines", "has parts"),
+        (SUM_WHEN, "    when: {gqa: some}\n    template", r"steps\[4\]\.when\.gqa", "some"),
+        ("    main: true\n", "    main: true\n    when: {gqa: gqa}\n", r"steps\[2\]\.when", "every variant"),
+        (PART, "part_time: 0", r"steps\[4\]\.combines", "has parts"),
         (PART, "part_time: 0 - 1", r"tiles\[\d+\]", "below 1"),
         (PART, f"schedule: persistent\n      {PART}", r"part_time", "each tile and part"),
         (SUM_GRID, "{key_rows: 16}, part_time: 1", r"part_time", "only the main step"),
         (PART, f"{PART}\n      cluster: 0", r"tiles\[\d+\]", "below 1"),
-        (STEP, "blocks_per_sm: 1", r"steps\[1\]\.grid", "how many rows one has"),
+        (STEP, "blocks_per_sm: 1", r"steps\[2\]\.grid", "how many rows one has"),
         (STEP, "step_rows: block_m - block_m", r"tiles\[\d+\]", "below 1"),
         (TURNS, "in_turns: 0 - 1", r"tiles\[\d+\]", "below 1"),
         (SUM_GRID, f"{SUM_GRID}, schedule: persistent, cluster: 2", r"tiles\[\d+\]", "to each tile"),

@@ -10,6 +10,7 @@ from flashgen.families.model import Content, Entry
 from flashgen.families.schema import TUNED_FILE, tile_kinds, tuned_row
 from flashgen.families.variant import TUNED_TILE
 from flashgen.families.yamlfile import Document
+from flashgen.operators import OPERATORS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,11 +42,18 @@ def read(tuned: Tuned, file: File, content: Content, table: TileTable) -> tuple[
     if tuned_file.gpu != tuned.gpu:
         raise document.error(("gpu",), f"found {tuned_file.gpu!r}; the GPU is {tuned.gpu!r}")
     kind = tuned_row({**content.axes, "target": tuple(content.targets)}, tile_kinds(file))
+    # A row that was measured before its family had an axis has the default of the operator.
+    defaults = {
+        name: axis.default
+        for name, axis in OPERATORS[file.operator].axes.items()
+        if axis.default in content.axes.get(name, ())
+    }
     rows: dict[Point, TunedRow] = {}
     problems = []
     for index, value in enumerate(tuned_file.tiles):
         error = partial(document.error, ("tiles", index))
         try:
+            value = defaults | value if isinstance(value, dict) else value
             row = document.convert(("tiles", index), value, kind)
             point = (*(row[axis] for axis in content.axes), row["target"])
             if point not in content.entries:
