@@ -57,7 +57,7 @@ def plans(arrays, out=None):
 
 
 def plan_by(problem, variant, arrays, out=None, gpu=None):
-    examples = (arrays.q, arrays.k, arrays.v, None, out, None)
+    examples = problem.operator.in_order(q=arrays.q, k=arrays.k, v=arrays.v, out=out)
     gpu = gpu or device(0)
     return Plan(problem, bind(plan_steps(problem, variant, gpu), gpu), examples)
 

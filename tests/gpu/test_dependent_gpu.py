@@ -75,7 +75,7 @@ class Chain:
         offered = offers(problem, device(0), load_specs())
         variants = (v for v in offered if v.template == self.template)
         runner = prepare(choices(problem, device(0), variants), device(0))
-        return Plan(problem, runner, (self.first, self.k, self.v, None, None, None))
+        return Plan(problem, runner, problem.operator.in_order(q=self.first, k=self.k, v=self.v))
 
     def start(self):
         """Two buffers to go back and forth between, and room for what each call says of its queries."""

@@ -71,7 +71,7 @@ def forced(variant):
         assert problem.mask_type == variant.mask_type
         launcher = bind(plan_steps(problem, variant, gpu), gpu)
         q, k, v, mask, out = arrays.q, arrays.k, arrays.v, arrays.mask, arrays.out
-        return Plan(problem, launcher, (q, k, v, mask, out, None))(
+        return Plan(problem, launcher, problem.operator.in_order(q=q, k=k, v=v, mask=mask, out=out))(
             q, k, v, mask=mask, out=out, lse=arrays.lse
         )
 

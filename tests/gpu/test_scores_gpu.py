@@ -121,7 +121,8 @@ def checked(rng, q, k, v, options, score_arrays, target=None):
     assert found is out
     mask = options.get("mask")
     verdict = judge(
-        plan.problem, by_name(plan.problem, q, k, v, mask, cp.asnumpy(out), cp.asnumpy(lse), *score_arrays)
+        plan.problem,
+        by_name(plan.problem, q, k, v, mask, cp.asnumpy(out), cp.asnumpy(lse), None, *score_arrays),
     )
     assert verdict.ok, f"{plan.variant}: {verdict}"
     return plan

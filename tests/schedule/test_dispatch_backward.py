@@ -222,7 +222,7 @@ def taken_packed(head_dim, **options):
 def test_the_table_of_key_blocks_has_an_entry_for_each_thread_block(name, tokens, sequences, bound):
     variant = PACKED[f"flash_bwd_varlen_{name}_sm90"]
     problem = packed(variant.head_dim, tokens=tokens, sequences=sequences, bound=bound)
-    (preprocess, main, *_), workspace = plan_steps(problem, variant, H200)
+    _, (preprocess, main, *_), workspace = plan_steps(problem, variant, H200)
     table = next(each for each in workspace.slices if each.name == "key_blocks")
     assert 32 * main.launch.blocks <= table.nbytes
     offset = layout(preprocess.variant.params).offsets["num_key_blocks"]

@@ -87,7 +87,7 @@ def test_the_plan_has_a_block_for_each_part_and_memory_for_what_it_leaves(
     device = dataclasses.replace(H200, num_sms=num_sms)
     problem = call(batch, 100, seqlen_kv, kv_heads * group, kv_heads, causal=True)
     parts = group_parts(problem, variant, device)
-    steps, workspace = plan_steps(problem, variant, device)
+    _, steps, workspace = plan_steps(problem, variant, device)
     names = ["preprocess", "main", "convert"] + ["sum"] * (parts > 1)
     assert [step.variant.step or "main" for step in steps] == names
     assert steps[1].launch.blocks == tiles(problem, variant) * parts

@@ -24,7 +24,7 @@ from flashgen.schedule.visited import kv_blocks
 (SPEC,) = (spec for spec in load_specs() if spec.name == "flash_decode_sm80")
 DECODE = {
     (variant.mask_type, variant.gqa, variant.tile_name): variant
-    for variant in SPEC.select(head_dim=64, head_dim_v=64, dtype="fp16", target="sm80")
+    for variant in SPEC.select(head_dim=64, head_dim_v=64, dtype="fp16", sinks="none", target="sm80")
     if variant.is_main
 }
 PLAIN = DECODE["none", "mha", ""]

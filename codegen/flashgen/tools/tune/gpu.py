@@ -145,4 +145,4 @@ class GpuBench:
         q, k, v, mask, out = (None if x is None else view(x, name) for name, x in arrays.items())
         problem = normalise(q, k, v, mask=mask, out=out, **options)
         runner = prepare(choices(problem, self._device, (variant,)), self._device)
-        return Plan(problem, runner, (*arrays.values(), None))
+        return Plan(problem, runner, problem.operator.in_order(**arrays))

@@ -36,13 +36,19 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
     """The points of the ``selected`` variants, in their order: for each family and combination of axis values
     those that dispatch would consider on ``device``.
 
-    Kernels of other operators than attention, and with lengths, are left out.
+    Kernels of other operators than attention, with lengths, and with sinks are left out.
 
     ``specs`` are the specs of the selected. Raises DeviceTypeNotSupported if none of the selected runs on the
     device, BadParam where only tiles with names were selected, or kernels that dispatch does not choose.
     """
     main = [variant for variant in selected if variant.is_main]
-    timed = [variant for variant in main if variant.operator == ATTENTION.name and not variant.has_lengths]
+    timed = [
+        variant
+        for variant in main
+        if variant.operator == ATTENTION.name
+        and not variant.has_lengths
+        and dict(variant.axes).get("sinks", "none") == "none"
+    ]
     if main and not timed:
         of_what = f"{main[0].operator}{' with lengths' if main[0].has_lengths else ''}"
         raise BadParam(
