@@ -217,7 +217,7 @@ def test_a_graph_reads_the_slopes_that_are_there_when_it_runs(rng):
         graph.launch(stream)
         stream.synchronize()
         verdict = judge(
-            plan.problem, by_name(plan.problem, q, k, v, None, cp.asnumpy(out), cp.asnumpy(lse), drawn)
+            plan.problem, by_name(plan.problem, q, k, v, None, cp.asnumpy(out), cp.asnumpy(lse), None, drawn)
         )
         assert verdict.ok, str(verdict)
 
@@ -239,7 +239,7 @@ def test_pytorch_tensors(name, rng):
     plan = flashgen.plan(*tensors, **moved(options), causal=True, return_lse=True)
     verdict = judge(
         plan.problem,
-        by_name(plan.problem, q, k, v, None, out.cpu().numpy(), lse.cpu().numpy(), *score_arrays),
+        by_name(plan.problem, q, k, v, None, out.cpu().numpy(), lse.cpu().numpy(), None, *score_arrays),
     )
     assert verdict.ok, str(verdict)
 
