@@ -15,9 +15,12 @@ ORDERS = 5
 
 
 def simulated(variant, example, seed, source_of=render, **options):
-    """The reports of the steps, run on the example; ``source_of`` a step is the source to take."""
+    """The reports of the steps that the call takes, run on the example; ``source_of`` a step is the source to
+    take.
+    """
     libraries = [load(source_of(step), step.name) for step in variant.steps]
-    return run_steps(libraries, variant, example, seed=seed, **options)
+    reports = run_steps(libraries, variant, example, seed=seed, **options)
+    return [report for report in reports if report is not None]
 
 
 def within_the_bound(variant, shape, seed):

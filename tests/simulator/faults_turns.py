@@ -32,9 +32,9 @@ _POLLS = "while (!has_turn(params, block, step)) {}"
 _GIVES_UP = "if (!has_turn(params, block, step)) return;"
 _ADDS = {
     AMPERE: ("        add_dq(params, block, step", "block, step"),
-    HOPPER: ("        add_dq(own, dq", "block, previous"),
+    HOPPER: ("        add_dq(address, dq", "block, previous"),
     WIDE: ("if (i > 0) add_", "block, previous"),
-    PAIR: ("        add_dq(own, dq", "block, previous"),
+    PAIR: ("    add_dq(own, dq", "block, step"),
 }
 
 
@@ -42,6 +42,10 @@ def watched(source: str, name: str) -> str:
     """The source, in which a warp that adds out of turn writes where nothing is."""
     adds, step = _ADDS[name]
     assert adds in source
+    if name == PAIR:  # adds in a function, which needs to know whose turn it is
+        of_step = "const Params& params, const KeyBlock& block, const Step& step, "
+        source = source.replace("add_dq_of_step(const", f"add_dq_of_step({of_step}const")
+        source = source.replace("add_dq_of_step(barriers", "add_dq_of_step(params, block, previous, barriers")
     adding = "i > 0 && " if adds.startswith("if (i > 0)") else ""
     late = f"{adding}lane == 0 && !has_turn(params, {step})"
     look = f"        if ({late}) store_global_32(params.turns - 1, 0u);\n"
@@ -95,7 +99,13 @@ BEGUN = "        mbarrier_wait(barriers.turn(), i % 2);\n"
 PASSES = "        pass_turn(params, block, step);\n"
 IN_TURN_OF_DV = "        if (i > 0) add_dq_of_step(barriers, i - 1, own_dq, dq, lane);\n"
 IN_TURN_OF_DK = IN_TURN_OF_DV.replace("dq, lane", "ds, lane")
-AT_ANY_TIME = "        if (i > 0) { add_dq(own_dq, dq); __syncwarp(); release(barriers.dq_added()); }\n"
+AT_ANY_TIME = """        if (i > 0) {
+            if (lane == 0 && !has_turn(params, block, previous)) store_global_32(params.turns - 1, 0u);
+            add_dq(own_dq, dq);
+            __syncwarp();
+            release(barriers.dq_added());
+        }
+"""
 OF_PAIR = """    const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
     Step step = first_step(params, block, queries);

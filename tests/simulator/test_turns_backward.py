@@ -24,10 +24,10 @@ from simulator.faults_turns import AMPERE, FAULTS, HOPPER, PAIR, WIDE, watched
 def simulated(variant, shape, seed, *, threads=1, order=0, sms=None, source_of=render):
     """The example after the call ran, with so many thread blocks at a time, and the bytes of dq_accum."""
     example = make(variant, shape, seed)
-    libraries = [load(source_of(step), step.name) for step in variant.steps]
     device = pretend_for(variant)
     device = device if sms is None else dataclasses.replace(device, num_sms=sms)
     planned = plan_steps(example.problem, variant, device)
+    libraries = [load(source_of(step.variant), step.variant.name) for step in planned.steps]
     memory = np.full(planned.workspace.nbytes + 256, 0xFF, np.uint8)
     memory = memory[-memory.ctypes.data % 256 :]
     pointers = (*(0 if x is None else x.ctypes.data for x in example.arrays), memory.ctypes.data)
