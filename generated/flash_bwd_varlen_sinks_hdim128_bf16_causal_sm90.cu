@@ -36,7 +36,6 @@ struct Params {
     int64_t lse_batch_stride;             // strides are in elements
     int64_t lse_head_stride;
     int32_t batch_size;                   // sequences
-    int32_t num_heads_q;
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
     int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
     int32_t sink_bytes;                   // of an element of sinks: 4, or 2 of bfloat16
@@ -185,8 +184,8 @@ __device__ __forceinline__ float warp_sum(float value) {
 
 static_assert(sizeof(SharedStorage) == 128, "launcher and kernel agree on shared memory");
 static_assert(kWarps <= 32, "a warp adds the sums of all warps");
-static_assert(sizeof(Params) == 80 && offsetof(Params, sinks) == 0 && offsetof(Params, lse) == 8);
+static_assert(sizeof(Params) == 72 && offsetof(Params, sinks) == 0 && offsetof(Params, lse) == 8);
 static_assert(offsetof(Params, cu_seqlens_q) == 16 && offsetof(Params, delta) == 24 && offsetof(Params, dsinks) == 32);
 static_assert(offsetof(Params, lse_batch_stride) == 40 && offsetof(Params, lse_head_stride) == 48);
-static_assert(offsetof(Params, batch_size) == 56 && offsetof(Params, num_heads_q) == 60 && offsetof(Params, rows_q) == 64);
-static_assert(offsetof(Params, seqlen_q) == 68 && offsetof(Params, sink_bytes) == 72);
+static_assert(offsetof(Params, batch_size) == 56 && offsetof(Params, rows_q) == 60 && offsetof(Params, seqlen_q) == 64);
+static_assert(offsetof(Params, sink_bytes) == 68);
