@@ -273,10 +273,8 @@ def named_score(call: Call) -> tuple[tuple[str, ...], dict[str, Any]]:
         raise BadParam(
             f"{arg('params')} is {shown(params)}; it must map the names of parameters to numbers and arrays"
         )
-    names, values = (
-        [name if name.isidentifier() else " ".join(name.split()) for name in names or ()],
-        dict(params or {}),
-    )
+    names = [name if name.isidentifier() else " ".join(name.split()) for name in names or ()]
+    values = dict(params or {})
     if not names and values:
         raise BadParam(f"{arg('params')} has {', '.join(map(str, values))}, but no score was given")
     for name, shorthand in SHORTHANDS:
@@ -316,20 +314,18 @@ def _type(value: Any) -> str:
 @lru_cache(maxsize=256)
 def _chain(folders: str, names: tuple[str, ...], types: tuple[tuple[str, str], ...]) -> Score:
     """The modifications of these names, one after another, as the value ``folders`` of FLASHGEN_SPECS has
-    them. What is no identifier is a formula; ``types`` are those of the parameters of formulas.
+    them, or formulas. ``types`` has the types of the parameters of formulas.
     """
-    from flashgen.families.formulas import score_of_formula
+    from flashgen.families.formulas import modification
     from flashgen.families.scores import load_scores
     from flashgen.operators.scores import chained
 
     scores = load_scores(keywords=PLAN_KEYWORDS).by_name
     chain = []
     for name in names:
-        if not name.isidentifier():
-            chain.append(score_of_formula(name, dict(types), keywords=PLAN_KEYWORDS))
-        elif name in scores:
-            chain.append(scores[name])
-        else:
+        score = modification(name, scores, dict(types), keywords=PLAN_KEYWORDS)
+        if score is None:
             there = ", ".join(map(repr, sorted(scores)))
             raise BadParam(f"{arg('score')} is {name!r}; there are {there}, and formulas that read `score`")
+        chain.append(score)
     return chained(chain)

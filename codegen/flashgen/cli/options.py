@@ -223,25 +223,22 @@ def chosen_variants(
 def with_score(variants: Sequence[Variant], specs: Path | None, score: str | None) -> tuple[Variant, ...]:
     """The variants with a score modification: those that have a seam for it and none yet."""
     from flashgen.call.fields import PLAN_KEYWORDS
-    from flashgen.families.formulas import score_of_formula
+    from flashgen.families.formulas import modification
     from flashgen.families.scores import load_scores
 
     if score is None:
         return tuple(variants)
-    if score.isidentifier():
-        by_name = load_scores(specs, keywords=PLAN_KEYWORDS).by_name
-        if score not in by_name:
-            raise click.BadParameter(
-                f"there is no score modification {score!r}; there are {', '.join(by_name)}, and formulas "
-                "that read `score`",
-                param_hint="--score",
-            )
-        modification = by_name[score]
-    else:
-        modification = score_of_formula(score, {}, keywords=PLAN_KEYWORDS)
+    by_name = load_scores(specs, keywords=PLAN_KEYWORDS).by_name
+    chosen = modification(score, by_name, {}, keywords=PLAN_KEYWORDS)
+    if chosen is None:
+        raise click.BadParameter(
+            f"there is no score modification {score!r}; there are {', '.join(by_name)}, and formulas "
+            "that read `score`",
+            param_hint="--score",
+        )
     suited = [variant for variant in variants if variant.score_seam and variant.score is None]
     if not suited:
         raise click.BadParameter(
             "none of the chosen kernels takes a score modification", param_hint="--score"
         )
-    return tuple(variant.modified(modification) for variant in suited)
+    return tuple(variant.modified(chosen) for variant in suited)

@@ -55,6 +55,17 @@ def score_of_formula(formula: str, types: Mapping[str, str], *, keywords: Collec
     return Score(FORMULA + digest, text, params, tree)
 
 
+def modification(
+    name: str, by_name: Mapping[str, Score], types: Mapping[str, str], *, keywords: Collection[str]
+) -> Score | None:
+    """The modification of this name, None if there is none; a name that is not an identifier is a formula.
+    ``types`` and ``keywords`` as in `score_of_formula`. Raises BadParam for a wrong formula.
+    """
+    if name.isidentifier():
+        return by_name.get(name)
+    return score_of_formula(name, types, keywords=keywords)
+
+
 def _operands(formula: str) -> dict[str, tuple[str, ...]]:
     """The parameters of a formula in the order in which it names them, and the dimensions of each, none of a
     number. Empty where it cannot be parsed, which `checked_tree` reports.

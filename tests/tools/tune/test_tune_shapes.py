@@ -16,7 +16,7 @@ ORDINARY = [
     for spec in load_specs()
     if spec.operator == "attention" and not spec.has_lengths
     for v in spec.variants()
-    if v.is_main and not v.tile_name and v.target != "sm86" and dict(v.axes).get("sinks", "none") == "none"
+    if v.is_main and not v.tile_name and v.target != "sm86" and v.axis("sinks") == "none"
 ]
 
 

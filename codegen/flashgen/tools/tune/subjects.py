@@ -45,9 +45,7 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
     timed = [
         variant
         for variant in main
-        if variant.operator == ATTENTION.name
-        and not variant.has_lengths
-        and dict(variant.axes).get("sinks", "none") == "none"
+        if variant.operator == ATTENTION.name and not variant.has_lengths and variant.axis("sinks") == "none"
     ]
     if main and not timed:
         of_what = f"{main[0].operator}{' with lengths' if main[0].has_lengths else ''}"
