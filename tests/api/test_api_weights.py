@@ -262,6 +262,18 @@ class TestTorch:
             flashgen.plan(*tensors, return_weights=True)
 
 
+def test_a_sink_takes_its_share_of_a_row():
+    q, k, v = inputs()
+    sinks = RNG.standard_normal(q.shape[2], np.float32)
+    out, lse, weights = flashgen.attention(
+        q, k, v, causal=True, sinks=sinks, return_lse=True, return_weights=True
+    )
+    share = np.exp(sinks[:, None] - lse)
+    np.testing.assert_allclose(weights.sum(axis=-1) + share, 1, rtol=0, atol=1e-5)
+    heads = np.arange(q.shape[2]) // (q.shape[2] // k.shape[2])
+    np.testing.assert_allclose(out, np.einsum("bhij,bjhd->bihd", weights, v[:, :, heads]), atol=1e-5)
+
+
 def test_jax():
     jax = pytest.importorskip("jax")
     arrays = inputs()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flashgen.schedule.plan import Step
 
 _TOTAL, _ROTATED = APPEND.position("total_lengths"), APPEND.position("q_rotated")
-# What the attention behind an append takes of its arrays.
+# The arrays of an append that the attention after it takes as well.
 _HANDED_ON = itemgetter(
     *map(APPEND.position, ("k_cache", "v_cache", "cu_seqlens_new", "total_lengths", "index", "pages"))
 )

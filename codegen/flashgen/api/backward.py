@@ -40,12 +40,12 @@ def _attention_backward(call: Call) -> tuple[Any, ...]:
         raise
 
 
-_attention_backward.__doc__ = f"""The gradients of ``attention`` in {listed(DIFFERENTIABLE)}, for that of its
-    result. PyTorch tensors that require a gradient get it from ``attention`` itself.
+_attention_backward.__doc__ = f"""The gradients of ``attention`` in {listed(DIFFERENTIABLE)}, from dout.
+    PyTorch tensors that require a gradient get it from ``attention`` itself.
 
     dout: the gradient of out: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch as q, of the dtype
         and device of q; any strides, but the last dimension is contiguous and rows are 16-byte aligned.
-    {", ".join(DIFFERENTIABLE)}, and all options up to max_seqlen_kv: those of the call of ``attention``.
+    {", ".join(DIFFERENTIABLE)}, and all options up to max_seqlen_kv: as in the call of ``attention``.
         With packed queries dout is (tokens, num_heads_q, head_dim_v), and lse (num_heads_q, tokens).
     out, lse: what ``attention(..., return_lse=True)`` returned for them. lse is contiguous.
     dlse: the gradient of lse, where it has one: fp32, of the shape of lse, contiguous.

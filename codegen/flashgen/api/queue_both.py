@@ -20,8 +20,8 @@ _ROTATED = APPEND.position("q_rotated")
 
 
 def queue_both(append: Plan, first: Ready, attention: Plan, second: Ready, own: tuple[Any, ...]) -> None:
-    """Queue both calls, in order. Where lengths are checked, those of both are ahead of the first. ``own``:
-    what the caller gave the second one, the workspace behind the arrays.
+    """Queue both calls, in order. If lengths are checked, the lengths of both calls are checked first.
+    ``own`` has the caller's arrays of the attention, then its workspace.
     """
     work, given, pointers, stream, _ = first
     next_work, next_given, next_pointers, _, _ = second
@@ -37,42 +37,46 @@ def queue_both(append: Plan, first: Ready, attention: Plan, second: Ready, own: 
 
 
 class _Memory(NamedTuple):
-    """Where two calls could meet, as positions of arguments. ``behind`` are inputs of the attention alone,
-    ``written`` those of its arguments that the append writes to, ``results`` what it writes itself, and
-    ``ahead`` inputs of the append alone. ``spans`` and ``placed`` are those of the attention, its workspace
-    at the end.
+    """Where the memory of two calls could overlap, as positions of arguments.
+
+    attention_inputs: inputs of the attention that the append does not take.
+    written: arguments of the attention that the append writes to, by the name of the array.
+    results: what the attention writes.
+    append_inputs: inputs of the append that the attention does not take.
+    spans, layouts: of the arguments of the attention, then of its workspace.
+    append_spans, append_layouts: of ``append_inputs``.
     """
 
-    behind: tuple[int, ...]
+    attention_inputs: tuple[int, ...]
     written: dict[int, str]
     results: tuple[int, ...]
-    ahead: tuple[int, ...]
+    append_inputs: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
-    placed: tuple[ArrayLayout | None, ...]
-    spans_ahead: tuple[tuple[int, int], ...]
-    placed_ahead: tuple[ArrayLayout, ...]
+    layouts: tuple[ArrayLayout | None, ...]
+    append_spans: tuple[tuple[int, int], ...]
+    append_layouts: tuple[ArrayLayout, ...]
 
 
 def _check_apart(
     append: Plan, first: Ready, attention: Plan, pointers: tuple[int, ...], own: tuple[Any, ...]
 ) -> None:
-    """That neither call writes to what only the other one reads. What a call has itself its plan has looked
-    at. Raises BadTensorStrides.
+    """That neither call writes to an input of the other call alone. The plan of a call has checked the arrays
+    of the call itself. Raises BadTensorStrides.
     """
     memory = _memory(append, attention, first[1][_ROTATED] is not None)
     arguments, count = attention.problem.operator.arguments, len(attention.problem.operator.arguments)
-    for place in memory.behind:
-        for other in overlapping(place, memory.spans[:count], pointers[:count], memory.placed):
+    for place in memory.attention_inputs:
+        for other in overlapping(place, memory.spans[:count], pointers[:count], memory.layouts):
             if other in memory.written:
                 raise _overlap(memory.written[other], arguments[place].name)
     for place in memory.results:
         if own[place] is not None:
-            pointers_ahead = pointers[place], *(first[2][other] for other in memory.ahead)
-            spans_ahead = memory.spans[place], *memory.spans_ahead
-            placed_ahead = memory.placed[place], *memory.placed_ahead
-            for other in overlapping(0, spans_ahead, pointers_ahead, placed_ahead):
+            its_pointers = pointers[place], *(first[2][other] for other in memory.append_inputs)
+            its_spans = memory.spans[place], *memory.append_spans
+            its_layouts = memory.layouts[place], *memory.append_layouts
+            for other in overlapping(0, its_spans, its_pointers, its_layouts):
                 name = "workspace" if place == count else arguments[place].name
-                raise _overlap(name, APPEND.arguments[memory.ahead[other - 1]].name)
+                raise _overlap(name, APPEND.arguments[memory.append_inputs[other - 1]].name)
 
 
 def _overlap(written: str, read: str) -> BadTensorStrides:
@@ -81,24 +85,24 @@ def _overlap(written: str, read: str) -> BadTensorStrides:
 
 @lru_cache(maxsize=MAX_PLANS)
 def _memory(append: Plan, attention: Plan, rotates: bool) -> _Memory:
-    """That of the calls of two plans. A rotated q of the attention is not the caller's."""
+    """The memory of calls of two plans. A rotated q of the attention is not the caller's."""
     problem, positions = attention.problem, attention.problem.operator.positions
     written = {"k": "k", "v": "v", "kv_lengths": "total_lengths"} | ({"q": "q_rotated"} if rotates else {})
     both = {"cu_seqlens_q", "cu_seqlens_new", "index", "pages"}
-    behind = (positions[name] for name in attention.inputs() if name not in both | written.keys())
-    ahead = [APPEND.position(name) for name in append.inputs() if name not in both]
-    placed = append.problem.array_layouts()
-    placed_ahead = tuple(placed[place] for place in ahead)
+    attention_inputs = (positions[name] for name in attention.inputs() if name not in both | written.keys())
+    append_inputs = [APPEND.position(name) for name in append.inputs() if name not in both]
+    of_append = append.problem.array_layouts()
+    append_layouts = tuple(of_append[place] for place in append_inputs)
     size = attention.workspace_bytes
     return _Memory(
-        tuple(behind),
+        tuple(attention_inputs),
         {positions[name]: seen for name, seen in written.items()},
         (*problem.results, *([len(positions)] if size else [])),
-        tuple(ahead),
+        tuple(append_inputs),
         (*problem.spans(), (0, size)),
         (*problem.array_layouts(), workspace_layout(size)),
-        tuple(each.span() for each in placed_ahead),
-        placed_ahead,
+        tuple(layout.span() for layout in append_layouts),
+        append_layouts,
     )
 
 

@@ -66,7 +66,7 @@ INPUTS = (
 )
 INPUTS_SCHEMA = ", ".join(f"Tensor{'' if name in POSITIONAL['attention'] else '?'} {name}" for name in INPUTS)
 
-# What gradients are written to, for arrays that a call may lack as well.
+# The arrays that receive gradients, also of optional inputs.
 GRADIENTS_SCHEMA = ", ".join(
     f"Tensor({chr(ord('a') + place)}!){'' if name in POSITIONAL['attention'] else '?'} {gradient}"
     for place, (name, gradient) in enumerate(zip(DIFFERENTIABLE, GRADIENTS, strict=True))

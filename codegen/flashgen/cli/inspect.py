@@ -259,7 +259,7 @@ def _write(variant: Variant, arch: str, html: Path | None, out: Path | None, as_
 
 
 def _arch(variant: Variant, target: str) -> str:
-    """What `flashgen build` compiles the variant for where that architecture is asked for."""
+    """The architecture that `flashgen build --arch` compiles the variant for."""
     from flashgen.toolchain.build import pairs
     from flashgen.toolchain.compile import check_known
 

@@ -61,7 +61,7 @@ def cache_of(
     q: Any, k_cache: Any, v_cache: Any, filled: Any, index: Any, pages: Any, seqlen_new: int
 ) -> KVCache:
     """The cache of the sequences of q, with room for ``seqlen_new`` tokens of each where ``filled`` is an
-    int. Without lengths where all of it is read, and its entries are those of q.
+    int. It has no lengths if all of it is read and each entry belongs to one sequence of q.
     """
     shape = "batch_cache, seqlen_cache" if pages is None else "num_blocks, page_block_size"
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -106,7 +106,7 @@ def cache_of(
 
 
 def contiguous(table: Any) -> Any:
-    """``table``, or where its last dimension is not contiguous a copy. What is no array stays as it is."""
+    """``table``, or a copy if its last dimension is not contiguous. Any other object is returned as it is."""
     if is_tensor(table):
         return table if not table.ndim or table.shape[-1] < 2 or table.stride(-1) == 1 else table.contiguous()
     strides = getattr(table, "strides", None)
@@ -155,7 +155,7 @@ def check_cache(name: str, x: Any, expected: str) -> None:
 
 
 def unpacked(name: str, x: Any, expected: str) -> Sequence[Any]:
-    """The arrays packed in one, where ``expected`` has their number ahead of nheads and headdim."""
+    """The arrays packed in one; ``expected`` has their number before nheads and headdim."""
     check_rank(name, x, expected)
     parts = int(expected.split(", ")[-3])
     if x.shape[-3] != parts:

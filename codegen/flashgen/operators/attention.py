@@ -338,8 +338,8 @@ def normalise(
 ) -> AttentionProblem:
     """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``; the
     bounds may be `Expected`. ``score_arrays`` and ``score_scalars`` are in the order of the modification's.
-    ``inputs`` has all other optional inputs of ARGUMENTS, by name: those of lengths, and those that need no
-    check but by their row of the table.
+    ``inputs`` has all other optional inputs of ARGUMENTS, by name: the arrays of lengths, and arrays that are
+    checked by their row of the table alone.
 
     Raises BadTensorShape, BadTensorDtype, BadTensorStrides, DeviceTypeNotSupported, NullPointer or BadParam.
     """

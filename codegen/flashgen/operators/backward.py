@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
 
 def gradient_arguments(forward: Sequence[Argument], without: Sequence[str]) -> tuple[Argument, ...]:
-    """The arguments of the gradients of an operator: the gradient of its first output, its arguments but
-    those ``without`` gradients, in their order and all of them inputs, the gradients of its other outputs,
-    and a gradient of each input that is differentiable, of the last dtype that the input may have. An output
-    that the forward call may lack is needed here. The gradient of an optional input is optional, and there
-    where the input is.
+    """The arguments of the gradients of an operator, in this order: the gradient of its first output; its
+    arguments, but for the names in ``without``, all as inputs; the gradients of its other outputs; a gradient
+    of each differentiable input, of the last dtype that the input may have.
+
+    An optional output of the forward call is required here. The gradient of an optional input is optional:
+    a call has both or neither.
     """
     kept = [argument for argument in forward if argument.name not in without]
     outputs = [argument for argument in kept if argument.is_output]

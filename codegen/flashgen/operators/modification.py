@@ -39,9 +39,9 @@ class ScoreOfCall(NamedTuple):
 def modification_of(
     problem: AttentionProblem, arrays: Mapping[str, Any], xp: Any = np, single: bool = False
 ) -> ScoreOfCall | None:
-    """The score modification of a problem with its arrays among those of a call by name, of the library
-    ``xp``, in float64; None if it has none. With ``single`` (NumPy only) its numbers are float32, so that
-    scores in float32 stay so.
+    """The score modification of a problem, None if it has none. ``arrays`` has the arrays of a call by name,
+    of the library ``xp``; the modification has its own arrays in float64. With ``single`` (NumPy only) its
+    numbers are float32, so that scores in float32 stay so.
     """
     score = problem.score
     if score is None:

@@ -86,6 +86,6 @@ def run_adopted(call: Any, operator: Any, arrays: dict[str, Any], stream: Any, /
         return dlpack.hand_back(result, first, inputs, stream)
 
     if isinstance(results, tuple):
-        # The outputs that a call may lack come last.
+        # Optional outputs come last.
         return tuple(handed(result, name) for result, name in zip(results, outputs, strict=False))
     return handed(results, outputs[0])

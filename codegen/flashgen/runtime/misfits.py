@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 def check_fit(
     problem: Problem, kind: Kind, examples: tuple[Any, ...], takes: Callable[[], str], arrays: Arrays
 ) -> None:
-    """Raise the error of arrays that do not fit a plan of ``problem`` for arrays of ``kind``, whose layouts
-    were those of ``examples``, None for an output that was not there. ``takes`` says which arrays the plan
-    takes.
+    """Raise the error of arrays that do not fit a plan of ``problem`` for arrays of ``kind``. ``examples``
+    has the layouts that the plan was made for, None for an output that was missing. ``takes`` says which
+    arrays the plan takes.
     """
     sizes = problem.sizes
     for position, (argument, array) in enumerate(zip(problem.operator.arguments, arrays, strict=True)):
@@ -89,7 +89,7 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
     A stride along a dimension of one element is never used, so it may differ.
     """
     name, layout = argument.name, problem.array_layouts()[problem.operator.position(argument.name)]
-    # Of several dtypes only those of a byte are read alike.
+    # Kernels read bool and uint8 in the same way, and no other two dtypes.
     if view.dtype != layout.dtype and not {view.dtype, layout.dtype} <= {"bool", "uint8"}:
         raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; the plan was made for {layout.dtype}")
     if view.device != problem.device:

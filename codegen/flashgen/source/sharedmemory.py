@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _CONSTANT = re.compile(r"^constexpr int (k\w+) = (.*?);", re.MULTILINE)
 _OFFSET = re.compile(r"\bk\w*(?:Offset|SharedBytes)\w*")
-# So many buffers of so many bytes: `kStages * kKBytes` at the end of an expression.
+# The number of buffers times the bytes of one: `kStages * kKBytes` at the end of an expression.
 _BUFFERS = re.compile(r"(?:^|\+ )(\w+) \* (k\w+Bytes\w*)$")
 _STRUCT = re.compile(r"^struct (?:alignas\((\d+)\) )?(\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 _MEMBER = re.compile(r"^    (\w+) (\w+)((?:\[[^\]]+\])*);", re.MULTILINE)

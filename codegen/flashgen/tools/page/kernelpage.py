@@ -28,8 +28,8 @@ _OPEN = ("roles", "definitions")  # sections that a reader sees without a click;
 
 @dataclass(frozen=True)
 class Run:
-    """Successive instructions from the same place. ``lines`` are lines of the kernel's file: the place's and
-    those of the calls around it, innermost first. ``header`` names the header that the place is in, if any.
+    """Successive instructions from the same place. ``lines`` are lines of the kernel's file: the place,
+    then the calls around it, innermost first. ``header`` names the header that the place is in, if any.
     """
 
     number: int
