@@ -103,13 +103,14 @@ def for_each(
 
     def work() -> None:
         failure = None
-        active.append(True)
+        active.append(True)  # before it reads `stopped`: the caller sets `stopped` before it reads `active`
         try:
-            with _ONE_BLAS_THREAD:
-                for task in left:  # all threads take theirs from one iterator
-                    if stopped:
-                        break
-                    compute(task)
+            if not stopped:
+                with _ONE_BLAS_THREAD:
+                    for task in left:  # all threads take theirs from one iterator
+                        if stopped:
+                            break
+                        compute(task)
         except BaseException as error:  # noqa: BLE001 - it is raised again, by the thread that waits
             failure = error
         active.pop()
