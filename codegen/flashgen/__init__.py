@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flashgen.api.cascade import cascade
     from flashgen.api.explain import explain, warmup
     from flashgen.api.merge import merge
+    from flashgen.api.quantize import quantize
     from flashgen.api.weights import WeightsPlan
     from flashgen.call.kvcache import KVCache, Rotary
     from flashgen.errors import (
@@ -78,6 +79,7 @@ __all__ = [
     "merge",
     "plan",
     "plan_backward",
+    "quantize",
     "warmup",
 ]
 
@@ -96,6 +98,7 @@ _HOMES = {
     "merge": "flashgen.api.merge",
     "plan": "flashgen.api.attention",
     "plan_backward": "flashgen.api.backward",
+    "quantize": "flashgen.api.quantize",
     "warmup": "flashgen.api.explain",
 }
 

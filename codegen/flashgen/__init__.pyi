@@ -63,6 +63,7 @@ __all__ = [
     "merge",
     "plan",
     "plan_backward",
+    "quantize",
     "warmup",
 ]
 
@@ -371,6 +372,15 @@ def merge(
     *,
     out: Any = None,
     lse_out: Any = None,
+    stream: Any = None,
+    backend: str | None = None,
+) -> tuple[Any, Any]: ...
+def quantize(
+    x: Any,
+    per: str = "tensor",
+    *,
+    scale: Any = None,
+    out: Any = None,
     stream: Any = None,
     backend: str | None = None,
 ) -> tuple[Any, Any]: ...

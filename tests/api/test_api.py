@@ -938,6 +938,7 @@ def _calls_on_the_cpu():
         "merge": lambda: flashgen.merge([(out, lse), (out, lse)]),
         "cascade": lambda: flashgen.cascade(q[:, :2], [(q, q), (q, q)]),
         "append": lambda: flashgen.append(cache, q[:, :1], q[:, :1]),
+        "quantize": lambda: flashgen.quantize(q),
     }
 
 

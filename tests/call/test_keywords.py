@@ -20,6 +20,7 @@ CALLS = {
     "plan_backward": lambda **given: flashgen.plan_backward(Q, Q, Q, Q, Q, LSE, **given),
     "append": lambda **given: flashgen.append(CACHE, Q, Q, **given),
     "merge": lambda **given: flashgen.merge([(Q, LSE)] * 2, **given),
+    "quantize": lambda **given: flashgen.quantize(Q, **given),
     "cascade": lambda **given: flashgen.cascade(Q, [(Q, Q)], **given),
     "warmup": lambda **given: flashgen.warmup([], **given),
 }
@@ -73,6 +74,8 @@ def test_what_has_no_name_here_is_to_be_left_out(call):
         ("merge", "lse", "lse_out"),
         ("merge", "output", "out"),
         ("merge", "steam", "stream"),
+        ("quantize", "output", "out"),
+        ("quantize", "scales", "scale"),
         ("cascade", "is_causal", "causal"),
         ("cascade", "scale", "softmax_scale"),
         ("cascade", "part", "parts"),

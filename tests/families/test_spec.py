@@ -46,7 +46,7 @@ WRONG = {
         [
             "operator: ",
             "'convolution'",
-            "allowed: append, attention, attention_backward, attention_weights, merge",
+            "allowed: append, attention, attention_backward, attention_weights, merge, quantize",
         ],
     ),
     "lengths of an operator without them": (

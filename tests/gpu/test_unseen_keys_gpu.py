@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 VARIANTS = [
     variant
     for spec in load_specs()
-    if spec.operator not in ("append", "merge")
+    if spec.operator not in ("append", "merge", "quantize")
     for variant in spec.variants()
     if variant.is_main
     and variant.mask_type != "none"

@@ -20,7 +20,7 @@ from unseen import differing
 MAIN = {
     step.name: variant
     for spec in load_specs()
-    if spec.operator not in ("append", "merge")
+    if spec.operator not in ("append", "merge", "quantize")
     for variant in spec.variants()
     if variant.is_main
     for step in variant.steps

@@ -61,6 +61,7 @@ def text() -> str:
         _function("append", "tuple[Any, Any]"),
         _written(cascade),
         _function("merge", "tuple[Any, Any]"),
+        _function("quantize", "tuple[Any, Any]"),
         _written(explain),
         _written(warmup, {"calls": "Iterable[_WarmupCall]"}),
     )

@@ -1,6 +1,6 @@
 """Calls that write into arrays of the caller, in the graphs of PyTorch: attention with a KVCache or ``out``,
-``attention_backward``, ``append`` and ``merge``, as operators for torch.compile, torch.export, and whatever
-else looks at operators.
+``attention_backward``, ``append``, ``merge`` and ``quantize``, as operators for torch.compile, torch.export,
+and whatever else looks at operators.
 
 What such an operator writes to is among its arguments, allocated before it where the caller passed none. None
 has gradients.
@@ -41,6 +41,7 @@ from flashgen.call.request import Request, gradients_of, load_operators, names_o
 from flashgen.errors import BadParam, NullPointer, arg, naming
 from flashgen.operators.append import APPEND
 from flashgen.operators.merge import MERGE
+from flashgen.operators.quantize import QUANTIZE, scale_shape
 from flashgen.runtime.arrays import kind_of
 from flashgen.runtime.torchkind import WITHOUT_GRADIENT, without_gradients
 
@@ -137,6 +138,20 @@ def merge(request: Request) -> tuple[Tensor, Tensor]:
             named[name] = named[like].new_empty(named[like].shape)
     _merge(*named.values(), request.backend)
     return named["out"], named["lse_out"]
+
+
+def quantize(request: Request) -> tuple[Tensor, Tensor]:
+    """The codes and the scale of a request of the operator ``quantize``. Raises BadParam or NullPointer."""
+    named = _checked(request, request.stream, "quantize()")
+    x, (per,) = named["x"], request.options
+    _fix_layout(named["codes"])
+    if named["codes"] is None:
+        named["codes"] = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    scale = named["scale"]
+    if scale is None:
+        scale = named["scale_out"] = x.new_empty(scale_shape(x.shape[:-1], per), dtype=torch.float32)
+    _quantize(*named.values(), per, request.backend)
+    return named["codes"], scale
 
 
 def _checked(request: Request, stream: Any, what: str) -> dict[str, Any]:
@@ -253,3 +268,14 @@ def _append(*args: Any) -> None:
 def _merge(*args: Any) -> None:
     *arrays, backend = args
     compute(Request(MERGE, tuple(arrays), backend=backend), kind_of(arrays[0]))
+
+
+@torch.library.custom_op(
+    "flashgen::quantize",
+    mutates_args=("codes", "scale_out"),
+    schema=f"({arguments_schema(QUANTIZE, ('scale_out',))}, str per, str? backend) -> ()",
+)
+def _quantize(*args: Any) -> None:
+    x, *arrays, per, backend = args
+    with naming({"codes": "out"}):
+        compute(Request(QUANTIZE, (with_rows(x), *arrays), (per,), backend=backend), kind_of(x))

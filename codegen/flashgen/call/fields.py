@@ -1,4 +1,5 @@
-"""The fields of calls of ``attention``, its gradients, ``append`` and ``merge``, each declared once.
+"""The fields of calls of ``attention``, its gradients, ``append``, ``merge`` and ``quantize``, each declared
+once.
 
 Signatures, the stub for type checkers, records, PyTorch's schemas, the keys of plans and the names in
 messages derive from this table. A new option is a new `Field`, in the place that it has in signatures.
@@ -76,6 +77,9 @@ _NUMBER, _BOUND = "float | None", "int | None"
 FIELDS = (
     Field("cache", "host", ("append",), type="KVCache"),
     Field("parts", "host", ("merge",), type="Sequence[tuple[Any, Any]]"),
+    Field("x", "array", ("quantize",)),
+    Field("per", "name", ("quantize",), default="tensor", type="str"),
+    Field("scale", "array", ("quantize",)),
     Field("k_new", "array", ("append",)),
     Field("v_new", "array", ("append",)),
     Field("dout", "array", BACKWARD, elsewhere=("do", "grad_out", "grad_output")),
@@ -267,7 +271,7 @@ FIELDS = (
     Field(
         "out",
         "array",
-        (*FORWARD, *BACKWARD, "merge"),
+        (*FORWARD, *BACKWARD, "merge", "quantize"),
         elsewhere=("output", "o"),
         doc="""receives the result: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch, of the dtype
         and device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot be written
@@ -312,7 +316,7 @@ FIELDS = (
     Field(
         "stream",
         "host",
-        ("attention", "attention_backward", "append", "merge"),
+        ("attention", "attention_backward", "append", "merge", "quantize"),
         elsewhere=("cuda_stream",),
         doc="""where to queue the work: a CuPy or PyTorch stream, a CUDA handle, or None for the current
         stream of the library of q. JAX has no public stream: its arrays are handed over by DLPack, both ways,
@@ -322,7 +326,7 @@ FIELDS = (
     Field(
         "backend",
         "name",
-        (*FORWARD, *BACKWARD, "append", "merge"),
+        (*FORWARD, *BACKWARD, "append", "merge", "quantize"),
         type="str | None",
         doc=""""cuda", "cpu", or "simulator", which slowly runs the generated CUDA on arrays in host memory
         and raises SimulationError where it does what a GPU forbids; None: FLASHGEN_BACKEND, or what the
@@ -352,6 +356,7 @@ POSITIONAL = {
     "plan_backward": ("dout", "q", "k", "v", "out", "lse"),
     "append": ("cache", "k_new", "v_new"),
     "merge": ("parts",),
+    "quantize": ("x", "per"),
 }
 REQUIRED = {
     "attention": 2,
@@ -360,6 +365,7 @@ REQUIRED = {
     "plan_backward": 6,
     "append": 3,
     "merge": 1,
+    "quantize": 1,
 }
 SHORTHANDS = tuple((field.name, field.shorthand) for field in FIELDS if field.shorthand)
 # The arrays that say which rows each sequence has.

@@ -140,6 +140,9 @@ AppendCall = _record(
     "AppendCall", "A call of ``append``.", tuple(x for x in FIELDS if "append" in x.functions)
 )
 MergeCall = _record("MergeCall", "A call of ``merge``.", tuple(x for x in FIELDS if "merge" in x.functions))
+QuantizeCall = _record(
+    "QuantizeCall", "A call of ``quantize``.", tuple(x for x in FIELDS if "quantize" in x.functions)
+)
 
 
 def call_of(record: type[Call], **values: Any) -> Any:

@@ -80,6 +80,10 @@ ARRAYS = {
     "sin": Note("", _ROTATED),
     "positions": Note("the row of cos and sin of each token; null: its position", _ROTATED),
     "q_rotated": Note("", _ROTATED),
+    "largest": Note("(num_heads, batch, blocks of tokens): the largest finite |x|"),
+    "scale": Note("what a code of 1 stands for; broadcast"),
+    "scale_out": Note("what a code of 1 stands for"),
+    "codes": Note("e4m3"),
     "lse1": Note("natural logarithm; -inf or +inf for a row without keys"),
     "lse2": Note("as lse1"),
     "lse_out": Note("as lse1, but always -inf for a row without keys"),
@@ -135,6 +139,12 @@ NUMBERS = {
     ),
     "q_step": Declared("int32_t", "1: query i is at lengths + i; 0: all are at lengths", _ROTATED),
     "row_chunks_log2": Declared("int32_t", "of the threads of a row: its 16-byte chunks, rounded up to 2^n"),
+    # Of a call that quantises.
+    "scale_batch_step": Declared(
+        "int64_t", "from the scale of a batch entry to the next one's; 0 where they share it"
+    ),
+    "scale_row_step": Declared("int64_t", "the same of tokens"),
+    "scale_head_step": Declared("int64_t", "the same of heads"),
     # The grid.
     "num_row_blocks": Declared("int32_t", "tiles along the first dimension of the grid"),
     "num_row_blocks_beside": Declared("int32_t", "the same of the second kind of tiles"),

@@ -18,6 +18,7 @@ _PLACES = {
     "attention_weights": ("weights", "WEIGHTS"),
     "merge": ("merge", "MERGE"),
     "append": ("append", "APPEND"),
+    "quantize": ("quantize", "QUANTIZE"),
 }
 
 

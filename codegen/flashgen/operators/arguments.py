@@ -25,7 +25,7 @@ from flashgen.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "bool": 1, "uint8": 1, "int32": 4}
+DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "bool": 1, "uint8": 1, "int32": 4, "e4m3": 1}
 # Usual names of dtypes, which specs do not use.
 DTYPE_NAMES = {
     "float16": "fp16",
@@ -33,6 +33,7 @@ DTYPE_NAMES = {
     "bfloat16": "bf16",
     "float32": "fp32",
     "float": "fp32",
+    "float8_e4m3fn": "e4m3",
 }
 # Bytes to which the address and the rows of an array of elements are aligned.
 ROW_ALIGNMENT = 16
@@ -58,7 +59,7 @@ _STRIDE_WORDS = {
 @dataclass(frozen=True, slots=True)
 class ArrayView:
     """The memory of an array. ``strides`` are in elements, ``pointer`` is an address, ``device`` a CUDA
-    ordinal or None for host memory, ``dtype`` one of fp16, bf16, fp32, bool, uint8, int32, or else the
+    ordinal or None for host memory, ``dtype`` one of fp16, bf16, fp32, e4m3, bool, uint8, int32, or else the
     library's own name of an unsupported type."""
 
     kind: str

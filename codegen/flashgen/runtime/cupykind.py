@@ -31,6 +31,7 @@ class CupyKind:
         self._get_device = cupy.cuda.runtime.getDevice
         self._get_stream = cupy.cuda.get_current_stream
         self._dtypes = {name: cupy.dtype(numpy_name) for name, numpy_name in NUMPY_NAMES.items()}
+        self._dtypes["e4m3"] = self._dtypes["uint8"]  # which CuPy lacks
 
     def layout(self, x: Any) -> tuple:
         return self.read((x,))[0][0]

@@ -13,15 +13,21 @@ if TYPE_CHECKING:
 
 
 def host_array(x: Any) -> Any:
-    """A NumPy array over the memory of a native host array; bfloat16 is seen as its bits in uint16."""
+    """A NumPy array over the memory of a native host array; bfloat16 is seen as its bits in uint16, e4m3
+    as its codes in uint8.
+    """
     import numpy as np
 
     if not isinstance(x, np.ndarray):
         import torch
 
         x = x.detach()
+        if x.dtype == torch.float8_e4m3fn:
+            return x.view(torch.uint8).numpy()
         return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
     x = x.view(np.ndarray)  # a subclass may index and multiply in ways of its own, as numpy.matrix does
+    if x.dtype.name == "float8_e4m3fn":
+        return x.view(np.uint8)
     return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
 
 

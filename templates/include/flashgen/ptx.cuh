@@ -81,6 +81,32 @@ __device__ __forceinline__ float2 unpack<bf16>(uint32_t pair) {
     return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
 }
 
+// cvt.rn.satfinite.e4m3x2.f32: two floats rounded to nearest even e4m3, `low` in the lower byte of 16 bits. What is past 448 becomes 448;
+// NaN becomes the code 0x7f.
+__device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    // Before sm_89 there is no such instruction.
+    uint32_t pair = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t bits = __float_as_uint(i == 0 ? low : high);
+        const float size = fminf(__uint_as_float(bits & 0x7fffffff), 448.0f);
+        // From 2^-6 on: round off all but 3 bits of the fraction, and count the exponent from -7.
+        const uint32_t rounded = __float_as_uint(size) + 0x7ffff + (__float_as_uint(size) >> 20 & 1);
+        const uint32_t normal = (rounded >> 20) - (120 << 3);
+        // Below: whole steps of 2^-9, which is what the last bit of a float from 2^14 on counts.
+        const uint32_t subnormal = __float_as_uint(size + 16384.0f) & 0xf;
+        const uint32_t code = (size < 0x1p-6f ? subnormal : normal) | (bits >> 24 & 0x80);
+        pair |= ((bits & 0x7fffffff) > 0x7f800000 ? 0x7f : code) << (8 * i);
+    }
+    return pair;
+#endif
+}
+
 // ex2.approx.ftz.f32: 2^x; exactly 0 for -inf.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -146,7 +172,7 @@ __device__ __forceinline__ uint4 load_global_128(const void* source) {
     return value;
 }
 
-// st.global.f32, st.global.u32, st.global.v2.f32, st.global.v4.u32.
+// st.global.f32, st.global.u32, st.global.v2.f32, st.global.v2.u32, st.global.v4.u32.
 __device__ __forceinline__ void store_global_32(float* destination, float value) {
     asm volatile("st.global.f32 [%0], %1;\n" ::"l"(destination), "f"(value) : "memory");
 }
@@ -157,6 +183,10 @@ __device__ __forceinline__ void store_global_32(void* destination, uint32_t valu
 
 __device__ __forceinline__ void store_global_64(float* destination, float low, float high) {
     asm volatile("st.global.v2.f32 [%0], {%1, %2};\n" ::"l"(destination), "f"(low), "f"(high) : "memory");
+}
+
+__device__ __forceinline__ void store_global_64(void* destination, uint2 value) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};\n" ::"l"(destination), "r"(value.x), "r"(value.y) : "memory");
 }
 
 __device__ __forceinline__ void store_global_128(void* destination, uint4 value) {

@@ -53,6 +53,13 @@ inline float2 unpack(uint32_t pair,
     }
 }
 
+inline uint32_t pack_e4m3(float low, float high,
+                          flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(low, where);
+    flashgen::simulator::check_register(high, where);
+    return flashgen::simulator::float_to_e4m3(low) | uint32_t{flashgen::simulator::float_to_e4m3(high)} << 8;
+}
+
 inline float exp2_approx(float x, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::check_register(x, where);
     ++flashgen::simulator::this_thread().block->counters->exp2;
@@ -125,6 +132,11 @@ inline void store_global_64(float* destination, float low, float high,
     flashgen::simulator::check_register(high, where);
     const float values[2] = {low, high};
     flashgen::simulator::store_global(destination, values, 8, where);
+}
+
+inline void store_global_64(void* destination, uint2 value,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_global(destination, &value, 8, where);
 }
 
 inline void store_global_128(void* destination, uint4 value,

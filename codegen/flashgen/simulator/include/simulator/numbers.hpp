@@ -1,6 +1,7 @@
 // Conversions between number formats, bit by bit as the hardware does them, and its approximate functions.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -60,6 +61,17 @@ inline uint16_t float_to_bf16(float value) {
     const uint32_t bits = std::bit_cast<uint32_t>(value);
     if ((bits & 0x7fffffff) > 0x7f800000) return kCanonicalNan16;
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// cvt.rn.satfinite.e4m3x2.f32 of one number.
+inline uint8_t float_to_e4m3(float value) {
+    if (std::isnan(value)) return 0x7f;
+    const uint8_t sign = std::signbit(value) ? 0x80 : 0;
+    const float size = std::min(std::fabs(value), 448.0f);
+    const int exponent = std::max(size == 0.0f ? -6 : std::ilogb(size), -6);
+    // In steps of the last bit, rounded to nearest even; 16 steps are the next exponent.
+    const int steps = static_cast<int>(std::nearbyint(std::ldexp(size, 3 - exponent)));
+    return static_cast<uint8_t>(sign | (8 * (exponent + 6) + steps));
 }
 
 // ex2.approx.ftz.f32: subnormal arguments and results are zeros.

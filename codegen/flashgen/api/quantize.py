@@ -1,0 +1,74 @@
+"""``quantize``: e4m3 codes of numbers, and their scales."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashgen.call.compute import compute
+from flashgen.call.record import QuantizeCall
+from flashgen.call.request import Request
+from flashgen.call.signature import public
+from flashgen.errors import BadParam, FlashgenError, arg
+from flashgen.operators.arguments import shown
+from flashgen.operators.quantize import PER, QUANTIZE
+from flashgen.runtime import arrays, dlpack, torchkind
+
+if TYPE_CHECKING:
+    from flashgen.call.record import Call
+
+
+def _quantize(call: Call) -> tuple[Any, Any]:
+    """Numbers as e4m3 codes times a scale, such as keys and values of a cache of half the size.
+
+    x: (batch, seqlen, num_heads, head_dim), or without batch; fp16, bf16 or fp32; head_dim is a multiple of 8
+        up to 256. Any strides, but the last dimension is contiguous and rows are 16-byte aligned.
+    per: what shares a scale: "tensor", the whole of x; "head", all tokens of a head; "token", the row of a
+        token and head. A scale is the largest finite |x| / 448, or 1 if that is 0.
+    scale: a scale that is there already, instead: fp32, contiguous, broadcasts from the right to (batch,
+        seqlen, num_heads); normal numbers above 0. ``per`` is then left out.
+    out: receives the codes; of the shape of x, with rows that are 8-byte aligned.
+    stream, backend: as in ``attention``.
+
+    Returns (codes, scale), and codes * scale[..., None] is x, rounded. codes are float8_e4m3fn, with CuPy
+    uint8. scale is fp32, (batch, seqlen, num_heads), with a 1 for each dimension that shares it; without
+    batch where x has none; or the caller's. Each number is rounded to the nearest code, ties to even. What is
+    past 448 scales, infinity too, becomes 448; NaN stays NaN.
+
+    Raises, before anything is queued or written, BadParam for a ``per`` that there is not, a tensor that
+    requires a gradient, as there is none, and on the CPU for a scale that is not from 2^-126 to 2^126; what
+    ``attention`` raises for arrays that do not fit. FLASHGEN_CHECK=1 makes a GPU check the scale, too.
+    """
+    per, scale = call.per, call.scale
+    if not isinstance(per, str) or per not in PER[1:]:
+        raise BadParam(f"{arg('per')} is {shown(per)}; expected {' or '.join(map(repr, PER[1:]))}")
+    if scale is not None:
+        if per != "tensor":
+            message = f"{arg('scale')} was given, whose shape says what shares a scale"
+            raise BadParam(f"{arg('per')} is {per!r} but {message}; leave {arg('per')} out")
+        per = "given"
+    kind = arrays.kind_of(call.x)
+    request = Request(QUANTIZE, (call.x, scale, call.out, None), (per,), (), call.stream, call.backend)
+    try:
+        if kind is not None and kind.watched(call.x):
+            from flashgen.call import compiled
+
+            return compiled.quantize(request)
+        result = compute(request, kind)
+    except torchkind.RequiresGradient as error:
+        refused = error.of("quantize()")
+        refused.rename(_NAMES)
+        raise refused from None
+    except FlashgenError as error:
+        error.rename(_NAMES)
+        raise
+    codes, scale = result if scale is None else (result, scale)
+    if kind is None and codes.dtype == "uint8" and dlpack.library_of(call.x) == "jax":
+        from ml_dtypes import float8_e4m3fn
+
+        codes = codes.view(float8_e4m3fn)
+    return codes, scale
+
+
+_NAMES = {"codes": "out"}
+
+quantize = public("quantize", QuantizeCall, _quantize, __name__)
