@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.host import torchimport
 
 if TYPE_CHECKING:
+    from flashgen import distributed
     from flashgen.api.append import append
     from flashgen.api.append_and_attend import AppendPlan
     from flashgen.api.attention import attention, plan
@@ -75,6 +76,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "cascade",
+    "distributed",
     "explain",
     "merge",
     "plan",
@@ -110,6 +112,8 @@ def __getattr__(name: str) -> Any:
     # Importing flashgen costs nothing that a caller does not go on to use.
     if name not in __all__:
         raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
+    if name == "distributed":  # a room; its import sets the attribute
+        return importlib.import_module("flashgen.distributed")
     value = getattr(importlib.import_module(_HOMES.get(name, "flashgen.errors")), name)
     globals()[name] = value
     return value

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, overload
 
+from flashgen import distributed as distributed
 from flashgen.api.append_and_attend import AppendPlan as AppendPlan
 from flashgen.api.weights import WeightsPlan as WeightsPlan
 from flashgen.call.kvcache import KVCache as KVCache
@@ -59,6 +60,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "cascade",
+    "distributed",
     "explain",
     "merge",
     "plan",

@@ -36,10 +36,11 @@ from typing import Any, Literal, TypedDict, overload
 
 def text() -> str:
     """The stub."""
-    errors = sorted(set(flashgen.__all__) - flashgen._HOMES.keys())
+    errors = sorted(set(flashgen.__all__) - flashgen._HOMES.keys() - {"distributed"})
     homes = flashgen._HOMES.items()
     imports = [f"from {home} import {name} as {name}" for name, home in homes if name[0].isupper()]
     imports += [f"from flashgen.errors import {name} as {name}" for name in errors]
+    imports.append("from flashgen import distributed as distributed")
     imports.append("from flashgen.schedule.explain import Explanation")
     names = "".join(f'    "{name}",\n' for name in flashgen.__all__)
     forward, backward = "_AttentionPlan", "_GradientPlan"

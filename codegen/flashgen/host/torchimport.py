@@ -16,6 +16,8 @@ OPERATORS = {
     "attention_backward_into": "flashgen.call.compiled",
     "attention_into": "flashgen.call.compiled",
     "attention_weights": "flashgen.call.compiled",
+    "distributed_attention": "flashgen.distributed.operators",
+    "distributed_attention_backward": "flashgen.distributed.operators",
     "merge": "flashgen.call.compiled",
 }
 

@@ -1,0 +1,167 @@
+"""``flashgen.distributed.attention``: attention of a sequence that is cut over ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashgen.call.keywords import unexpected
+from flashgen.distributed import operators
+from flashgen.distributed.groups import Names, names_of, resolved
+from flashgen.distributed.model import H200, bounds_of, check_method, partition
+from flashgen.errors import BadParam, arg
+from flashgen.operators.arguments import flag
+from flashgen.operators.contract import scale_of
+from flashgen.operators.maskoptions import window_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    layout: str = "zigzag",
+    method: str = "auto",
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    seqlen: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    kv_heads_per_step: int | None = None,
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``flashgen.attention`` of a sequence, or of packed documents, whose tokens are cut over ranks. Takes
+    and returns shards, and records gradients. All ranks of the group have to call it, with the same options.
+
+    q, k, v: this rank's tokens, (batch, tokens, heads, head_dim), or (tokens, heads, head_dim) with
+        cu_seqlens; PyTorch tensors, on a GPU with NCCL or in host memory with gloo. `shard` cuts them.
+    group: the ranks, a process group; by default all.
+    mesh: the ranks, a DeviceMesh. With two dimensions the outer one gathers, and the inner one exchanges
+        heads; its tokens are cut over both, the outer one first.
+    layout: "zigzag", "contiguous" or "documents": which tokens a rank has, see `shard`.
+    method: "gather": a rank gathers keys and values, some heads at a time, and computes its rows of all
+        heads, with the kernel of one GPU, and with its bits where cuts are at whole tiles. "ulysses": ranks
+        exchange heads, so each computes all rows of some heads; the number of ranks divides the query heads.
+        "auto": the one that `partition` expects to be faster, gather unless the gain is 5 %.
+    causal, window_size, softmax_scale, softcap, alibi_slopes, sinks: as in ``flashgen.attention``. The
+        gradient of sinks is what the rows of this rank add to it: like the gradient of a weight, it is to be
+        summed over ranks.
+    cu_seqlens: the bounds of all documents, over all ranks, from 0 to the number of tokens; integers, or an
+        int32 tensor, best in host memory: each call reads it there. Documents may be cut anywhere.
+    seqlen: the number of tokens of all ranks, where these do not have equally many and there is no
+        cu_seqlens.
+    return_lse: also return the log-sum-exp, fp32: (batch, heads, tokens), or (heads, tokens).
+    deterministic: the same bits of gradients each time: ranks are summed in their order.
+    kv_heads_per_step: how many kv heads one step gathers. None: enough to fill a GPU.
+
+    Raises what ``flashgen.attention`` raises. Under ``FLASHGEN_CHECK=1`` ranks compare their calls first, and
+    an error of one rank, or a difference between two, is an error on every rank. Without it they may wait for
+    each other for ever.
+    """
+    if unknown:
+        raise unexpected(attention, unknown)
+    check_method(method)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise BadParam(f"{arg(name)} has type {type(x).__name__}; expected a PyTorch tensor")
+    names = names_of(group, mesh)
+    documents = _documents(cu_seqlens)
+    left, right = window_of(window_size)
+    causal = flag("causal", causal)
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise BadParam(f"{arg('alibi_slopes')} requires a gradient; pass alibi_slopes.detach()")
+    if names.outer != names.inner:
+        if method != "auto":
+            raise BadParam(
+                f"{arg('method')} is {method!r}, but {arg('mesh')} has two dimensions, which gather and "
+                "exchange heads; leave method out, or pass a mesh of one dimension"
+            )
+    else:
+        if method == "auto":
+            method = _method(q, k, v, names, documents, seqlen, layout, (left, right), causal)
+            if alibi_slopes is None or causal or right == 0:
+                pass
+            elif q.shape[-2] % resolved(names.outer).size() == 0:
+                method = "ulysses"  # gather cannot compute these slopes
+        names = Names(names.outer, "") if method == "gather" else Names("", names.inner)
+    out, lse, *_ = operators.forward(
+        q,
+        k,
+        v,
+        sinks,
+        alibi_slopes,
+        documents,
+        names.outer,
+        names.inner,
+        layout,
+        causal,
+        left,
+        right,
+        None if softmax_scale is None else scale_of(softmax_scale, q.shape[-1]),
+        None if softcap is None else float(softcap),
+        None if seqlen is None else int(seqlen),
+        flag("deterministic", deterministic),
+        kv_heads_per_step,
+    )
+    return (out, lse) if flag("return_lse", return_lse) else out
+
+
+def _documents(cu_seqlens: Any) -> Tensor | None:
+    """The bounds of documents as a tensor in host memory."""
+    if cu_seqlens is None:
+        return None
+    if isinstance(cu_seqlens, torch.Tensor):
+        return cu_seqlens.cpu()
+    return torch.tensor(bounds_of(cu_seqlens))
+
+
+def _method(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    names: Names,
+    documents: Tensor | None,
+    seqlen: int | None,
+    layout: str,
+    window_size: tuple[int, int],
+    causal: bool,
+) -> str:
+    """The method that `partition` expects to be faster."""
+    world = resolved(names.outer).size()
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if world == 1 or heads_q % world or q.ndim < 3 or not heads_kv:
+        return "gather"
+    if documents is None or torch.compiler.is_compiling():
+        bounds: Any = int(seqlen) if seqlen is not None else world * q.shape[-3]
+    else:
+        bounds = documents
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return partition(
+        bounds,
+        world=world,
+        heads=(heads_q, heads_kv),
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        batch=q.shape[0] if documents is None else 1,
+        dtype_bytes=q.dtype.itemsize,
+        layout=layout,
+        causal=causal,
+        window_size=window_size,
+        rates=H200._replace(ranks_per_node=local),
+    ).method

@@ -1,0 +1,59 @@
+"""What the ranks of a call have to agree on, checked under ``FLASHGEN_CHECK=1``: every rank tells every other
+one what it was called with, and whether that is wrong. So an error on one rank, or two ranks that differ, is
+an error on all of them. Without the check such ranks would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from flashgen.errors import BadParam, FlashgenError, arg
+from flashgen.runtime.check import enabled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from flashgen.distributed.groups import Ranks
+
+
+def agreed(ranks: Ranks, facts: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """``facts()`` of this rank, which raises what is wrong with a call. Under FLASHGEN_CHECK raises on every
+    rank what is wrong on any, and BadParam where two ranks differ in a fact.
+    """
+    if not enabled():
+        return facts()
+    error: Exception | None = None
+    values: Mapping[str, Any] = {}
+    try:
+        values = facts()
+    except (FlashgenError, TypeError, ValueError, RuntimeError, AttributeError) as raised:
+        # Whatever it is, the other ranks must not wait for this one.
+        error = raised
+    for group in ranks.groups:
+        everyone: list[Any] = [None] * group.size()
+        told = {name: repr(value) for name, value in values.items()}, None if error is None else str(error)
+        dist.all_gather_object(everyone, told, group=group)
+        if error is None:
+            error = _difference(everyone)
+    if error is not None:
+        raise error
+    return values
+
+
+def _difference(everyone: list[tuple[dict[str, str], str | None]]) -> BadParam | None:
+    """What is wrong between ranks, if anything."""
+    for rank, (_, message) in enumerate(everyone):
+        if message is not None:
+            return BadParam(f"rank {rank} of the group has an error, so no rank computes: {message}")
+    first, _ = everyone[0]
+    for rank, (facts, _) in enumerate(everyone):
+        for name in sorted(first.keys() | facts.keys()):  # the same message on all ranks
+            ours, theirs = first.get(name), facts.get(name)
+            if ours != theirs:
+                return BadParam(
+                    f"{arg(name)} differs between ranks: {ours} on rank 0 of the group, {theirs} on rank "
+                    f"{rank}; all ranks have to call with the same"
+                )
+    return None

@@ -1,0 +1,201 @@
+"""Gather: keys and values of all ranks, some kv heads at a time, one step ahead of the kernels; and back, the
+gradients of keys and values, summed over ranks in fp32.
+
+A row of a gathered buffer has K and V of one token beside each other, so a step is one collective. Rows are
+in the order of ranks; indices take them in the order of tokens.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashgen.distributed.exchange import Pending, rank_major, start_gather, start_reduction
+from flashgen.distributed.layouts import Runs, tokens_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from flashgen.distributed.exchange import Reduction
+    from flashgen.distributed.segments import Launch
+
+
+class Units(NamedTuple):
+    """The runs of the units that gather, in order, and which of them this rank is in."""
+
+    runs: tuple[Runs, ...]
+    place: int
+
+    @property
+    def most(self) -> int:
+        """The rows of the largest unit, to which all are padded."""
+        return max(map(tokens_of, self.runs))
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(tokens_of, self.runs))
+
+
+class KeyRows(NamedTuple):
+    """Where the keys of a launch are. ``order`` has the gathered row of each key, None where gathered rows
+    are these keys already. ``layers`` has, for each layer of segments, the slice or the indices of the keys
+    of the launch, and of their gathered rows.
+    """
+
+    order: Tensor | None
+    layers: tuple[tuple[Any, Tensor], ...]
+
+
+@lru_cache(maxsize=16)
+def token_rows(units: Units, device: torch.device) -> Tensor:
+    """The row of each token in a gathered buffer."""
+    most = units.most
+    places = torch.empty(units.tokens, dtype=torch.int64, device=device)
+    for unit, runs in enumerate(units.runs):
+        row = unit * most
+        for run in runs:
+            places[run.begin : run.end] = torch.arange(row, row + run.tokens, device=device)
+            row += run.tokens
+    return places
+
+
+@lru_cache(maxsize=64)
+def key_rows(launch: Launch, units: Units, device: torch.device) -> KeyRows:
+    """Where the keys of a launch are in a gathered buffer."""
+    rows = token_rows(units, device)
+    bounds = [(x.k_begin, x.k_end) for x in launch.segments]
+    alone = len(units.runs) == 1
+    if len(bounds) == 1:
+        order = rows[slice(*bounds[0])]
+        return KeyRows(None if alone and order.shape[0] == rows.shape[0] else order, ((slice(None), order),))
+    order = rows[rank_major(bounds, device)]
+    if launch.layers == 1:
+        layers = ((slice(None), order),)
+    else:
+        starts = [0]
+        for begin, end in bounds:
+            starts.append(starts[-1] + end - begin)
+        keys = [
+            rank_major(
+                [
+                    (start, after)
+                    for x, start, after in zip(launch.segments, starts, starts[1:], strict=False)
+                    if x.layer == layer
+                ],
+                device,
+            )
+            for layer in range(launch.layers)
+        ]
+        layers = tuple((some, order[some]) for some in keys)
+    return KeyRows(None if alone and _is_range(bounds, rows.shape[0]) else order, layers)
+
+
+def _is_range(bounds: list[tuple[int, int]], count: int) -> bool:
+    """Whether these ranges, one after another, are 0 to ``count``."""
+    ends = [end for _, end in bounds]
+    return [begin for begin, _ in bounds] == [0, *ends[:-1]] and ends[-1] == count
+
+
+@lru_cache(maxsize=64)
+def cu_seqlens_of(launch: Launch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cu_seqlens_q and cu_seqlens_kv of the segments of a launch."""
+    sizes = torch.tensor([[x.q_end - x.q_begin, x.k_end - x.k_begin] for x in launch.segments])
+    bounds = torch.zeros((2, len(launch.segments) + 1), dtype=torch.int32)
+    bounds[:, 1:] = sizes.T.cumsum(1)
+    of_q, of_kv = bounds.to(device)
+    return of_q.clone(), of_kv.clone()  # each in memory of its own, as arrays of lengths are
+
+
+class Step(NamedTuple):
+    """Some kv heads, and their rows (rows, batch, heads, head_dim + head_dim_v) of all ranks; None where the
+    unit has all tokens itself.
+    """
+
+    heads: slice
+    rows: Tensor | None
+
+
+def steps(k: Tensor, v: Tensor, per_step: int, units: Units, group: Any) -> Iterator[Step]:
+    """Gather ``per_step`` kv heads after another: while the caller computes one step, the next is on its way.
+    k, v: (batch, rows of the unit, heads, head_dim).
+    """
+    heads = [slice(first, first + per_step) for first in range(0, k.shape[2], per_step)]
+    if group is None:
+        yield from (Step(some, None) for some in heads)
+        return
+    size = len(units.runs)
+
+    def start(some: slice) -> Pending:
+        rows = torch.cat((k[:, :, some], v[:, :, some]), -1).transpose(0, 1)
+        return start_gather(rows, units.most, group, size)
+
+    pending = start(heads[0])
+    for some, following in zip(heads, [*heads[1:], None], strict=True):
+        current = pending
+        if following is not None:
+            pending = start(following)
+        yield Step(some, current.wait())
+
+
+def keys_and_values(step: Step, k: Tensor, v: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
+    """K and V of a step, in this order of rows: (batch, keys, heads, head_dim). ``k`` and ``v`` are of the
+    unit, which serve where they are all that there is.
+    """
+    if step.rows is None:
+        k, v = k[:, :, step.heads], v[:, :, step.heads]
+        return (k, v) if order is None else (k.index_select(1, order), v.index_select(1, order))
+    rows = step.rows if order is None else step.rows.index_select(0, order)
+    whole = rows.transpose(0, 1)
+    return whole[..., : k.shape[-1]], whole[..., k.shape[-1] :]
+
+
+class KeyGradients:
+    """The gradients of K and V of the steps of one backward pass. Each rank adds up what its launches give,
+    in fp32 and in order; then ranks are summed, while the next step is computed.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, units: Units, group: Any, deterministic: bool) -> None:
+        self._k, self._v, self._units, self._group = k, v, units, group
+        self._deterministic = deterministic
+        self._reductions: list[tuple[slice, Reduction | Tensor]] = []
+
+    def empty(self, step: Step) -> Tensor:
+        """Zeros for the gradients of a step, a row for each row of a gathered buffer."""
+        heads = self._k[:, :, step.heads].shape[2]
+        rows = self._units.most * len(self._units.runs)
+        return self._k.new_zeros(
+            (rows, self._k.shape[0], heads, self._k.shape[-1] + self._v.shape[-1]), dtype=torch.float32
+        )
+
+    def add(self, total: Tensor, dk: Tensor, dv: Tensor, keys: KeyRows) -> None:
+        """Add the gradients of a launch, (batch, keys, heads, head_dim), to their rows. Rows of one layer are
+        distinct, so the order of additions is fixed.
+        """
+        width = self._k.shape[-1]
+        for some, rows in keys.layers:
+            picked = total.index_select(0, rows)
+            picked[..., :width] += dk.transpose(0, 1)[some]
+            picked[..., width:] += dv.transpose(0, 1)[some]
+            total.index_copy_(0, rows, picked)
+
+    def send(self, step: Step, total: Tensor) -> None:
+        """Begin to sum a step over ranks."""
+        if self._group is None:
+            self._reductions.append((step.heads, total))
+            return
+        size = len(self._units.runs)
+        self._reductions.append((step.heads, start_reduction(total, self._group, size, self._deterministic)))
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """dk and dv of the unit's rows, in fp32."""
+        dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (self._k, self._v))
+        width, rows = self._k.shape[-1], self._k.shape[1]
+        for heads, reduction in self._reductions:
+            total = reduction if isinstance(reduction, torch.Tensor) else reduction.wait()
+            whole = total[:rows].transpose(0, 1)
+            dk[:, :, heads], dv[:, :, heads] = whole[..., :width], whole[..., width:]
+        return dk, dv

@@ -1,0 +1,364 @@
+"""Partition: which rank computes and moves what, and how long that should take. Needs no GPU and no process
+group.
+
+The model: a rank computes at the rate of one GPU, and waits for the bytes that it receives at the rate of the
+link, as far as they are not on their way while it computes. Gathers run one step ahead of the kernels, so
+only the first step is exposed, and in the backward pass the last reduction; exchanges of heads are exposed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashgen.distributed.heads import HeadShares, head_shares
+from flashgen.distributed.layouts import TILE_ROWS, cuts_whole_tiles, joined, runs_of, tokens_of
+from flashgen.distributed.segments import launches_of, pairs_of, visibility
+from flashgen.errors import BadParam, arg
+from flashgen.operators.arguments import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+METHODS = ("auto", "gather", "ulysses")
+# The backward pass has five matrix products, the forward pass two.
+_BACKWARD_WORK = 2.5
+# How much faster than gather another method has to be to be chosen: gather gives the bits of one GPU.
+_WORTH = 1.05
+# A step of a gather has rows for so many tiles: seven waves of an H200.
+_TILES_OF_STEP = 7 * 132
+
+
+class Rates(NamedTuple):
+    """Rates of one GPU in bf16, and of its links in a direction. The defaults were measured on H200: causal
+    attention of 131,072 tokens, heads 32 and 8 of 128, and an all-gather of 256 MiB on two GPUs.
+    """
+
+    forward_tflops: float = 680.0
+    backward_tflops: float = 613.0
+    inside_gbps: float = 257.0
+    between_gbps: float = 50.0
+    ranks_per_node: int = 8
+    collective_us: float = 30.0
+
+
+H200 = Rates()
+
+
+class Share(NamedTuple):
+    """What one rank has, computes and receives. ``pairs`` are (query, key) pairs of one head, ``flops`` of
+    the forward pass.
+    """
+
+    rank: int
+    tokens: int
+    launches: int
+    segments: int
+    pairs: int
+    flops: float
+    forward_bytes: int
+    backward_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rank:4} {self.tokens:10,} {self.segments:9} {self.pairs:12,} {self.flops / 1e9:8,.0f} "
+            f"{self.forward_bytes / 1e6:8,.1f} {self.backward_bytes / 1e6:8,.1f}"
+        )
+
+
+class Times(NamedTuple):
+    """Milliseconds of the slowest rank: its kernels, all that it receives, what of that is exposed, and
+    compute and exposed together.
+    """
+
+    compute: float
+    moving: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The partition of a call over ``world`` ranks: ``outer`` units that gather, of ``inner`` ranks that
+    exchange heads. ``one_gpu`` are the milliseconds of one GPU for the forward and the backward pass.
+    ``whole_tiles`` is whether all cuts are at whole tiles, so a gather has the bits of one GPU.
+    """
+
+    method: str
+    layout: str
+    world: int
+    outer: int
+    inner: int
+    tokens: int
+    documents: int
+    steps: int
+    whole_tiles: bool
+    shares: tuple[Share, ...]
+    forward: Times
+    backward: Times
+    one_gpu: tuple[float, float]
+
+    @property
+    def balance(self) -> float:
+        """The mean work of a rank over the largest; 1 is even."""
+        most = max(share.flops for share in self.shares)
+        return sum(share.flops for share in self.shares) / (self.world * most) if most else 1.0
+
+    def __str__(self) -> str:
+        shape = f" ({self.outer} x {self.inner})" if min(self.outer, self.inner) > 1 else ""
+        documents = f"{self.documents:,} document{'s' * (self.documents != 1)}"
+        cuts = "at whole tiles" if self.whole_tiles else f"within tiles of {TILE_ROWS} rows"
+        lines = [
+            f"{self.method}, layout {self.layout}: {self.tokens:,} tokens in {documents} over {self.world} "
+            f"ranks{shape}",
+            f"balance {self.balance:.3f}; K and V in {self.steps} step{'s' * (self.steps != 1)}; cuts {cuts}",
+            _line("forward", self.forward, self.one_gpu[0]),
+            _line("backward", self.backward, self.one_gpu[1]),
+            "rank     tokens  segments        pairs    GFLOP   MB fwd   MB bwd",
+        ]
+        few = self.shares if self.world <= 16 else (*self.shares[:8], None, *self.shares[-4:])
+        lines.extend("..." if share is None else str(share) for share in few)
+        return "\n".join(lines)
+
+
+def _line(name: str, times: Times, one_gpu: float) -> str:
+    if not times.total:
+        return f"{name:8}  nothing to do"
+    return (
+        f"{name:8}  {times.total:9.3f} ms = {times.compute:.3f} compute + {times.exposed:.3f} exposed of "
+        f"{times.moving:.3f} moving; one GPU {one_gpu:.3f}, {one_gpu / times.total:.2f} x"
+    )
+
+
+def partition(
+    cu_seqlens: int | Sequence[int],
+    *,
+    world: int,
+    heads: tuple[int, int],
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    batch: int = 1,
+    dtype_bytes: int = 2,
+    layout: str = "zigzag",
+    method: str = "auto",
+    inner: int | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    kv_heads_per_step: int | None = None,
+    rates: Rates = H200,
+) -> Partition:
+    """Who computes and moves what, of a call of ``attention``; print it.
+
+    cu_seqlens: the bounds of packed documents, from 0 on, or the length of one sequence.
+    world: the number of ranks. inner: with two dimensions, the ranks of the inner one, which exchange heads.
+    heads: (num_heads_q, num_heads_kv).
+    rates: of the GPU and its links; `H200` by default.
+    The other arguments are those of ``attention``. Raises BadParam.
+    """
+    cu = bounds_of(cu_seqlens)
+    # Of lists and tensors the cache has no use.
+    return _partition(
+        tuple(cu),
+        int(world),
+        (int(heads[0]), int(heads[1])),
+        (head_dim, head_dim if head_dim_v is None else head_dim_v),
+        batch,
+        dtype_bytes,
+        layout,
+        method,
+        inner,
+        causal,
+        tuple(window_size),
+        kv_heads_per_step,
+        rates,
+    )
+
+
+@lru_cache(maxsize=128)
+def _partition(
+    cu: tuple[int, ...],
+    world: int,
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    batch: int,
+    dtype_bytes: int,
+    layout: str,
+    method: str,
+    inner: int | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    kv_heads_per_step: int | None,
+    rates: Rates,
+) -> Partition:
+    check_method(method)
+    if world < 1:
+        raise BadParam(f"{arg('world')} is {world}; expected the number of ranks, 1 or more")
+    rest = (cu, world, heads, head_dims, batch, dtype_bytes, layout, causal, window_size, kv_heads_per_step)
+    if inner is not None:
+        if inner < 1 or world % inner:
+            raise BadParam(f"{arg('inner')} is {inner}; it must divide the {world} ranks of {arg('world')}")
+        name = "gather" if inner == 1 else "ulysses" if inner == world else "gather x ulysses"
+        return _modelled(name, world // inner, inner, *rest, rates)
+    if method != "auto":
+        shape = (world, 1) if method == "gather" else (1, world)
+        return _modelled(method, *shape, *rest, rates)
+    gather = _modelled("gather", world, 1, *rest, rates)
+    if world == 1 or heads[0] % world:
+        return gather
+    ulysses = _modelled("ulysses", 1, world, *rest, rates)
+    return ulysses if _WORTH * _both(ulysses) < _both(gather) else gather
+
+
+def _both(part: Partition) -> float:
+    return part.forward.total + part.backward.total
+
+
+def _modelled(
+    method: str,
+    outer: int,
+    inner: int,
+    cu: tuple[int, ...],
+    world: int,
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    batch: int,
+    dtype_bytes: int,
+    layout: str,
+    causal: bool,
+    window_size: tuple[int, int],
+    kv_heads_per_step: int | None,
+    rates: Rates,
+) -> Partition:
+    """The partition of one method: ``outer`` units of ``inner`` ranks."""
+    split = head_shares(*heads, inner)
+    visible = visibility(causal, window_size)
+    shards = runs_of(layout, cu, world)
+    dim, dim_v = head_dims
+    total, packed = cu[-1], len(cu) > 2
+    units = [joined(x for runs in shards[i * inner : (i + 1) * inner] for x in runs) for i in range(outer)]
+    unit_tokens = [tokens_of(unit) for unit in units]
+    per_step = kv_heads_per_step or heads_per_step(max(unit_tokens), split, batch)
+    steps = math.ceil(split.kv_heads / per_step)
+    shares, gather_bytes, reduce_bytes, exchange_bytes = [], 0, 0, [0, 0]
+    for rank in range(world):
+        unit = rank // inner
+        runs, tokens, of_unit = units[unit], tokens_of(shards[rank]), unit_tokens[unit]
+        launches = launches_of(runs, cu, visible, packed)
+        pairs = pairs_of(runs, cu, visible)
+        row = batch * split.kv_heads * (dim + dim_v)
+        gathered = (total - of_unit) * row * dtype_bytes
+        reduced = (outer - 1) * of_unit * row * 4
+        forward, backward = exchanged_bytes(
+            split, heads[0], head_dims, batch, dtype_bytes, tokens, of_unit - tokens
+        )
+        gather_bytes, reduce_bytes = max(gather_bytes, gathered), max(reduce_bytes, reduced)
+        exchange_bytes = [max(exchange_bytes[0], forward), max(exchange_bytes[1], backward)]
+        shares.append(
+            Share(
+                rank,
+                tokens,
+                len(launches),
+                sum(len(x.segments) for x in launches),
+                pairs,
+                2.0 * pairs * batch * split.q_heads * (dim + dim_v),
+                gathered + forward,
+                gathered + reduced + backward,
+            )
+        )
+    outside = rates.between_gbps if world > rates.ranks_per_node else rates.inside_gbps
+    inside = rates.between_gbps if inner > rates.ranks_per_node else rates.inside_gbps
+    latency = 1e-3 * rates.collective_us
+    gather, reduction = (
+        size / outside / 1e6 + latency * steps * (outer > 1) for size in (gather_bytes, reduce_bytes)
+    )
+    exchange = [size / inside / 1e6 + latency * (inner > 1) for size in exchange_bytes]
+    flops = max(share.flops for share in shares)
+    compute = flops / rates.forward_tflops / 1e9
+    compute_back = _BACKWARD_WORK * flops / rates.backward_tflops / 1e9
+    first, last = gather / steps, reduction / steps
+    hidden = max(0.0, gather - first - compute)
+    hidden_back = max(0.0, gather - first + reduction - last - compute_back)
+    whole = pairs_of(joined(x for unit in units for x in unit), cu, visible)
+    work = 2.0 * whole * batch * heads[0] * (dim + dim_v)
+    return Partition(
+        method,
+        layout,
+        world,
+        outer,
+        inner,
+        total,
+        len(cu) - 1,
+        steps,
+        cuts_whole_tiles(units, cu),
+        tuple(shares),
+        Times(compute, gather + exchange[0], first + hidden + exchange[0]),
+        Times(compute_back, gather + reduction + exchange[1], first + hidden_back + last + exchange[1]),
+        (work / rates.forward_tflops / 1e9, _BACKWARD_WORK * work / rates.backward_tflops / 1e9),
+    )
+
+
+def exchanged_bytes(
+    split: HeadShares,
+    heads_q: int,
+    head_dims: tuple[int, int],
+    batch: int,
+    dtype_bytes: int,
+    tokens: int,
+    other_tokens: int,
+) -> tuple[int, int]:
+    """What exchanges of heads bring a rank in the forward and in the backward pass, in bytes. ``tokens`` are
+    of the rank, ``other_tokens`` of the others in its unit.
+    """
+    dim, dim_v = head_dims
+    other_heads = heads_q - split.q_heads
+    others = split.inner - 1
+    width = split.kv_heads * (dim + dim_v)
+    sums = 4 if split.replicated else dtype_bytes
+    forward = other_tokens * (split.q_heads * dim + width) + tokens * other_heads * dim_v
+    backward = (other_tokens * split.q_heads * dim_v + tokens * other_heads * dim) * dtype_bytes
+    return batch * forward * dtype_bytes, batch * (backward + tokens * others * width * sums)
+
+
+def heads_per_step(unit_tokens: int, split: HeadShares, batch: int) -> int:
+    """How many kv heads one step gathers: as few as fill the GPU with several waves of thread blocks."""
+    tiles = -(-unit_tokens // TILE_ROWS) * (split.q_heads // split.kv_heads) * batch
+    for count in range(1, split.kv_heads):
+        if split.kv_heads % count == 0 and tiles * count >= _TILES_OF_STEP:
+            return count
+    return split.kv_heads
+
+
+def check_method(method: Any) -> None:
+    """Raise BadParam for a method that does not exist."""
+    if method == "ring":
+        raise BadParam(
+            f"{arg('method')} is 'ring', which flashgen lacks: partial results would be rounded at each hop; "
+            "'gather' and 'ulysses' can compute all that it could"
+        )
+    if not isinstance(method, str) or method not in METHODS:
+        raise BadParam(f"{arg('method')} is {shown(method)}; allowed are {', '.join(map(repr, METHODS))}")
+
+
+def bounds_of(cu_seqlens: Any) -> tuple[int, ...]:
+    """The bounds of documents, from a length, a list, or a tensor. Raises BadParam."""
+    try:
+        values = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens
+        bounds = (0, int(values)) if isinstance(values, int) else tuple(map(int, values))
+    except (TypeError, ValueError):
+        raise BadParam(
+            f"{arg('cu_seqlens')} is {shown(cu_seqlens)}; expected the bounds of all documents, from 0 "
+            "on, or a length"
+        ) from None
+    ascending = all(x <= y for x, y in pairwise(bounds))
+    if len(bounds) < 2 or bounds[0] != 0 or not ascending:
+        raise BadParam(
+            f"{arg('cu_seqlens')} has {len(bounds)} bounds, from {bounds[0] if bounds else 'nothing'} on; "
+            "expected 0, then the end of each document in ascending order"
+        )
+    return bounds

@@ -1,0 +1,188 @@
+"""Attention over ranks as operators of PyTorch, which autograd and torch.compile see: groups are names, and
+documents are a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flashgen.call.autograd import with_rows
+from flashgen.distributed import passes, ulysses
+from flashgen.distributed.groups import ranks_of
+from flashgen.distributed.heads import head_shares
+from flashgen.distributed.layouts import runs_of, tokens_of
+from flashgen.distributed.passes import Inputs
+from flashgen.distributed.setting import Options, setting_of
+from flashgen.errors import BadParam
+
+if TYPE_CHECKING:
+    from flashgen.distributed.setting import Setting
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor? cu_seqlens"
+_OPTIONS = (
+    "str outer, str inner, str layout, bool causal, SymInt window_left, SymInt window_right, "
+    "float? softmax_scale, float? softcap, SymInt? seqlen, bool deterministic, SymInt? kv_heads_per_step"
+)
+_COUNT = 6
+
+
+def _of_unit(setting: Setting, arrays: tuple[Tensor, ...], sinks: Any, slopes: Any) -> Inputs:
+    """The inputs of a unit, of q, k and v as rows (rows, batch, heads, head_dim) or, without an inner
+    dimension, as batches.
+    """
+    inner = setting.ranks.inner is not None
+    q, k, v = (x.transpose(0, 1) for x in arrays) if inner else arrays
+    heads = setting.q_heads
+    return Inputs(
+        q, k, v, None if sinks is None else sinks[heads], None if slopes is None else slopes[..., heads]
+    )
+
+
+def _batched(x: Tensor, packed: bool) -> Tensor:
+    x = with_rows(x)
+    return x[None] if packed else x
+
+
+@torch.library.custom_op(
+    "flashgen::distributed_attention",
+    mutates_args=(),
+    schema=f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+@torch.no_grad()
+def forward(*args: Any) -> tuple[Tensor, ...]:
+    """out and lse of a shard; then q, k, v, out and lse of the unit, empty without an inner dimension."""
+    q, k, v, sinks, slopes, _ = args[:_COUNT]
+    options = Options(*args[_COUNT:])
+    setting = setting_of(*args[:_COUNT], options)
+    packed = setting.packed
+    arrays = tuple(_batched(x, packed) for x in (q, k, v))
+    group, members = setting.ranks.inner, setting.members
+    if group is not None:
+        q4, k4, v4 = arrays
+        k4, v4 = (ulysses.for_ranks(x, setting.split) for x in (k4, v4))
+        arrays = tuple(ulysses.to_heads(x, members, group) for x in (q4, k4, v4))
+    inputs = _of_unit(setting, arrays, sinks, slopes)
+    batch, rows, heads, _ = inputs.q.shape
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    if group is None:
+        out = q.new_empty((batch, rows, heads, v.shape[-1]))
+        passes.forward(setting, options, inputs, out, lse)
+        kept = tuple(q.new_empty(0) for _ in range(5))
+    else:
+        of_unit = q.new_empty((rows, batch, heads, v.shape[-1]))
+        passes.forward(setting, options, inputs, of_unit.transpose(0, 1), lse)
+        kept = (*arrays, of_unit, lse)
+        out = ulysses.to_tokens(of_unit, members, group)
+        lse = ulysses.to_tokens(lse.permute(2, 0, 1)[..., None], members, group)[..., 0].transpose(1, 2)
+    if packed:
+        out, lse = out[0], lse[0]
+    return out, lse.contiguous(), *kept
+
+
+@forward.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    q, k, v, _, _, cu_seqlens = args[:_COUNT]
+    options = Options(*args[_COUNT:])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    ranks = ranks_of(options.outer, options.inner)
+    if ranks.inner is None:
+        return out, lse, *(q.new_empty(0) for _ in range(5))
+    split = head_shares(q.shape[-2], k.shape[-2], ranks.inner_size)
+    rows = ranks.world * q.shape[-3] if options.seqlen is None else options.seqlen
+    if ranks.outer is not None:
+        if options.layout == "documents" and cu_seqlens is not None:
+            raise BadParam(
+                "two dimensions with layout 'documents' and cu_seqlens cannot be compiled: the rows of a "
+                "rank depend on the documents; pass layout 'zigzag', or call outside of torch.compile"
+            )
+        first = ranks.outer_rank * ranks.inner_size
+        shards = runs_of(options.layout, (0, int(rows)), ranks.world)
+        rows = sum(map(tokens_of, shards[first : first + ranks.inner_size]))
+    batch = 1 if cu_seqlens is not None else q.shape[0]
+    widths = (split.q_heads, q), (split.kv_heads, k), (split.kv_heads, v), (split.q_heads, v)
+    kept = (x.new_empty((rows, batch, heads, x.shape[-1])) for heads, x in widths)
+    return out, lse, *kept, q.new_empty((batch, split.q_heads, rows), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "flashgen::distributed_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, Tensor[] unit, {_OPTIONS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+)
+@torch.no_grad()
+def backward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    """dq, dk and dv of a shard, and what its rows add to dsinks; an empty tensor without sinks."""
+    q, k, v, sinks, slopes, _ = args[:_COUNT]
+    out, lse, of_unit, *rest = args[_COUNT:]
+    options = Options(*rest)
+    if torch.are_deterministic_algorithms_enabled():
+        options = options._replace(deterministic=True)
+    setting = setting_of(*args[:_COUNT], options, agree=False)
+    packed, group, members = setting.packed, setting.ranks.inner, setting.members
+    dout = _batched(dout, packed)
+    dlse = None if dlse is None else dlse[None] if packed else dlse
+    if group is None:
+        arrays = tuple(_batched(x, packed) for x in (q, k, v))
+        out, lse = _batched(out, packed), lse[None] if packed else lse
+    else:
+        *arrays, out, lse = of_unit
+        out = out.transpose(0, 1)
+        dout = ulysses.to_heads(dout, members, group).transpose(0, 1)
+        if dlse is not None:
+            dlse = ulysses.to_heads(dlse.transpose(1, 2)[..., None].contiguous(), members, group)
+            dlse = dlse[..., 0].permute(1, 2, 0)
+    inputs = _of_unit(setting, tuple(arrays), sinks, slopes)
+    results = passes.backward(setting, options, inputs, out, lse, dout, dlse)
+    dq, dk, dv = results.dq, results.dk, results.dv
+    if group is not None:
+        split = setting.split
+        # Copies of a kv head are summed in fp32; a head of one rank alone is rounded before it moves.
+        dk, dv = (x if split.replicated else x.to(q.dtype) for x in (dk, dv))
+        dq, dk, dv = (ulysses.to_tokens(x.transpose(0, 1).contiguous(), members, group) for x in (dq, dk, dv))
+        dk, dv = (ulysses.summed(x, split, k.shape[-2]) for x in (dk, dv))
+    dsinks = q.new_empty(0)
+    if results.dsinks is not None:
+        dsinks = torch.zeros_like(sinks, dtype=torch.float32)
+        dsinks[setting.q_heads] = results.dsinks
+    dq, dk, dv = (x.to(q.dtype).contiguous() for x in (dq, dk, dv))
+    return (*((x[0] if packed else x) for x in (dq, dk, dv)), dsinks)
+
+
+@backward.register_fake
+def _(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    *gradients, sinks = (None if x is None else x.new_empty(x.shape) for x in args[:4])
+    dsinks = dout.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape, dtype=torch.float32)
+    return *gradients, dsinks
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.options = inputs[_COUNT:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:_COUNT], *output)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    inputs, (out, lse, *of_unit) = saved[:_COUNT], saved[_COUNT:]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = backward(dout, dlse, *inputs, out, lse, of_unit, *ctx.options)
+    dsinks = None if inputs[3] is None else gradients[3]
+    return *gradients[:3], dsinks, None, None, *[None] * len(ctx.options)
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+def _refuse_second_derivatives(ctx: Any, *gradients: Tensor) -> None:
+    raise BadParam("flashgen does not compute a gradient of attention's gradients (double backward)")
+
+
+forward.register_autograd(_differentiate, setup_context=_keep)
+backward.register_autograd(_refuse_second_derivatives, setup_context=_keep_nothing)

@@ -1,0 +1,222 @@
+"""The setting of a call: what its ranks, layout, documents, heads and mask mean for this rank. Made from the
+arguments of an operator, with all checks of its contract; see `checks` for agreement between ranks.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashgen.distributed.checks import agreed
+from flashgen.distributed.gather import Units
+from flashgen.distributed.groups import Ranks, check_device, ranks_of
+from flashgen.distributed.heads import HeadShares, head_shares
+from flashgen.distributed.kernels import Whole
+from flashgen.distributed.layouts import check_layout, joined, runs_of, tokens_of
+from flashgen.distributed.model import bounds_of, heads_per_step
+from flashgen.distributed.segments import Launch, Visibility, launches_of, visibility
+from flashgen.distributed.ulysses import Members
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, DeviceTypeNotSupported, arg
+from flashgen.operators.maskoptions import window_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Options(NamedTuple):
+    """What a call says beside its arrays, as the schema of the operator has it. ``outer`` and ``inner`` are
+    names of groups, empty for a dimension of one rank.
+    """
+
+    outer: str
+    inner: str
+    layout: str
+    causal: bool
+    window_left: int
+    window_right: int
+    softmax_scale: float | None
+    softcap: float | None
+    seqlen: int | None
+    deterministic: bool
+    kv_heads_per_step: int | None
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.window_left, self.window_right
+
+
+class Setting(NamedTuple):
+    """``launches`` are of this rank's unit. ``cu_seqlens`` has the bounds of documents, (0, N) for one
+    sequence, which is not ``packed``.
+    """
+
+    ranks: Ranks
+    units: Units
+    members: Members
+    split: HeadShares
+    cu_seqlens: tuple[int, ...]
+    packed: bool
+    visible: Visibility
+    launches: tuple[Launch, ...]
+    per_step: int
+    whole: Whole
+
+    @property
+    def q_heads(self) -> slice:
+        """The query heads that this rank computes."""
+        first = self.ranks.inner_rank * self.split.q_heads
+        return slice(first, first + self.split.q_heads)
+
+
+def setting_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+    agree: bool = True,
+) -> Setting:
+    """The setting of a call. Raises what is wrong with it; with ``agree`` also BadParam where FLASHGEN_CHECK
+    finds that ranks differ.
+    """
+    ranks = ranks_of(options.outer, options.inner)
+
+    def facts() -> dict[str, Any]:
+        check_arrays(q, k, v, cu_seqlens is not None)
+        check_device(ranks, q, "q")
+        check_options(options, alibi_slopes is not None, ranks)
+        cu = documents_of(q, cu_seqlens, options, ranks)
+        check_shard(q, cu, options.layout, ranks)
+        head_shares(q.shape[-2], k.shape[-2], ranks.inner_size)
+        return {
+            "batch": q.shape[0] if cu_seqlens is None else 1,
+            "heads": (q.shape[-2], k.shape[-2]),
+            "head_dim": (q.shape[-1], v.shape[-1]),
+            "dtype": q.dtype,
+            "device": q.device.type,
+            "method": (ranks.outer_size, ranks.inner_size),
+            "window_size": options.window,
+            "sinks": sinks is not None,
+            "alibi_slopes": alibi_slopes is not None,
+            "cu_seqlens": cu,
+        } | {
+            name: getattr(options, name)
+            for name in ("layout", "causal", "softmax_scale", "softcap", "deterministic", "kv_heads_per_step")
+        }
+
+    values = agreed(ranks, facts) if agree else facts()
+    cu, packed = values["cu_seqlens"], cu_seqlens is not None
+    heads_q, heads_kv = values["heads"]
+    split = head_shares(heads_q, heads_kv, ranks.inner_size)
+    shards = runs_of(options.layout, cu, ranks.world)
+    inner = ranks.inner_size
+    units = Units(
+        tuple(
+            joined(run for runs in shards[unit * inner : (unit + 1) * inner] for run in runs)
+            for unit in range(ranks.outer_size)
+        ),
+        ranks.outer_rank,
+    )
+    first = ranks.outer_rank * inner
+    visible = visibility(options.causal, options.window)
+    per_step = options.kv_heads_per_step
+    if per_step is None:
+        # Where memory is the host's, collectives and kernels do not overlap.
+        on_host = q.device.type == "cpu"
+        per_step = split.kv_heads if on_host else heads_per_step(units.most, split, values["batch"])
+    return Setting(
+        ranks,
+        units,
+        Members(shards[first : first + inner], ranks.inner_rank),
+        split,
+        cu,
+        packed,
+        visible,
+        launches_of(units.runs[units.place], cu, visible, packed),
+        per_step,
+        Whole(
+            values["batch"],
+            cu[-1],
+            len(cu) - 1 if packed else 0,
+            max(y - x for x, y in pairwise(cu)),
+            split.q_heads,
+            split.kv_heads,
+            options.window,
+        ),
+    )
+
+
+def check_arrays(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    """Raise for shapes, dtypes and devices of a shard that no call has."""
+    shape = "(batch, tokens, heads, head_dim)"
+    if packed:
+        shape = "(tokens, heads, head_dim), as cu_seqlens packs sequences"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != (3 if packed else 4):
+            raise BadTensorShape(f"{arg(name)} has shape {tuple(x.shape)}; expected {shape}")
+        if x.dtype != q.dtype:
+            raise BadTensorDtype(f"{arg(name)} has dtype {x.dtype} and {arg('q')} {q.dtype}; pass one dtype")
+        if x.device != q.device:
+            raise DeviceTypeNotSupported(
+                f"{arg(name)} is on {x.device} and {arg('q')} on {q.device}; all arrays must be on one device"
+            )
+        if x.shape[:-2] != q.shape[:-2]:
+            raise BadTensorShape(
+                f"{arg(name)} has shape {tuple(x.shape)} and {arg('q')} {tuple(q.shape)}; a shard "
+                "has as many keys as queries"
+            )
+    if k.shape[-1] != q.shape[-1]:
+        raise BadTensorShape(f"{arg('k')} has head_dim {k.shape[-1]} and {arg('q')} {q.shape[-1]}")
+    if v.shape[-2] != k.shape[-2]:
+        raise BadTensorShape(f"{arg('v')} has {v.shape[-2]} heads and {arg('k')} {k.shape[-2]}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise BadTensorShape(
+            f"{arg('q')} has {q.shape[-2]} heads, which is no multiple of the {k.shape[-2]} heads of k"
+        )
+
+
+def check_options(options: Options, has_slopes: bool, ranks: Ranks) -> None:
+    """Raise BadParam for options that no call has, or that the method of this one lacks."""
+    check_layout(options.layout)
+    left, right = window_of(options.window)
+    if options.causal and right > 0:
+        raise BadParam(
+            f"{arg('window_size')} is {(left, right)}, but causal hides every later key: right must be 0 or "
+            "-1"
+        )
+    per_step = options.kv_heads_per_step
+    if per_step is not None and per_step < 1:
+        raise BadParam(f"{arg('kv_heads_per_step')} is {per_step}; expected 1 or more, or None")
+    if has_slopes and ranks.outer_size > 1 and not (options.causal or right == 0):
+        raise BadParam(
+            f"{arg('alibi_slopes')} without causal: {arg('method')} 'gather' aligns positions with the last "
+            "key that a shard sees, which is not its last row; 'ulysses' can compute this call"
+        )
+
+
+def documents_of(q: Tensor, cu_seqlens: Tensor | None, options: Options, ranks: Ranks) -> tuple[int, ...]:
+    """The bounds of the documents of all ranks. Raises BadParam."""
+    if cu_seqlens is None:
+        total = ranks.world * q.shape[-3] if options.seqlen is None else options.seqlen
+        return bounds_of(int(total))
+    bounds = bounds_of(cu_seqlens)
+    if options.seqlen is not None and options.seqlen != bounds[-1]:
+        raise BadParam(
+            f"{arg('seqlen')} is {options.seqlen} and {arg('cu_seqlens')} ends at {bounds[-1]}; padding is a "
+            "document of its own"
+        )
+    return bounds
+
+
+def check_shard(q: Tensor, cu: tuple[int, ...], layout: str, ranks: Ranks) -> None:
+    """Raise BadTensorShape where a shard has another length than its layout says."""
+    runs = runs_of(layout, cu, ranks.world)[ranks.rank]
+    if q.shape[-3] != tokens_of(runs):
+        raise BadTensorShape(
+            f"{arg('q')} has {q.shape[-3]} tokens; of {cu[-1]} tokens in {len(cu) - 1} "
+            f"document{'s' * (len(cu) > 2)}, layout {layout!r} gives rank {ranks.rank} of {ranks.world} "
+            f"{tokens_of(runs)}. {arg('seqlen')} says how many there are where shards differ in length, and "
+            "flashgen.distributed.shard() cuts them"
+        )
