@@ -10,6 +10,8 @@ import sys
 from html import escape
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 WIDTH = 760
@@ -365,11 +367,58 @@ def memory() -> Picture:
     return picture
 
 
+def masks() -> Picture:
+    """The blocks of each mask that flashgen ships."""
+    from flashgen.call.mask import Mask
+
+    tokens, size, side, across = 64, 4, 120, 5
+    token = np.arange(tokens, dtype=np.int32)
+    doc = np.repeat(np.array([0, 1, 2, 3], np.int32), (18, 10, 24, 12))
+    last = token.copy()
+    last[12:28] = 27
+    last[40:56] = 55
+    params = {
+        "documents": {"doc": doc},
+        "documents_full": {"doc": doc},
+        "document_starts": {"start": np.searchsorted(doc, doc).astype(np.int32)},
+        "prefix_lm": {"prefix": np.array([22], np.int32)},
+        "image_spans": {"last": last},
+        "window_first": {"width": 14, "first": 6},
+        "window_global": {"reach": 6, "is_global": np.isin(token, (0, 1, 36)).astype(np.int32)},
+        "chunks": {"size": 20},
+        "block_causal": {"size": 12},
+        "frames": {"frame": token // 16},
+        "shared_prefix": {"segment": np.repeat(np.arange(4, dtype=np.int32), (16, 16, 14, 18))},
+        "padding": {"begin": np.array([10], np.int32), "end": np.array([50], np.int32)},
+        "dilated": {"step": 2},
+        "neighbourhood": {"width": 8, "reach": 1},
+    }
+    rows = -(-len(params) // across)
+    picture = Picture("The masks that flashgen ships", 20 + rows * (side + 40))
+    for number, (name, values) in enumerate(params.items()):
+        x, y = 20 + number % across * (side + 29), 32 + number // across * (side + 40)
+        blocks = Mask(name, **values).blocks(size, size, seqlen_kv=tokens)
+        step = side / blocks.num_key_blocks
+        picture.text(x, y - 8, name, "small")
+        for i in range(blocks.num_row_blocks):
+            for run in blocks.of_row(i):
+                begin, width = x + step * run.begin, step * (run.end - run.begin)
+                colour = "--faint" if run.is_full else "--c0"
+                picture.parts.append(
+                    f'<rect style="fill: var({colour})" x="{begin:g}" y="{y + step * i:g}" width="{width:g}" '
+                    f'height="{step:g}"/>'
+                )
+        frame = 'style="fill: none; stroke: var(--line)"'
+        picture.parts.append(f'<rect {frame} x="{x}" y="{y}" width="{side}" height="{side}"/>')
+    return picture
+
+
 PICTURES = {
     "road": road,
     "batches": batches,
     "pages": pages,
     "windows": windows,
+    "masks": masks,
     "splits": splits,
     "forward-pipeline": forward,
     "backward-pipeline": backward,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flashgen.api.quantize import quantize
     from flashgen.api.weights import WeightsPlan
     from flashgen.call.kvcache import KVCache, Rotary
+    from flashgen.call.mask import Mask
     from flashgen.errors import (
         BadParam,
         BadTensorDtype,
@@ -60,6 +61,7 @@ __all__ = [
     "InsufficientWorkspace",
     "InternalError",
     "KVCache",
+    "Mask",
     "NoBindingError",
     "NoCompilerError",
     "NoHostCompilerError",
@@ -88,6 +90,7 @@ __all__ = [
 _HOMES = {
     "AppendPlan": "flashgen.api.append_and_attend",
     "KVCache": "flashgen.call.kvcache",
+    "Mask": "flashgen.call.mask",
     "Plan": "flashgen.runtime.plans",
     "Rotary": "flashgen.call.kvcache",
     "SplitEvery": "flashgen.operators.splits",

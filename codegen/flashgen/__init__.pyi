@@ -8,6 +8,7 @@ from flashgen.api.append_and_attend import AppendPlan as AppendPlan
 from flashgen.api.weights import WeightsPlan as WeightsPlan
 from flashgen.call.kvcache import KVCache as KVCache
 from flashgen.call.kvcache import Rotary as Rotary
+from flashgen.call.mask import Mask as Mask
 from flashgen.errors import BadParam as BadParam
 from flashgen.errors import BadTensorDtype as BadTensorDtype
 from flashgen.errors import BadTensorShape as BadTensorShape
@@ -44,6 +45,7 @@ __all__ = [
     "InsufficientWorkspace",
     "InternalError",
     "KVCache",
+    "Mask",
     "NoBindingError",
     "NoCompilerError",
     "NoHostCompilerError",

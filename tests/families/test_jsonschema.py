@@ -11,7 +11,7 @@ from flashgen.cli import main
 from flashgen.families.jsonschema import schemas
 from flashgen.host.paths import specs_dir
 
-SPECS = sorted(path for path in specs_dir().glob("*.yaml") if path.name != "scores.yaml")
+SPECS = sorted(path for path in specs_dir().glob("*.yaml") if path.name not in ("scores.yaml", "masks.yaml"))
 _TYPES = {
     "object": dict,
     "array": list,
@@ -87,8 +87,9 @@ def test_shipped_specs_are_right(path):
     assert problems(schemas()["spec"], yaml.safe_load(path.read_text())) == []
 
 
-def test_the_shipped_scores_are_right():
-    assert problems(schemas()["scores"], yaml.safe_load((specs_dir() / "scores.yaml").read_text())) == []
+@pytest.mark.parametrize("name", ["scores", "masks"])
+def test_the_shipped_scores_and_masks_are_right(name):
+    assert problems(schemas()[name], yaml.safe_load((specs_dir() / f"{name}.yaml").read_text())) == []
 
 
 @pytest.mark.parametrize(

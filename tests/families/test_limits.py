@@ -199,5 +199,5 @@ def test_every_shipped_spec_is_well_below_the_limits():
         document = Document(path, path.read_bytes())
         assert path.stat().st_size < MAX_BYTES / 4
         assert document._values < MAX_VALUES / 4
-        if path.name != "scores.yaml":
+        if path.name not in ("scores.yaml", "masks.yaml"):
             assert len(load_spec(path).content.entries) < MAX_POINTS / 4

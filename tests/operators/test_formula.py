@@ -68,7 +68,7 @@ def test_numbers_are_computed_when_read():
         ("score ** 2", 0, "not allowed; allowed: names, numbers"),
         ("score // 2", 0, "not allowed"),
         ("score % 2", 0, "not allowed"),
-        ("1 + (q & 1)", 5, "not allowed"),
+        ("1 + (q & 1)", 5, "'q' is not a condition; & and | bind more tightly than comparisons"),
         ("+score", 0, "not allowed"),
         ("score if q < kv else 0", 0, "not allowed"),
         ("score.real", 0, "not allowed"),
@@ -89,7 +89,7 @@ def test_numbers_are_computed_when_read():
         ("where(score, 1, 2)", 6, "'score' is not a condition; compare it"),
         ("where(q < kv and score, 1, 2)", 17, "'score' is not a condition"),
         ("where(not q, 1, 2)", 10, "'q' is not a condition"),
-        ("where(q < kv < 3, 1, 2)", 6, "not allowed"),
+        ("where(q < kv is 3, 1, 2)", 6, "not allowed"),
         ("where(q is kv, 1, 2)", 6, "not allowed"),
         ("where(q in kv, 1, 2)", 6, "not allowed"),
         ("where(q < kv, h < 2, 1)", 14, "is a condition"),
@@ -119,6 +119,11 @@ def test_what_is_refused_is_named_with_its_place(formula, at, says):
     with pytest.raises(FormulaError, match=says) as caught:
         parse(formula, NAMES, ARRAYS)
     assert at is None or caught.value.column == at
+
+
+def test_chained_comparisons_and_signs_are_shorthand():
+    assert parsed("where(q < kv < 3, score, 2)") is parsed("where(q < kv and kv < 3, score, 2)")
+    assert parsed("where((q < kv) & ~(q < 3), score, 2)") is parsed("where(q < kv and not q < 3, score, 2)")
 
 
 def test_what_is_read():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.call.compute import compute, make_plan
 from flashgen.call.kvcache import KVCache
 from flashgen.call.record import AttentionCall, call_of
-from flashgen.call.request import Request, request_of, weights_of
+from flashgen.call.request import Request, refuse_line, request_of, weights_of
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import flag
 from flashgen.runtime import arrays, torchkind
@@ -103,6 +103,7 @@ def attention_with_weights(call: Call, attend: Callable[[Call], Any]) -> Any:
     if not flag("return_weights", call.return_weights):
         return attend(call.replace(return_weights=False))
     refuse_lengths(call)
+    refuse_line(call)
     return_lse = flag("return_lse", call.return_lse)
     out, lse = attend(call.replace(return_weights=False, return_lse=True))
     kind = arrays.kind_of(call.q)
@@ -118,6 +119,7 @@ def attention_with_weights(call: Call, attend: Callable[[Call], Any]) -> Any:
 def weights_plan(call: Call) -> WeightsPlan:
     """``plan(return_weights=True)``. Raises what `make_plan` does, and BadParam for lengths."""
     refuse_lengths(call)
+    refuse_line(call)
     return_lse = flag("return_lse", call.return_lse)
     request = request_of(call.replace(return_lse=True))
     attention = make_plan(request)

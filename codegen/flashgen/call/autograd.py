@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from flashgen.call.codec import INPUTS, INPUTS_SCHEMA, SCHEMA, decode, encode, encode_score
 from flashgen.call.compute import compute
 from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, SHORTHANDS, listed
+from flashgen.call.mask import Mask, mask_of
 from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.call.request import gradients_of, names_of, request_of
 from flashgen.errors import BadParam, DeviceTypeNotSupported, FlashgenError, NullPointer, arg
@@ -56,16 +57,16 @@ _SHARED = [
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of a call, recorded. Raises BadParam."""
-    arrays = {name: getattr(call, name) for name in INPUTS}
-    check_tensors(arrays)
+    arrays = arrays_of(call)
+    check_tensors(arrays | arrays_of_mask(call))
     for name in ("k", "v"):
         if arrays[name] is None:
             raise NullPointer(f"{arg(name)} is None; expected an array")
     if call.q.is_meta:
-        check_meta(arrays | arrays_of_score(call))
+        check_meta(arrays | arrays_of_score(call) | arrays_of_mask(call))
     has_lengths = any([arrays[name] is not None for name in LENGTHS])  # noqa: C419  # as in compute.are_all
     if has_lengths and _differentiable(call):
-        refuse_mask(call.mask)
+        refuse_mask(arrays["mask"])
     if torch.are_deterministic_algorithms_enabled():
         call = call.replace(deterministic=True)
     refuse_derivatives(call)
@@ -75,6 +76,16 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     score_arrays, entries = encode(call)
     refuse_transforms()
     return _forward(*tensors, score_arrays, *entries)
+
+
+def arrays_of(call: Call, names: tuple[str, ...] = INPUTS) -> dict[str, Any]:
+    """The arrays of a call of these names; a mask by a line is none."""
+    return {name: None if isinstance(x := getattr(call, name), Mask) else x for name in names}
+
+
+def arrays_of_mask(call: Call) -> dict[str, Any]:
+    """The arrays of a mask by a line, by the names of arguments."""
+    return call.mask.arguments if isinstance(call.mask, Mask) else {}
 
 
 def arrays_of_score(call: Call) -> dict[str, Any]:
@@ -330,13 +341,16 @@ class _Attention(torch.autograd.Function):
         check_rank(call.q.shape)
         score_arrays = _tensors_of_score(call)
         output = compute(request_of(call.replace(return_lse=True)), kind_of(call.q))
-        arrays = [getattr(call, name) for name in INPUTS]
+        arrays = arrays_of(call).values()
+        ctx.line, of_mask = None, arrays_of_mask(call)
+        if isinstance(call.mask, Mask):
+            ctx.line = call.mask.line, tuple(call.mask.arrays), call.mask.numbers
         ctx.set_materialize_grads(False)
         # What has memory is in autograd's care: it looks for changes, and calls hooks.
         ctx.call, ctx.score_names = call.replace(**dict.fromkeys(INPUTS)), [*score_arrays]
         if score_arrays:
             ctx.call = _with_score(ctx.call, dict.fromkeys(score_arrays))
-        ctx.save_for_backward(*arrays, *output, *score_arrays.values())
+        ctx.save_for_backward(*arrays, *output, *score_arrays.values(), *of_mask.values())
         return output
 
     @staticmethod
@@ -346,15 +360,20 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         call = ctx.call
+        score_arrays, of_mask = score_arrays[: len(ctx.score_names)], score_arrays[len(ctx.score_names) :]
+        mask = saved[INPUTS.index("mask")]
+        if ctx.line is not None:
+            line, names, numbers = ctx.line
+            mask = mask_of(line, dict(zip(names, of_mask, strict=True)), numbers)
         if score_arrays:
             call = _with_score(call, dict(zip(ctx.score_names, score_arrays, strict=True)))
         arrays = (dout, *saved[:_COUNT], out, lse, dlse)
         # Where gradients are recorded themselves, the operator refuses to have its own.
         if not torch.is_grad_enabled() and _is_eager(arrays):
             gradients = call_of(GradientCall, **{name: getattr(call, name) for name in _SHARED})
-            results = _gradients(gradients.replace(**_readable(arrays)))
+            results = _gradients(gradients.replace(**_readable(arrays) | {"mask": mask}))
             return *_by_input(results, saved[:_GRADIENTS]), None
-        call = call.replace(**dict(zip(INPUTS, saved, strict=False)))
+        call = call.replace(**dict(zip(INPUTS, saved, strict=False)) | {"mask": mask})
         score_arrays, entries = encode(call)
         return *_recorded(*arrays, score_arrays, *entries), None
 

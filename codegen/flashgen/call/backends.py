@@ -80,6 +80,7 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
     if chosen == "simulator":
         from flashgen.simulator.backend import prepare as simulated
 
+        _refuse_line(problem, _specs(folders))
         return simulated(problem, _specs(folders), algorithm)
     from flashgen.runtime.device import device
     from flashgen.schedule.dispatch import offers
@@ -87,7 +88,20 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
 
     here = device(problem.device)
     specs = specs_for(here, problem.operator.name, problem.lengths_on_device)
+    _refuse_line(problem, specs)
     return prepare(choices(problem, here, offers(problem, here, specs, algorithm)), here)
+
+
+def _refuse_line(problem: Problem, specs: Iterable[Spec]) -> None:
+    """Raise DeviceTypeNotSupported for a mask by a line where no kernel takes one."""
+    if getattr(problem, "mask_type", "") == "lines" and not any(
+        "lines" in spec.axes.get("mask_type", ()) for spec in specs
+    ):
+        raise DeviceTypeNotSupported(
+            f"{arg('mask')} is a Mask, {problem.rule.rule.title}, and no kernel takes one yet: masks by a "
+            "line are computed on the CPU path, for arrays in host memory; on a GPU pass an array as "
+            f"{arg('mask')}, which is true where a key is hidden"
+        )
 
 
 def prepare(choices: Iterable[Steps], device: Device) -> Runner:

@@ -1,8 +1,8 @@
 """The codec of a call for the graphs of PyTorch: what the schemas of its operators hold of a record.
 
 Arrays are tensors, and each option is an entry of its own type, so that numbers may be symbols of
-torch.compile. What no schema can hold, such as a score modification with its numbers, or splits, goes through
-one string, ``rest``: JSON with a version.
+torch.compile. What no schema can hold, such as a score modification with its numbers, a mask by a line, or
+splits, goes through one string, ``rest``: JSON with a version.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashgen.call.fields import BACKWARD, DIFFERENTIABLE, FORWARD, GRADIENTS, POSITIONAL, SHORTHANDS
 from flashgen.call.generate import function
+from flashgen.call.mask import Mask, mask_of
 from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.call.request import named_score
 from flashgen.errors import BadParam, arg
@@ -51,8 +52,8 @@ OPTIONS = tuple(
 SCHEMA = ", ".join(
     (*(entry.format(field.name) for field in OPTIONS for entry in _ENTRIES[field.kind]), "str rest")
 )
-# The arrays of a call that operators read, the differentiable ones first. The arrays of a score modification,
-# whose names are in ``rest``, come after them.
+# The arrays of a call that operators read, the differentiable ones first. The arrays of a score modification
+# and of a mask by a line, whose names are in ``rest``, come after them.
 INPUTS = (
     *DIFFERENTIABLE,
     *(
@@ -89,11 +90,15 @@ def arguments_schema(operator: Operator, absent: tuple[str, ...] = ()) -> str:
 
 
 def encode(call: Call) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """The arrays of a score modification, and the entries of SCHEMA. Raises BadParam, and BadTensorShape for
-    q, whose dimensions the shapes of results are made of.
+    """The arrays of a score modification and of a mask by a line, and the entries of SCHEMA. Raises BadParam,
+    and BadTensorShape for q, whose dimensions the shapes of results are made of.
     """
     check_rank(call.q.shape)
     score_arrays, score = encode_score(call) if call.has_score() else ([], "")
+    mask = ""
+    if isinstance(call.mask, Mask):
+        mask = _encode_mask(call.mask)
+        score_arrays = [*score_arrays, *call.mask.arguments.values()]
     entries: list[Any] = []
     is_expected = ""
     for field in OPTIONS:
@@ -114,7 +119,7 @@ def encode(call: Call) -> tuple[list[Tensor], tuple[Any, ...]]:
             value = _fitting(value)
         entries.append(value)
     splits = _splits(getattr(call, "splits", AUTO))
-    return score_arrays, (*entries, f'{{"version": {VERSION}, "splits": {splits}{is_expected}{score}}}')
+    return score_arrays, (*entries, f'{{"version": {VERSION}, "splits": {splits}{is_expected}{score}{mask}}}')
 
 
 def decode(
@@ -134,6 +139,12 @@ def decode(
     if record is AttentionCall:  # gradients have no splits
         splits = rest["splits"]
         changes["splits"] = SplitEvery(splits["every"]) if isinstance(splits, dict) else splits
+    if "mask" in rest:
+        mask = rest["mask"]
+        count = len(score_arrays) - len(mask["arrays"])
+        of_mask = dict(zip(mask["arrays"], score_arrays[count:], strict=True))
+        score_arrays = score_arrays[:count]
+        changes["mask"] = mask_of(mask["line"], of_mask, mask["numbers"])
     if "arrays" in rest:
         params = dict(zip(rest["arrays"], score_arrays, strict=True)) | rest["numbers"]
         changes |= {"score": rest["score"], "params": params} if rest["score"] else params
@@ -202,6 +213,13 @@ def encode_score(call: Call) -> tuple[list[Tensor], str]:
         f', "score": [{_strings(names)}], "arrays": [{_strings(arrays)}], "numbers": {{{", ".join(numbers)}}}'
     )
     return list(arrays.values()), score
+
+
+def _encode_mask(mask: Mask) -> str:
+    """The member of ``rest`` that says what a mask by a line is."""
+    line = " ".join(mask.line.split())  # none of the language's words ends a string of JSON
+    numbers = ", ".join([f'"{name}": {index_of(x)}' for name, x in mask.numbers.items()])
+    return f', "mask": {{"line": "{line}", "arrays": [{_strings(mask.arrays)}], "numbers": {{{numbers}}}}}'
 
 
 def _strings(names: Any) -> str:

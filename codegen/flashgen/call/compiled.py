@@ -16,6 +16,8 @@ from torch import Tensor
 
 from flashgen.call.autograd import (
     OF_BACKWARD,
+    arrays_of,
+    arrays_of_mask,
     check_meta,
     check_tensors,
     differentiate,
@@ -36,8 +38,17 @@ from flashgen.call.codec import (
 from flashgen.call.compute import compute
 from flashgen.call.fields import DIFFERENTIABLE, GRADIENTS
 from flashgen.call.kvcache import FIELDS, KVCache
+from flashgen.call.mask import Mask
 from flashgen.call.record import AttentionCall
-from flashgen.call.request import Request, gradients_of, load_operators, names_of, request_of, weights_of
+from flashgen.call.request import (
+    Request,
+    gradients_of,
+    load_operators,
+    names_of,
+    refuse_line,
+    request_of,
+    weights_of,
+)
 from flashgen.errors import BadParam, NullPointer, arg, naming
 from flashgen.operators.append import APPEND
 from flashgen.operators.merge import MERGE
@@ -59,6 +70,7 @@ def attention(call: Call, append_request: Request | None, what: str) -> tuple[Te
     such calls, in messages. Raises BadParam or NullPointer.
     """
     named = _checked(request_of(_without_numbers(call)), call.stream, what)
+    check_tensors({"q": call.q, **arrays_of_mask(call)})
     refuse_derivatives(call)
     score_arrays, entries = encode(call)
     q, out, lse = call.q, call.out, None
@@ -79,6 +91,7 @@ def attention(call: Call, append_request: Request | None, what: str) -> tuple[Te
 
 def attention_weights(call: Call, lse: Tensor, kind: TorchKind) -> Tensor:
     """The weights of a call without lengths, whose LSE is ``lse``. They have no gradient. Raises BadParam."""
+    refuse_line(call)
     arrays = {name: getattr(call, name) for name in ("q", "k", "mask")} | {"lse": lse}
     arrays = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arrays.items()}
     lse = arrays.pop("lse")
@@ -92,6 +105,7 @@ def attention_weights(call: Call, lse: Tensor, kind: TorchKind) -> Tensor:
 def attention_backward(call: Call) -> tuple[Tensor, ...]:
     """The gradients of a call, in order. Raises BadParam or NullPointer."""
     _checked(gradients_of(_without_numbers(call)), call.stream, "attention_backward()")
+    check_tensors({"q": call.q, **arrays_of_mask(call)})
     if call.workspace is not None:
         raise BadParam(
             f"{arg('workspace')} was given, but what is traced allocates its own when it runs; leave "
@@ -104,14 +118,18 @@ def attention_backward(call: Call) -> tuple[Tensor, ...]:
         x, into = getattr(call, name), getattr(call, gradient)
         _fix_layout(into)
         gradients.append(new_gradient(name, x) if into is None and x is not None else into)
-    arrays = (getattr(call, name) for name in OF_BACKWARD)
+    arrays = arrays_of(call, OF_BACKWARD).values()
     _differentiate(*arrays, score_arrays, *entries, *gradients)
     return tuple([x for x in gradients if x is not None])
 
 
 def _without_numbers(call: Call) -> Call:
-    """The call without a score modification and bounds of lengths, which a graph holds in other types."""
-    names = (x.name for x in call.fields if x.kind in ("score", "bound"))
+    """The call without a score modification, bounds of lengths and a mask by a line, which a graph holds in
+    other types.
+    """
+    names = [x.name for x in call.fields if x.kind in ("score", "bound")]
+    if isinstance(call.mask, Mask):
+        names.append("mask")
     return call.replace(**dict.fromkeys(names))
 
 

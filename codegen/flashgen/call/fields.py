@@ -122,8 +122,9 @@ FIELDS = (
         hint=", which hides where it is nonzero",
         doc="""bool or uint8, nonzero where a key is hidden (as in numpy.ma). Broadcasts from the right, as in
         NumPy, to (batch, num_heads_q, seqlen_q, seqlen_kv); (seqlen_q, seqlen_kv) and (seqlen_kv,) are the
-        common shapes. Its last dimension is seqlen_kv itself and contiguous. With causal, mask types 2 and 3,
-        or window_size both hold: a query sees a key that neither hides.""",
+        common shapes. Its last dimension is seqlen_kv itself and contiguous. Or a ``Mask``, by one line,
+        which is true where a key is visible. With causal, mask types 2 and 3, or window_size both hold: a
+        query sees a key that neither hides.""",
     ),
     Field(
         "mask_type",

@@ -15,11 +15,13 @@ from flashgen.call.fields import PLAN_KEYWORDS, SHORTHANDS
 from flashgen.call.generate import function
 from flashgen.call.keywords import advice
 from flashgen.call.kvcache import FIELDS, KVCache
+from flashgen.call.mask import Mask
 from flashgen.call.record import AttentionCall, GradientCall
 from flashgen.errors import BadParam, NullPointer, arg
 from flashgen.operators.arguments import shown
 from flashgen.operators.lengths import refuse_bounds, refuse_mask
-from flashgen.operators.maskoptions import sees_no_later_key
+from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key
+from flashgen.operators.rules import PREFIX
 
 if TYPE_CHECKING:
     from flashgen.call.record import Call
@@ -122,11 +124,27 @@ class _Operators:
         """What a call requests. Raises BadParam."""
         if self.plain is None:
             self.load()
+        if isinstance(call.mask, Mask):
+            return self._lined(call, call.mask)
         if not call.has_score():
             return self.pack(call, self.plain, None, (call.softmax_scale,))
         score, arrays, numbers = score_of(call)
         request = self.pack(call, self.operator_for(score), score, (call.softmax_scale, *numbers))
         request.arrays += arrays
+        return request
+
+    def _lined(self, call: Call, mask: Mask) -> Request:
+        """What a call with a mask by a line requests. Raises BadParam."""
+        if mask_type_name(call.mask_type) in ("none", "dense"):
+            raise BadParam(
+                f"{arg('mask_type')} is {shown(call.mask_type)}, and {arg('mask')} is a Mask, which is true "
+                f"where a key is visible; leave {arg('mask_type')} out"
+            )
+        score, arrays, numbers = score_of(call) if call.has_score() else (None, (), ())
+        operator = self.operator_for(score, rule=mask.rule.rule)
+        request = self.pack(call.replace(mask=None), operator, score, (call.softmax_scale, *numbers))
+        request.arrays += (*arrays, *mask.arguments.values())
+        request.options += (mask.rule,)
         return request
 
 
@@ -160,7 +178,7 @@ def request_of(call: Call) -> Request:
         operators = _ATTENTION
     else:
         operators = _WITH_LENGTHS
-    if is_plain and operators.plain is not None:
+    if is_plain and operators.plain is not None and not isinstance(call.mask, Mask):
         return operators.pack(call, operators.plain, None, (call.softmax_scale,))
     return operators.request(call)
 
@@ -202,9 +220,10 @@ def gradients_of(call: Call) -> Request:
             refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
         operators = _BACKWARD
     else:
-        refuse_mask(call.mask)
+        if not isinstance(call.mask, Mask):
+            refuse_mask(call.mask)
         operators = _BACKWARD_WITH_LENGTHS
-    if is_plain and operators.plain is not None:
+    if is_plain and operators.plain is not None and not isinstance(call.mask, Mask):
         return operators.pack(call, operators.plain, None, (call.softmax_scale,))
     return operators.request(call)
 
@@ -217,6 +236,7 @@ def weights_of(call: Call, lse: Any) -> Request:
         call = call.normalised()
     if call.max_seqlen_q is not None or call.max_seqlen_kv is not None:
         refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
+    refuse_line(call)
     request = _WEIGHTS.request(call)
     place = request.operator.position("lse")
     request.arrays = *request.arrays[:place], lse, *request.arrays[place + 1 :]
@@ -224,9 +244,20 @@ def weights_of(call: Call, lse: Any) -> Request:
     return request
 
 
+def refuse_line(call: Call) -> None:
+    """Raise BadParam for the weights of a call with a mask by a line."""
+    if isinstance(call.mask, Mask):
+        raise BadParam(
+            f"{arg('mask')} is a Mask, of which there are no attention weights; pass a mask array, or leave "
+            "return_weights out"
+        )
+
+
 def names_of(call: Call) -> dict[str, str]:
     """What the caller of ``attention`` calls arguments of the operators, for `errors.naming`."""
     names = {"cu_seqlens_new": "cu_seqlens_q"}
+    if isinstance(call.mask, Mask):
+        names |= {PREFIX + name: f"{name} of the mask" for name in call.mask.arrays}
     for name, shorthand in SHORTHANDS:
         if getattr(call, name) is not None:
             names[shorthand.param] = name

@@ -7,12 +7,13 @@ import click
 
 @click.command(
     "schema",
-    short_help="The JSON Schema of specs and scores, for an editor.",
+    short_help="The JSON Schema of specs, scores and masks, for an editor.",
     epilog="""
 \b
 Examples:
   flashgen schema > spec.json
   flashgen schema scores > scores.json
+  flashgen schema masks > masks.json
 
 An editor with yaml-language-server then completes and checks a spec that begins with the line
 
@@ -20,9 +21,9 @@ An editor with yaml-language-server then completes and checks a spec that begins
   # yaml-language-server: $schema=spec.json
 """,
 )
-@click.argument("kind", type=click.Choice(["spec", "scores"]), default="spec")
+@click.argument("kind", type=click.Choice(["spec", "scores", "masks"]), default="spec")
 def command(kind: str) -> None:
-    """Print the JSON Schema of a spec, or of a file scores.yaml.
+    """Print the JSON Schema of a spec, or of a file scores.yaml or masks.yaml.
 
     Loading checks more: what the axes of a file allow its tiles, parameters and conditions to say.
     """

@@ -9,7 +9,7 @@ are computed one after another.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.sequences import arrays_of, sequences
+from flashgen.operators.visibility import visibility_of
 from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from flashgen.operators.attention import AttentionProblem
     from flashgen.operators.modification import ScoreOfCall
+    from flashgen.operators.visibility import Visibility
     from flashgen.runtime.plans import Arrays
 
 BLOCK_ROWS = 512
@@ -38,8 +40,9 @@ def run(problem: AttentionProblem, arrays: Arrays, stream: int) -> None:
     """
     check_writable(problem, arrays)
     named, score = named_on_host(problem, arrays)
+    rule = visibility_of(problem, named)
     if problem.lengths is None:
-        attention(problem, named, score)
+        attention(problem, named, score, rule=rule)
         return
     lengths = {name: named.pop(name) for name in LENGTH_ARRAYS}
     for sequence in sequences(problem, lengths):
@@ -49,6 +52,7 @@ def run(problem: AttentionProblem, arrays: Arrays, stream: int) -> None:
             arrays_of(problem, sequence, named),
             score and score._replace(offset=part.seqlen_kv - part.seqlen_q),
             sequence.number,
+            rule and rule.of_sequence(sequence, problem),
         )
 
 
@@ -69,6 +73,7 @@ def attention(
     arrays: Mapping[str, np.ndarray | None],
     score: ScoreOfCall | None = None,
     first_batch: int = 0,
+    rule: Visibility | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """``(out, lse)`` of a problem, computed in float32.
 
@@ -76,7 +81,7 @@ def attention(
     left out or None. bfloat16 elements are of ml_dtypes, or their bits in uint16. ``out``
     (``problem.out_shape``; rounded to its own dtype, or to bfloat16 bits where q has these) and ``lse``
     receive the results; where they are missing, arrays of float32 are made. ``score`` is the `modification`
-    of a call; its batch entries are counted from ``first_batch``.
+    of a call; its batch entries are counted from ``first_batch``. ``rule`` is a mask by a line.
     """
     out, lse, mask = (arrays.get(name) for name in ("out", "lse", "mask"))
     if out is None:
@@ -101,7 +106,7 @@ def attention(
         for head in range(problem.num_heads_kv)
         for start in range(0, problem.seqlen_q, block)
     ]
-    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, sinks, score, first_batch)
+    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, sinks, score, first_batch, rule)
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     work = pairs * (problem.head_dim + problem.head_dim_v)
     # Of one product BLAS may give other bits with other threads, of which a large batch leaves it one.
@@ -121,6 +126,7 @@ def _attend(
     sinks: np.ndarray | None,
     score: ScoreOfCall | None,
     first_batch: int,
+    rule: Visibility | None,
     task: tuple[int, int, int, int],
 ) -> None:
     """One block of query rows of the heads that share one kv head."""
@@ -138,12 +144,18 @@ def _attend(
     rows = np.arange(start, stop)[:, None]
     begin, end = band.keys_of_some(start, stop, problem.seqlen_kv)
     begin_every, end_every = band.keys_of_every(start, stop, problem.seqlen_kv)
+    line = None if rule is None else LineOfRows(rule, batch, heads, range(start, stop))
     for first in range(begin, end, BLOCK_KEYS):
         last = min(first + BLOCK_KEYS, end)
-        hidden = None
-        if mask is not None or first < begin_every or last > end_every:
+        hidden = by_line = None
+        if line is not None:
+            seen = line.hides(range(first, last))
+            if seen.is_empty:
+                continue
+            by_line = seen.hidden
+        if mask is not None or by_line is not None or first < begin_every or last > end_every:
             dense = None if mask is None else mask[batch, heads, start:stop, first:last]
-            hidden = hidden_keys(band, dense, rows, np.arange(first, last))
+            hidden = hidden_keys(band, dense, rows, np.arange(first, last), by_line)
             if hidden.all():
                 continue
         keys = widened(k[batch, first:last, kv_head], problem.dtype, np.float32)
@@ -177,6 +189,45 @@ def _attend(
     result /= np.where(row_sum != 0, row_sum, 1)[:, None]
     lse[batch, heads, start:stop] = (row_max + np.log(row_sum)).reshape(group, count)
     store(out[batch, start:stop, heads], result.reshape(group, count, width_v).transpose(1, 0, 2), problem)
+
+
+class Seen(NamedTuple):
+    """Of a block whether a mask by a line hides all of it, and where it hides keys, (heads or 1, rows, keys);
+    None where it hides none.
+    """
+
+    is_empty: bool
+    hidden: np.ndarray | None
+
+
+class LineOfRows:
+    """A mask by a line for some rows of the query heads that share a kv head."""
+
+    def __init__(self, rule: Visibility, batch: int, heads: slice, rows: range) -> None:
+        self._rule, self._batch, self._rows = rule, batch, rows
+        self._heads = range(heads.start, heads.stop if rule.reads_head else heads.start + 1)
+        self._spans = [rule.spans(batch, head, "q", [rows]) for head in self._heads]
+
+    def hides(self, keys: range) -> Seen:
+        """What it hides of a block of scores. Only a block that may have hidden keys and visible ones is
+        looked at element by element.
+        """
+        rule, batch = self._rule, self._batch
+        truths = [
+            rule.at(batch, head).truth(of_rows, rule.spans(batch, head, "kv", [keys]))
+            for head, of_rows in zip(self._heads, self._spans, strict=True)
+        ]
+        if not any(bool(truth.can_be_true) for truth in truths):
+            return Seen(is_empty=True, hidden=None)
+        if not any(bool(truth.can_be_false) for truth in truths):
+            return Seen(is_empty=False, hidden=None)
+        hidden = rule.hides(
+            batch,
+            np.arange(self._heads.start, self._heads.stop)[:, None, None],
+            np.arange(self._rows.start, self._rows.stop)[:, None],
+            np.arange(keys.start, keys.stop),
+        )
+        return Seen(False, np.broadcast_to(hidden, (len(self._heads), len(self._rows), len(keys))))
 
 
 def bits(x: np.ndarray) -> np.ndarray:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flashgen.cpu.attention import BLOCK_KEYS, BLOCK_ROWS, named_on_host, store
+from flashgen.cpu.attention import BLOCK_KEYS, BLOCK_ROWS, LineOfRows, named_on_host, store
 from flashgen.cpu.threads import for_each
 from flashgen.operators.backward import LENGTH_ARRAYS
 from flashgen.operators.contract import MASK
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import widened
 from flashgen.operators.sequences import arrays_of, sequences
+from flashgen.operators.visibility import visibility_of
 from flashgen.runtime.hostarrays import check_writable
 
 if TYPE_CHECKING:
@@ -26,19 +27,21 @@ if TYPE_CHECKING:
 
     from flashgen.operators.backward import BackwardProblem
     from flashgen.operators.modification import ScoreOfCall
+    from flashgen.operators.visibility import Visibility
     from flashgen.runtime.plans import Arrays
 
 
 class Call(NamedTuple):
     """The arrays of a call by name, each with a batch; bfloat16 elements are their bits. ``first_batch`` is
     the number that a score modification knows the first entry by. ``dsinks``, (batch, num_heads_q), has what
-    each entry adds to the gradient of sinks.
+    each entry adds to the gradient of sinks. ``rule`` is a mask by a line.
     """
 
     arrays: Mapping[str, np.ndarray | None]
     score: ScoreOfCall | None
     first_batch: int = 0
     dsinks: np.ndarray | None = None
+    rule: Visibility | None = None
 
 
 def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
@@ -47,6 +50,7 @@ def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
     """
     check_writable(problem, arrays)
     named, score = named_on_host(problem, arrays)
+    rule = visibility_of(problem, named)
     if problem.lengths is None:
         if named["mask"] is not None:
             named["mask"] = np.broadcast_to(named["mask"], MASK.extents(problem.sizes))
@@ -55,7 +59,7 @@ def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
             named |= {name: x[None] for name, x in named.items() if x is not None and name in leading}
         if named["dsinks"] is not None:
             named["dsinks"][...] = 0
-        gradients(problem, Call(named, score))
+        gradients(problem, Call(named, score, rule=rule))
         return
     in_order = sequences(problem, {name: named.pop(name) for name in LENGTH_ARRAYS})
     for argument in problem.operator.arguments:
@@ -64,7 +68,9 @@ def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
     for sequence in in_order:
         part = problem.of_sequence(sequence.q_length, sequence.kv_length)
         part_of_score = score and score._replace(offset=part.seqlen_kv - part.seqlen_q)
-        gradients(part, Call(arrays_of(problem, sequence, named), part_of_score, sequence.number))
+        part_of_rule = rule and rule.of_sequence(sequence, problem)
+        of_sequence = arrays_of(problem, sequence, named)
+        gradients(part, Call(of_sequence, part_of_score, sequence.number, rule=part_of_rule))
 
 
 def gradients(problem: BackwardProblem, call: Call) -> None:
@@ -143,12 +149,18 @@ def _of_rows(
     band, positions = Band.of(problem), np.arange(rows.start, rows.stop)[:, None]
     begin, end = band.keys_of_some(rows.start, rows.stop, problem.seqlen_kv)
     begin_every, end_every = band.keys_of_every(rows.start, rows.stop, problem.seqlen_kv)
+    line = None if call.rule is None else LineOfRows(call.rule, batch, heads, rows)
     for first in range(begin, end, BLOCK_KEYS):
         last = min(first + BLOCK_KEYS, end)
-        some, hidden = np.arange(first, last), None
-        if mask is not None or first < begin_every or last > end_every:
+        some, hidden, by_line = np.arange(first, last), None, None
+        if line is not None:
+            seen = line.hides(range(first, last))
+            if seen.is_empty:
+                continue
+            by_line = seen.hidden
+        if mask is not None or by_line is not None or first < begin_every or last > end_every:
             dense = None if mask is None else mask[batch, heads, part, first:last]
-            hidden = hidden_keys(band, dense, positions, some)
+            hidden = hidden_keys(band, dense, positions, some, by_line)
             if hidden.all():
                 continue
         whole = (group, count, last - first)

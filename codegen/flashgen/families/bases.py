@@ -15,8 +15,9 @@ from flashgen.host.paths import read_file, specs_dir
 if TYPE_CHECKING:
     from pathlib import Path
 
-# The one file of a spec folder that is no family: score modifications (``scores``).
-SCORES_FILE = "scores.yaml"
+# The files of a spec folder that are no families: score modifications (``scores``), and masks (``masks``).
+SCORES_FILE, MASKS_FILE = "scores.yaml", "masks.yaml"
+NO_FAMILIES = (SCORES_FILE, MASKS_FILE)
 MAX_BYTES = 1_000_000  # of a file of a spec folder; the largest shipped spec has some 20,000
 _EXTENDS = re.compile(rb"^extends[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
 _OPERATOR = re.compile(rb"^operator[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
@@ -62,11 +63,11 @@ def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:
             why = f"{name} extends itself: {circle}; name another spec, or leave it out"
             raise SpecError(f"{path}:{line}: extends: {why}")
         content = None
-        if base.name != SCORES_FILE:
+        if base.name not in NO_FAMILIES:
             with contextlib.suppress(OSError):
                 content = read_file(base, MAX_BYTES)
         if content is None:
-            names = sorted(file.stem for file in specs_dir().glob("*.yaml") if file.name != SCORES_FILE)
+            names = sorted(file.stem for file in specs_dir().glob("*.yaml") if file.name not in NO_FAMILIES)
             folder = "" if beside == path else f"{path.parent} or "
             why = f"no spec {name} in {folder}{specs_dir()}; shipped are {', '.join(names)}"
             raise SpecError(f"{path}:{line}: extends: {why}")

@@ -17,22 +17,22 @@ from flashgen.operators.formula import FUNCTIONS, MAX_TEXT
 from flashgen.operators.scores import DIMENSIONS, FORMULA, NAMES, Score
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from flashgen.families.kinds import Keys, Kind
 
 
-class _Passed:
-    """A formula that a call passes, as the source of its errors."""
+class Passed:
+    """A formula that a call passes as ``argument``, as the source of its errors."""
 
-    def __init__(self, formula: str) -> None:
-        self._formula = formula
+    def __init__(self, formula: str, argument: str = "score") -> None:
+        self._formula, self._argument = formula, argument
 
     def error(self, keys: Keys, message: str, column: int | None = None) -> BadParam:
         where = "" if column is None else f"column {column + 1}: "
         param = f"the parameter {keys[1]}: " if keys[0] == "params" else ""
         message = message.replace(f"{self._formula!r} ", "it ")
-        return BadParam(f"{arg('score')} is {shown(self._formula)}; {where}{param}{message}")
+        return BadParam(f"{arg(self._argument)} is {shown(self._formula)}; {where}{param}{message}")
 
     def convert(self, keys: Keys, value: Any, kind: Kind) -> Any:
         return kind.read(self.error, keys, value)  # type: ignore[arg-type]
@@ -42,11 +42,11 @@ def score_of_formula(formula: str, types: Mapping[str, str], *, keywords: Collec
     """The modification that ``formula`` is. ``types`` has "f32" or "i32" for parameters, which are "f32"
     otherwise; ``keywords`` as in `scores.load_scores`. Raises BadParam, with the column of what is wrong.
     """
-    source = _Passed(formula)
+    source = Passed(formula)
     reserved = reserved_names().union(keywords)
     params = tuple(
         checked_param(source, (), name, (*dimensions, type) if dimensions else type, reserved)
-        for name, dimensions in _operands(formula).items()
+        for name, dimensions in operands(formula, (*NAMES, *FUNCTIONS, "inf"), _dimensions).items()
         for type in (types.get(name, "f32"),)
     )
     tree = checked_tree(source, (), formula, params)
@@ -66,29 +66,36 @@ def modification(
     return score_of_formula(name, types, keywords=keywords)
 
 
-def _operands(formula: str) -> dict[str, tuple[str, ...]]:
+def operands(
+    formula: str, words: Collection[str], dimensions_of: Callable[[list[list[str]]], tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
     """The parameters of a formula in the order in which it names them, and the dimensions of each, none of a
-    number. Empty where it cannot be parsed, which `checked_tree` reports.
+    number; ``words`` of the language are no parameters. ``dimensions_of(indices)`` are the dimensions of an
+    array that has, along each axis, all of these indices. Empty where the formula cannot be parsed, which
+    `parse` reports.
     """
     try:
         tree = ast.parse(formula if len(formula) <= MAX_TEXT else "", mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
-    dimensions: dict[str, tuple[str, ...]] = {}
+    indices: dict[str, list[list[str]]] = {}
     names = []
     functions = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-            indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            dimensions.setdefault(node.value.id, tuple(map(_dimension, range(len(indices)), indices)))
+            by_axis = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            of_array = indices.setdefault(node.value.id, [[] for _ in by_axis])
+            # Of another number of indices parsing complains.
+            for of_axis, index in zip(of_array, by_axis, strict=False):
+                of_axis.append(ast.unparse(index))
         elif isinstance(node, ast.Name) and node not in functions:
             names.append((node.lineno, node.col_offset, node.id))
-    words = {*NAMES, *FUNCTIONS, "inf"}
+    dimensions = {name: dimensions_of(by_axis) for name, by_axis in indices.items()}
     return {name: dimensions.get(name, ()) for *_, name in sorted(names) if name not in words}
 
 
-def _dimension(axis: int, index: ast.expr) -> str:
-    """The dimension of an array that this index is for: one of the call's, or one of the array."""
-    if isinstance(index, ast.Name) and index.id in DIMENSIONS:
-        return index.id
-    return f"axis{axis}"
+def _dimensions(indices: list[list[str]]) -> tuple[str, ...]:
+    """The dimensions of an array by its first indices: of the call's, or of the array."""
+    return tuple(
+        of_axis[0] if of_axis[0] in DIMENSIONS else f"axis{axis}" for axis, of_axis in enumerate(indices)
+    )

@@ -1,4 +1,4 @@
-"""The JSON Schema of spec files and of `scores.yaml`, from the kinds by which they are checked.
+"""The JSON Schema of spec files, `scores.yaml` and `masks.yaml`, from the kinds by which they are checked.
 
 An editor completes and checks YAML by it. It knows less than loading does: the axes of a file decide what its
 tiles, parameters and conditions may say, and no schema can follow that.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashgen.families import scores
+from flashgen.families import masks, scores
 from flashgen.families.kinds import ANYTHING, Either, Field, Integer, Kind, ListOf, MapOf, Null, Record, Text
 from flashgen.families.schema import (
     AXIS_VALUES,
@@ -37,7 +37,7 @@ _PARAMS = ListOf(
 
 def schemas() -> dict[str, dict[str, Any]]:
     """The schema of each kind of file, by name."""
-    return {"spec": spec_schema(), "scores": scores_schema()}
+    return {"spec": spec_schema(), "scores": scores_schema(), "masks": masks_schema()}
 
 
 def spec_schema() -> dict[str, Any]:
@@ -72,6 +72,12 @@ def scores_schema() -> dict[str, Any]:
     """The schema of a `scores.yaml`."""
     file = Record(scores.FILE.fields | {"scores": Field(MapOf(scores.ROW, NAME))})
     return {"$schema": _DIALECT, "title": "Score modifications of flashgen", **file.schema()}
+
+
+def masks_schema() -> dict[str, Any]:
+    """The schema of a `masks.yaml`."""
+    file = Record(masks.FILE.fields | {"masks": Field(MapOf(masks.ROW, NAME))})
+    return {"$schema": _DIALECT, "title": "Masks of flashgen, by a line each", **file.schema()}
 
 
 def _rows(row: Record, other: Kind) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.errors import SpecError
-from flashgen.families.bases import MAX_BYTES, SCORES_FILE, is_of, whole_text
+from flashgen.families.bases import MAX_BYTES, NO_FAMILIES, is_of, whole_text
 from flashgen.families.model import Spec
 from flashgen.host.paths import expanded, read_file, specs_dir
 
@@ -75,7 +75,7 @@ def load_specs(
     """
     paths: dict[str, Path] = {}
     for folder in spec_folders(extra):
-        paths |= {path.stem: path for path in yaml_files(folder) if path.name != SCORES_FILE}
+        paths |= {path.stem: path for path in yaml_files(folder) if path.name not in NO_FAMILIES}
     if operator is not None:
         paths = {
             stem: path for stem, path in paths.items() if is_of(operator, path, _text(path), has_lengths)

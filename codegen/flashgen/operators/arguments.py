@@ -51,6 +51,9 @@ _STRIDE_WORDS = {
     "num_pages": "page",
     "page_size": "row",
     "seqlen_new": "row",
+    # Of arrays with an element for each token.
+    "token_batch": "batch",
+    "tokens": "row",
     "num_positions": "row",
     "sequences": "sequence",
 }

@@ -18,7 +18,8 @@ from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, c
 from flashgen.operators.lengths import BOUNDS, LENGTH_ARRAYS, PAGES, Lengths
 from flashgen.operators.maskoptions import mask_semantics, simplify
 from flashgen.operators.masks import Band
-from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, by_name, modified
+from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, by_name, lined, modified
+from flashgen.operators.rules import sizes_of_tokens
 from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
     import numpy as np
 
     from flashgen.operators.arguments import ArrayView, Expected
+    from flashgen.operators.rules import Rule, RuleOfCall
     from flashgen.operators.scores import Score
     from flashgen.operators.splits import Splits
 
 __all__ = ["normalise"]
 
 # What a kernel implements; see `AttentionProblem`.
-KERNEL_MASKS = ("none", "causal", "local", "dense")
+KERNEL_MASKS = ("none", "causal", "local", "dense", "lines")
 
 ARGUMENTS = (
     Argument("q", "input", "batch_q rows_q num_heads_q head_dim", differentiable=True),
@@ -79,13 +81,14 @@ _SIZES = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "num_heads_kv", "head
 class AttentionProblem(Problem):
     """Shapes, strides and options of one call of attention.
 
-    Key j is visible to query i iff ``p - window_left <= j <= p + window_right``, where
-    ``p = i + diagonal_offset``, and the dense mask, if any, is zero there; a side that is ``UNBOUNDED`` hides
-    nothing. ``mask_type`` is what a kernel must implement: ``none``, ``causal`` (bounded on the right only,
-    ``window_right`` 0), ``local``, or ``dense``, whose keys may be bounded too. ``score`` is the score
-    modification, if any; ``score_scalars`` are its numbers, NaN until a call gives them, and ``score_sizes``
-    the sizes of symbols that are its own. ``splits`` is what the call says of split-KV, ``sinks_dtype`` the
-    dtype of its sinks, None without them.
+    Key j is visible to query i iff ``p - window_left <= j <= p + window_right``, where ``p = i +
+    diagonal_offset``, and the dense mask, if any, is zero there; a side that is ``UNBOUNDED`` hides nothing.
+    ``mask_type`` is what a kernel must implement: ``none``, ``causal`` (bounded on the right only,
+    ``window_right`` 0), ``local``, or ``dense`` or ``lines``, whose keys may be bounded too. ``lines`` is a
+    mask by a line, ``rule``, true where a key is visible; ``rule_sizes`` are the sizes of symbols that are
+    its own. ``score`` is the score modification, if any; ``score_scalars`` are its numbers, NaN until a call
+    gives them, and ``score_sizes`` the sizes of symbols that are its own. ``splits`` is what the call says of
+    split-KV, ``sinks_dtype`` the dtype of its sinks, None without them.
 
     With ``lengths`` sequences have several lengths, whose bounds are ``seqlen_q`` and ``seqlen_kv``; kernels
     and grids are chosen by the bounds. Mask and window fit a sequence that is as long as the bounds, and move
@@ -110,10 +113,12 @@ class AttentionProblem(Problem):
     score_scalars: tuple[float, ...] = ()
     score_sizes: tuple[tuple[str, int], ...] = ()
     sinks_dtype: str | None = None
+    rule: RuleOfCall | None = None
+    rule_sizes: tuple[tuple[str, int], ...] = ()
 
     @property
     def operator(self) -> Operator:
-        return operator_for(self.score, self.lengths is not None)
+        return operator_for(self.score, self.lengths is not None, self.rule and self.rule.rule)
 
     def dtype_of(self, argument: Argument) -> str:
         if argument.name == "sinks" and self.sinks_dtype is not None:
@@ -132,6 +137,7 @@ class AttentionProblem(Problem):
     @property
     def sizes(self) -> dict[str, int]:
         sizes = {name: getattr(self, name) for name in _SIZES} | dict(self.score_sizes)
+        sizes |= dict(self.rule_sizes)
         return sizes | (self.lengths.sizes_of(self.batch) if self.lengths else {})
 
     def symbol_name(self, symbol: str) -> str:
@@ -178,6 +184,7 @@ class AttentionProblem(Problem):
             f"mask_type {self.mask_type}, gqa {grouping}"
             + ("" if self.score is None else f", score {self.score.title}")
             + (", sinks" if self.has("sinks") else "")
+            + ("" if self.rule is None else f", mask {self.rule.rule.title}")
             + ("" if self.splits == AUTO else f", splits {self.splits}")
             + (f", pages {_pages(self)}" if "pages" in self.operator.axes else "")
         )
@@ -243,7 +250,7 @@ class AttentionProblem(Problem):
     def of_sequence(self, q_length: int, kv_length: int) -> AttentionProblem:
         """The problem of one sequence of these lengths, with contiguous arrays that have no other."""
         kind, offset, left, right = simplify(
-            "dense" if self.mask_type == "dense" else "local",
+            self.mask_type if self.mask_type in ("dense", "lines") else "local",
             q_length,
             kv_length,
             kv_length - q_length + self.shift,
@@ -252,7 +259,13 @@ class AttentionProblem(Problem):
         )
         sizes = {name: getattr(self, name) for name in _SIZES}
         sizes |= {"batch": 1, "seqlen_q": q_length, "seqlen_kv": kv_length}
-        symbols = sizes | dict(self.score_sizes)
+        rule_sizes: tuple[tuple[str, int], ...] = ()
+        if self.rule is not None:
+            rule_sizes = tuple(
+                (dict(self.rule_sizes) | sizes_of_tokens(1, q_length, kv_length, None)).items()
+            )
+        symbols = sizes | dict(self.score_sizes) | dict(rule_sizes)
+        rule = self.rule and self.rule.rule
         return AttentionProblem(
             **sizes,
             dtype=self.dtype,
@@ -264,12 +277,14 @@ class AttentionProblem(Problem):
             splits=self.splits,
             strides=tuple(
                 place(argument, None, symbols, self.dtype).strides if self.has(argument.name) else None
-                for argument in operator_for(self.score).arguments
+                for argument in operator_for(self.score, rule=rule).arguments
             ),
             score=self.score,
             score_scalars=self.score_scalars,
             score_sizes=self.score_sizes,
             sinks_dtype=self.sinks_dtype,
+            rule=self.rule,
+            rule_sizes=rule_sizes,
         )
 
     def scalar_values(self) -> dict[str, Number]:
@@ -334,10 +349,13 @@ def normalise(
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
     score_scalars: Sequence[Any] = (),
+    rule: RuleOfCall | None = None,
+    rule_arrays: Sequence[ArrayView | None] = (),
     **inputs: ArrayView | None,
 ) -> AttentionProblem:
     """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``; the
-    bounds may be `Expected`. ``score_arrays`` and ``score_scalars`` are in the order of the modification's.
+    bounds may be `Expected`. ``score_arrays`` and ``score_scalars`` are in the order of the modification's,
+    ``rule_arrays`` in the order of a mask by a line, which is ``rule``.
     ``inputs`` has all other optional inputs of ARGUMENTS, by name: the arrays of lengths, and arrays that are
     checked by their row of the table alone.
 
@@ -352,7 +370,8 @@ def normalise(
     arrays = {name: view for name, view in inputs.items() if name in LENGTH_ARRAYS}
     masks = {} if mask is None else {"mask": mask}
     tables = contract.score_views(score, score_arrays)
-    check_devices(views | inputs | masks | tables)
+    lines = contract.rule_views(rule, rule_arrays)
+    check_devices(views | inputs | masks | tables | lines)
     dtype = contract.check_dtypes(views)
     lengths = None
     if arrays:
@@ -369,6 +388,7 @@ def normalise(
     seqlens = sizes["seqlen_q"], sizes["seqlen_kv"]
     if lengths is None:
         kind, *band = mask_semantics(causal, mask_type, window_size, mask is not None, *seqlens)
+        kind = kind if rule is None else "lines"
         kind, offset, left, right = simplify(kind, *seqlens, *band)
         if mask is not None:
             contract.check_mask(mask, sizes)
@@ -377,19 +397,21 @@ def normalise(
         # Where a call says how keys are split, its kernel must not depend on how many there are.
         most_keys = lengths.most_keys if splits == AUTO else None
         kind, offset, left, right = of_lengths.band(
-            causal, mask_type, window_size, mask is not None, *seqlens, most_keys
+            causal, mask_type, window_size, mask is not None, *seqlens, most_keys, rule is not None
         )
         if mask is not None:
             of_lengths.check_mask(mask, arrays, sizes, bounded=max_seqlen_kv is not None)
         score_sizes = of_lengths.check_score_arrays(score, tables, sizes)
-    symbols = sizes | dict(score_sizes) | (lengths.sizes_of(sizes["batch"]) if lengths else {})
+    rule_sizes = contract.check_rule_arrays(rule, lines, sizes, lengths)
+    symbols = sizes | dict(score_sizes) | dict(rule_sizes)
+    symbols |= lengths.sizes_of(sizes["batch"]) if lengths else {}
     batched = len(q.shape) == 4 if lengths is None else not lengths.packed_q
-    operator = operator_for(score, lengths is not None)
+    operator = operator_for(score, lengths is not None, rule and rule.rule)
     for name in inputs.keys() - arrays.keys():
         argument = operator.arguments[operator.position(name)]
         missing = of_lengths.missing(argument, lengths, batched)
         contract.check_beside_q(argument, inputs[name], symbols, dtype, missing)
-    present = views | inputs | masks | tables
+    present = views | inputs | masks | tables | lines
     problem = AttentionProblem(
         **sizes,
         lengths=lengths,
@@ -412,6 +434,8 @@ def normalise(
         score_scalars=tuple(math.nan for _ in score.scalars) if score else (),
         score_sizes=score_sizes,
         sinks_dtype=inputs["sinks"].dtype if "sinks" in inputs else None,
+        rule=rule,
+        rule_sizes=rule_sizes,
     )
     if any(value is not None for value in score_scalars):
         return problem.with_scalars((None, *score_scalars))
@@ -465,7 +489,10 @@ ATTENTION = Operator(
 _PLAIN = ATTENTION.without_lengths
 
 
-def operator_for(score: Score | None, lengths: bool = False) -> Operator:
-    """Attention with that score modification, if any, as calls with or without lengths have it."""
+def operator_for(score: Score | None, lengths: bool = False, rule: Rule | None = None) -> Operator:
+    """Attention with that score modification and that mask by a line, if any, as calls with or without
+    lengths have it.
+    """
     operator = ATTENTION if lengths else _PLAIN
-    return operator if score is None else modified(operator, score)
+    operator = operator if score is None else modified(operator, score)
+    return operator if rule is None else lined(operator, rule)

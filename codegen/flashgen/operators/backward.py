@@ -23,12 +23,13 @@ from flashgen.operators import attention, contract, lengths
 from flashgen.operators.arguments import Argument, check_devices, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.lengths import BOUNDS, CACHE_ARRAYS, refuse_mask
-from flashgen.operators.operator import Axis, Operator, Value, by_name, modified
+from flashgen.operators.operator import Axis, Operator, Value, by_name, lined, modified
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.rules import Rule, RuleOfCall
     from flashgen.operators.scores import Score
 
 
@@ -93,7 +94,7 @@ class BackwardProblem(AttentionProblem):
 
     @property
     def operator(self) -> Operator:
-        return operator_for(self.score, self.lengths is not None)
+        return operator_for(self.score, self.lengths is not None, self.rule and self.rule.rule)
 
     @property
     def return_lse(self) -> bool:
@@ -136,7 +137,8 @@ class BackwardProblem(AttentionProblem):
         """The problem of one sequence of these lengths, with contiguous arrays that have no other."""
         forward = AttentionProblem.of_sequence(self, q_length, kv_length)
         present = dict.fromkeys(name for name in self.operator.positions if self.has(name))
-        fields = kept_of(forward, operator_for(self.score).arguments, present)
+        rule = self.rule and self.rule.rule
+        fields = kept_of(forward, operator_for(self.score, rule=rule).arguments, present)
         return BackwardProblem(**fields, deterministic=self.deterministic)
 
 
@@ -151,6 +153,8 @@ def normalise(
     deterministic: bool = False,
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
+    rule: RuleOfCall | None = None,
+    rule_arrays: Sequence[ArrayView | None] = (),
     **others: Any,
 ) -> BackwardProblem:
     """The Problem of a call, or the error of the contract that it breaks. Arguments as in
@@ -170,13 +174,22 @@ def normalise(
             )
     if not inputs.keys().isdisjoint(LENGTH_ARRAYS):
         refuse_mask(inputs.get("mask"))
-    forward = attention.normalise(q, k, v, **others, return_lse=True, score=score, score_arrays=score_arrays)
-    operator = operator_for(score, forward.lengths_on_device)
+    forward = attention.normalise(
+        *(q, k, v),
+        **others,
+        return_lse=True,
+        score=score,
+        score_arrays=score_arrays,
+        rule=rule,
+        rule_arrays=rule_arrays,
+    )
+    operator = operator_for(score, forward.lengths_on_device, rule and rule.rule)
     check_devices({"q": q} | views)
     for name, view in views.items():
         argument = operator.arguments[operator.position(name)]
         contract.check_beside_q(argument, view, forward.sizes, forward.dtype, forward.missing(argument))
     views |= {"q": q, "k": k, "v": v} | inputs | contract.score_views(score, score_arrays)
+    views |= contract.rule_views(rule, rule_arrays)
     return BackwardProblem(**kept_of(forward, operator.arguments, views), deterministic=deterministic)
 
 
@@ -224,7 +237,10 @@ BACKWARD = Operator(
 _WITH_LENGTHS, _PLAIN = BACKWARD.with_lengths, BACKWARD.without_lengths
 
 
-def operator_for(score: Score | None, lengths: bool = False) -> Operator:
-    """``attention_backward`` with that score modification, if any, for calls with or without lengths."""
+def operator_for(score: Score | None, lengths: bool = False, rule: Rule | None = None) -> Operator:
+    """``attention_backward`` with that score modification and that mask by a line, if any, for calls with or
+    without lengths.
+    """
     operator = _WITH_LENGTHS if lengths else _PLAIN
-    return operator if score is None else modified(operator, score)
+    operator = operator if score is None else modified(operator, score)
+    return operator if rule is None else lined(operator, rule)

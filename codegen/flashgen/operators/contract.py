@@ -1,5 +1,5 @@
 """Checks that the contracts of several operators share: of dtypes, extents and scales, of dense masks and of
-the arrays of score modifications."""
+the arrays of score modifications and of masks by a line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from flashgen.operators.arguments import (
     shown_shape,
 )
 from flashgen.operators.masks import UNBOUNDED
+from flashgen.operators.rules import PREFIX, named_by_caller, sizes_of_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.lengths import Lengths
+    from flashgen.operators.rules import RuleOfCall
     from flashgen.operators.scores import Score
 
 DTYPES = ("fp16", "bf16", "fp32")
@@ -224,14 +227,60 @@ def check_score_arrays(
     """That each array of a score modification fits, and the sizes of the symbols that are its own. Raises
     BadTensorShape, BadTensorDtype or BadTensorStrides.
     """
+    return _check_tables([param.argument() for param in score.arrays] if score else (), views, sizes)
+
+
+def rule_views(rule: RuleOfCall | None, arrays: Sequence[ArrayView | None]) -> dict[str, ArrayView]:
+    """The arrays of a mask by a line by the names of arguments. Raises NullPointer for one that is None."""
+    if rule is None:
+        return {}
+    views = {}
+    for param, view in zip(rule.rule.arrays, arrays, strict=True):
+        name = PREFIX + param.name
+        if view is None:
+            raise NullPointer(
+                f"{arg(name)} is None; the mask {rule.rule.title} needs an array "
+                f"{shown_shape(param.dimensions)}"
+            )
+        views[name] = view
+    return views
+
+
+def check_rule_arrays(
+    rule: RuleOfCall | None,
+    views: Mapping[str, ArrayView],
+    sizes: Mapping[str, int],
+    lengths: Lengths | None,
+) -> tuple[tuple[str, int], ...]:
+    """That each array of a mask by a line fits, and the sizes of the symbols that are its own. Raises as
+    `check_score_arrays`.
+    """
+    if rule is None:
+        return ()
+    of_tokens = sizes_of_tokens(sizes["batch"], sizes["seqlen_q"], sizes["seqlen_kv"], lengths)
+    arguments = [param.argument() for param in rule.rule.arrays]
+    packed = {"q": lengths is not None and lengths.packed_q, "kv": lengths is not None and lengths.packed_kv}
+    named = [
+        argument._replace(shape=named_by_caller(argument.shape, packed["q"], packed["kv"]))
+        for argument in arguments
+    ]
+    callers = {**sizes, "tokens_of_q": of_tokens["tokens_q"], "tokens_of_k": of_tokens["tokens_kv"]}
+    own_sizes = _check_tables(named, views, callers)
+    return (*of_tokens.items(), *own_sizes)
+
+
+def _check_tables(
+    arguments: Sequence[Argument], views: Mapping[str, ArrayView], sizes: Mapping[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """That the arrays of parameters fit, and the sizes of the symbols that are their own."""
     own_sizes: dict[str, int] = {}
-    for param in score.arrays if score else ():
-        argument, view = param.argument(), views[param.name]
-        missing = len(param.symbols) - len(view.shape)
-        for place_, symbol in enumerate(param.symbols):
+    for argument in arguments:
+        view = views[argument.name]
+        missing = len(argument.symbols) - len(view.shape)
+        for place_, symbol in enumerate(argument.symbols):
             if symbol not in sizes:
                 own_sizes[symbol] = view.shape[place_ - missing] if place_ - missing >= 0 else 1
                 if own_sizes[symbol] < 1:
-                    raise BadTensorShape(f"{arg(param.name)} has shape {view.shape}; it must not be empty")
+                    raise BadTensorShape(f"{arg(argument.name)} has shape {view.shape}; it must not be empty")
         check_array(argument, view, {**sizes, **own_sizes}, "")
     return tuple(own_sizes.items())

@@ -1,9 +1,13 @@
-"""The language of score modifications: an arithmetic expression, checked, as a tree.
+"""The language of score modifications and of masks: an expression, checked, as a tree.
 
-Allowed are names and numbers, ``+ - * /``, comparisons, ``and or not``, ``tanh exp log abs min max``,
-``where(condition, a, b)`` and elements of declared arrays, ``slope[b, h]``. Nothing else is read: a formula
-cannot run code. ``q``, ``kv``, ``h`` and ``b`` are integers, and so are their sums, differences, ``abs``,
-``min`` and ``max``, and ``where`` under a condition of integers; products and quotients are floats.
+Allowed are names and numbers, ``+ - * /``, comparisons, also chained, ``and or not``, which may be written
+``& | ~``, ``tanh exp log abs min max``, ``where(condition, a, b)`` and elements of declared arrays,
+``slope[b, h]``. Nothing else is read: a formula cannot run code. ``q``, ``kv``, ``h`` and ``b`` are integers,
+and so are their sums, differences, ``abs``, ``min`` and ``max``, and ``where`` under a condition of integers;
+products and quotients are floats.
+
+A mask is a condition of integers alone: products are integers, ``//`` and ``%`` round down, and there are
+no floats, so no ``/``, ``tanh``, ``exp``, ``log`` and ``inf``.
 """
 
 from __future__ import annotations
@@ -12,24 +16,56 @@ import ast
 import math
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.host import forks
+from flashgen.operators.intervals import Interval, Intervals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 FUNCTIONS = {"tanh": 1, "exp": 1, "log": 1, "abs": 1, "min": 2, "max": 2, "where": 3}
-ALLOWED = (
-    f"names, numbers, inf, + - * /, comparisons, and/or/not, array[index, ...], {', '.join(FUNCTIONS)}()"
-)
+INTEGER_FUNCTIONS = {name: count for name, count in FUNCTIONS.items() if name not in ("tanh", "exp", "log")}
 # The largest integer, either way: that and a position still fit in 32 bits.
 MAX_INTEGER = 2**30
 # The longest text of a formula, the deepest nesting of its operations, and the most operations of formulas
 # that are chained.
 MAX_TEXT, MAX_DEPTH, MAX_SIZE = 10_000, 50, 2_500
 _ARITHMETIC = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_INTEGER_ARITHMETIC = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"}
+_CONNECTIVES = {ast.BitAnd: "and", ast.BitOr: "or"}
 _COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
+
+
+# Bounds of what a mask computes: of positions, of heads and batch entries, of elements and of numbers; and of
+# any value, so that the difference of two fits in 64 bits.
+POSITIONS, _COUNTS, ELEMENTS = Interval(-(2**30), 2**30), Interval(0, 2**30), Interval(-(2**31), 2**31 - 1)
+MAX_VALUE = 2**61
+
+
+class Language(NamedTuple):
+    """What a formula may be made of. ``what`` it is in a message; ``allowed`` lists the words;
+    ``is_condition`` is whether it is a condition of integers, and else a float.
+    """
+
+    what: str
+    arithmetic: Mapping[type, str]
+    functions: Mapping[str, int]
+    is_condition: bool
+
+    @property
+    def allowed(self) -> str:
+        """What a message lists."""
+        numbers = "integers" if self.is_condition else "numbers, inf"
+        signs = " ".join(dict.fromkeys(self.arithmetic.values()))
+        return (
+            f"names, {numbers}, {signs}, comparisons, and/or/not, array[index, ...], "
+            f"{', '.join(self.functions)}()"
+        )
+
+
+SCORE = Language("a score is a number", _ARITHMETIC, FUNCTIONS, is_condition=False)
+MASK = Language("a mask is a condition", _INTEGER_ARITHMETIC, INTEGER_FUNCTIONS, is_condition=True)
 
 
 class FormulaError(ValueError):
@@ -125,9 +161,14 @@ def number(value: float) -> Node:
     return Node("number", (), value, "int" if isinstance(value, int) else "float")
 
 
-def parse(text: str, names: Mapping[str, str], arrays: Mapping[str, tuple[tuple[str, ...], str]]) -> Node:
-    """The tree of ``text``, a float. ``names`` maps names to their types, ``arrays`` maps names of arrays to
-    their dimensions and types.
+def parse(
+    text: str,
+    names: Mapping[str, str],
+    arrays: Mapping[str, tuple[tuple[str, ...], str]],
+    language: Language = SCORE,
+) -> Node:
+    """The tree of ``text``, a float, or a condition in the language of masks. ``names`` maps names to their
+    types, ``arrays`` maps names of arrays to their dimensions and types.
 
     The text has at most MAX_TEXT characters and nests its operations at most MAX_DEPTH deep. A dimension
     called as one of ``names`` has that name as its index; any other has an integer. Raises
@@ -138,52 +179,73 @@ def parse(text: str, names: Mapping[str, str], arrays: Mapping[str, tuple[tuple[
     too_deep = FormulaError(f"the formula is nested too deeply; at most {MAX_DEPTH} operations deep", 0)
     try:
         root = ast.parse(text, mode="eval").body
-        tree = _Parser(names, arrays).node(root)
+        tree = _Parser(names, arrays, language).node(root)
     except FormulaError:
         raise
     except (RecursionError, MemoryError):
         raise too_deep from None
     except (SyntaxError, ValueError) as error:
         column = max(0, (getattr(error, "offset", None) or 1) - 1)
-        raise FormulaError(f"{text!r} is not an expression; allowed: {ALLOWED}", column) from None
+        raise FormulaError(f"{text!r} is not an expression; allowed: {language.allowed}", column) from None
     if tree.depth > MAX_DEPTH:
         raise too_deep
-    if tree.type == "bool":
-        raise FormulaError(f"{text!r} is a condition; a score is a number", 0)
+    if (tree.type == "bool") != language.is_condition:
+        kind = "a condition" if tree.type == "bool" else "a number"
+        raise FormulaError(f"{text!r} is {kind}; {language.what}", 0)
     return tree
 
 
 class _Parser:
-    def __init__(self, names: Mapping[str, str], arrays: Mapping[str, tuple[tuple[str, ...], str]]) -> None:
-        self._names, self._arrays = names, arrays
+    def __init__(
+        self,
+        names: Mapping[str, str],
+        arrays: Mapping[str, tuple[tuple[str, ...], str]],
+        language: Language,
+    ) -> None:
+        self._names, self._arrays, self._language = names, arrays, language
+        self._intervals = Intervals(bounds)
 
     def node(self, x: ast.expr) -> Node:
         if isinstance(x, ast.Constant) and type(x.value) in (int, float):
             return self._number(x, x.value)
         if isinstance(x, ast.Name):
             return self._name(x)
-        if isinstance(x, ast.BinOp) and type(x.op) in _ARITHMETIC:
-            op, args = _ARITHMETIC[type(x.op)], self._numbers(x, x.left, x.right)
-            integral = op in "+-" and all(arg.type == "int" for arg in args)
+        if isinstance(x, ast.BinOp) and type(x.op) in self._language.arithmetic:
+            op, args = self._language.arithmetic[type(x.op)], self._numbers(x, x.left, x.right)
+            if op in ("//", "%"):
+                self._check_divisor(x, args[1])
+            integral = (op in "+-" or self._language.is_condition) and all(arg.type == "int" for arg in args)
             return self._folded(x, op, args, "int" if integral else "float")
+        if isinstance(x, ast.BinOp) and type(x.op) in _CONNECTIVES:
+            return Node(_CONNECTIVES[type(x.op)], self._joined(x), None, "bool")
         if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub):
             args = self._numbers(x, x.operand)
             return self._folded(x, "neg", args, args[0].type)
-        if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.Not):
+        if isinstance(x, ast.UnaryOp) and isinstance(x.op, (ast.Not, ast.Invert)):
             return Node("not", (self._condition(x.operand),), None, "bool")
         if isinstance(x, ast.BoolOp):
             op = "and" if isinstance(x.op, ast.And) else "or"
             return Node(op, tuple(self._condition(value) for value in x.values), None, "bool")
-        if isinstance(x, ast.Compare) and len(x.ops) == 1 and type(x.ops[0]) in _COMPARISONS:
-            both = self._numbers(x, x.left, x.comparators[0])
-            return Node(_COMPARISONS[type(x.ops[0])], both, None, "bool")
+        if isinstance(x, ast.Compare) and _COMPARISONS.keys() >= set(map(type, x.ops)):
+            sides = self._numbers(x, x.left, *x.comparators)
+            pairs = zip(x.ops, sides, sides[1:], strict=False)
+            links = tuple(Node(_COMPARISONS[type(op)], (a, b), None, "bool") for op, a, b in pairs)
+            return links[0] if len(links) == 1 else Node("and", links, None, "bool")
         if isinstance(x, ast.Call):
             return self._call(x)
         if isinstance(x, ast.Subscript):
             return self._load(x)
-        raise self._error(x, f"{ast.unparse(x)!r} is not allowed; allowed: {ALLOWED}")
+        raise self._error(x, f"{ast.unparse(x)!r} is not allowed{_instead(x)}; {self._allowed}")
+
+    @property
+    def _allowed(self) -> str:
+        return f"allowed: {self._language.allowed}"
 
     def _number(self, x: ast.expr, value: float) -> Node:
+        if self._language.is_condition:
+            if not isinstance(value, int) or not -ELEMENTS.high <= value <= ELEMENTS.high:
+                raise self._error(x, f"{ast.unparse(x)!r} is no integer below 2^31, as a mask needs")
+            return number(value)
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
             raise self._error(
                 x, f"{ast.unparse(x)!r} is above 2^30, the most of an integer; write it as a float"
@@ -196,7 +258,7 @@ class _Parser:
         return FormulaError(message, x.col_offset)
 
     def _name(self, x: ast.Name) -> Node:
-        if x.id == "inf":
+        if x.id == "inf" and not self._language.is_condition:
             return number(math.inf)
         if x.id in self._names:
             return Node("name", (), x.id, self._names[x.id])
@@ -221,10 +283,38 @@ class _Parser:
             raise self._error(x, f"{ast.unparse(x)!r} is not a condition; compare it with something")
         return node
 
+    def _joined(self, x: ast.BinOp) -> tuple[Node, ...]:
+        """Both sides of & or |, which bind more tightly than comparisons."""
+        sides = self.node(x.left), self.node(x.right)
+        for node, side in zip(sides, (x.left, x.right), strict=True):
+            if node.type != "bool":
+                raise self._error(
+                    side,
+                    f"{ast.unparse(side)!r} is not a condition; & and | bind more tightly than comparisons, "
+                    "so put each comparison in parentheses",
+                )
+        return sides
+
+    def _check_divisor(self, x: ast.BinOp, divisor: Node) -> None:
+        """That a divisor has one value above 0, in all of a call."""
+        is_param = divisor.op == "name" and divisor.value not in ("q", "kv", "h", "b")
+        if not is_param and not (divisor.op == "number" and divisor.value > 0):
+            raise self._error(
+                x.right,
+                f"{ast.unparse(x.right)!r} divides; a divisor is an integer above 0, or a number "
+                "among the parameters",
+            )
+
+    def _checked(self, x: ast.expr, node: Node) -> Node:
+        """An operation of a mask, which must fit in 64 bits whatever the arrays hold."""
+        if self._language.is_condition and self._intervals.magnitude(node) > MAX_VALUE:
+            raise self._error(x, f"{ast.unparse(x)!r} may be too large for a 64-bit integer")
+        return node
+
     def _folded(self, x: ast.expr, op: str, args: tuple[Node, ...], type: str) -> Node:
         """The operation, or its value where it is one of numbers."""
         if not all(arg.op == "number" for arg in args):
-            return Node(op, args, None, type)
+            return self._checked(x, Node(op, args, None, type))
         try:
             return self._number(x, operation(op, [arg.value for arg in args], math))
         except (ArithmeticError, ValueError) as error:
@@ -232,10 +322,11 @@ class _Parser:
 
     def _call(self, x: ast.Call) -> Node:
         name = x.func.id if isinstance(x.func, ast.Name) else ""
-        if name not in FUNCTIONS or x.keywords or any(isinstance(arg, ast.Starred) for arg in x.args):
-            raise self._error(x, f"{ast.unparse(x)!r} is not allowed; allowed: {ALLOWED}")
-        if len(x.args) != FUNCTIONS[name]:
-            raise self._error(x, f"{name}() takes {FUNCTIONS[name]} arguments, and {len(x.args)} were given")
+        functions = self._language.functions
+        if name not in functions or x.keywords or any(isinstance(arg, ast.Starred) for arg in x.args):
+            raise self._error(x, f"{ast.unparse(x)!r} is not allowed; {self._allowed}")
+        if len(x.args) != functions[name]:
+            raise self._error(x, f"{name}() takes {functions[name]} arguments, and {len(x.args)} were given")
         if name == "where":
             condition, args = (self._condition(x.args[0]),), self._numbers(x, *x.args[1:])
         else:
@@ -265,6 +356,24 @@ class _Parser:
             if any(node.op == "load" for node in index.walk()):
                 raise self._error(at, f"an index of {name} cannot itself be an element of an array")
         return Node("load", indices, name, dtype)
+
+
+def bounds(leaf: Node) -> Interval:
+    """What a name or an element of an array in a mask may be, in any call."""
+    if leaf.op == "load":
+        return ELEMENTS
+    if leaf.value in ("q", "kv"):
+        return POSITIONS
+    return _COUNTS if leaf.value in ("h", "b") else ELEMENTS
+
+
+def _instead(x: ast.expr) -> str:
+    """What a message adds where a word of another language was meant."""
+    if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Div):
+        return ": integers are divided by //"
+    if isinstance(x, ast.BinOp) and isinstance(x.op, (ast.FloorDiv, ast.Mod)):
+        return " in a score"
+    return ""
 
 
 def text(node: Node) -> str:
@@ -327,6 +436,10 @@ def operation(op: str, args: list[Any], xp: Any) -> Any:
             return args[0] * args[1]
         case "/":
             return args[0] / args[1]
+        case "//":
+            return args[0] // args[1]
+        case "%":
+            return args[0] % args[1]
         case "neg":
             return -args[0]
         case "abs":

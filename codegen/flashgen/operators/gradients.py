@@ -59,12 +59,14 @@ from flashgen.operators.reference import (
     sinks_of,
     softmax,
 )
+from flashgen.operators.visibility import visibility_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.operators.backward import BackwardProblem
     from flashgen.operators.modification import FormulaAt, ScoreOfCall
+    from flashgen.operators.visibility import Visibility
 
 # Scores at once: 8 MiB in float64, of which there are ten.
 _SCORES = 1 << 20
@@ -132,6 +134,7 @@ def expected(problem: BackwardProblem, arrays: Mapping[str, np.ndarray | None]) 
         None if dlse is None else batched(dlse, 3).astype(np.float64),
         modification_of(problem, arrays),
         sinks_of(problem, arrays),
+        visibility_of(problem, arrays),
     )
 
 
@@ -147,6 +150,7 @@ def gradients(
     dlse: Any = None,
     modification: ScoreOfCall | None = None,
     sinks: Any = None,
+    rule: Visibility | None = None,
 ) -> dict[str, Gradient]:
     """The gradients of softmax(q k^T scale) v in float64 by name, each with the bound for a kernel of
     elements of ``dtype``.
@@ -171,7 +175,7 @@ def gradients(
             totals["dsinks"].value[...] = xp.sum(terms, axis=(0, 2))
             totals["dsinks"].bound[...] = 2.0**-18 * xp.sum(xp.abs(terms), axis=(0, 2))
     seen = xp.zeros((batch, seqlen_kv, k.shape[2], 1), dtype=xp.float64, **place)
-    for part in parts_of_scores(q, k, v, band, dense, None, modification, _SCORES):
+    for part in parts_of_scores(q, k, v, band, dense, None, modification, _SCORES, rule):
         of_part = part.entry, part.rows, part.head
         dq, of_keys, seen_by, of_sinks = _chain_rule(
             xp,

@@ -321,11 +321,13 @@ def band(
     seqlen_q: int,
     seqlen_kv: int,
     most_keys: int | None,
+    has_rule: bool = False,
 ) -> tuple[str, int, int, int]:
     """The mask type that a kernel must implement, and the band of a sequence of these lengths.
 
     All bands are aligned with the ends of their sequences. A side is unbounded where that hides nothing from
-    a sequence of up to seqlen_q queries and ``most_keys`` keys; None: of any number of keys.
+    a sequence of up to seqlen_q queries and ``most_keys`` keys; None: of any number of keys. ``has_rule`` is
+    whether the call has a mask by a line.
     """
     name = maskoptions.mask_type_name(mask_type)
     if name == "causal_top_left":
@@ -340,8 +342,8 @@ def band(
         right = UNBOUNDED
     if most_keys is not None and left >= most_keys - 1:
         left = UNBOUNDED
-    if kind == "dense":
-        return kind, offset, left, right
+    if kind == "dense" or has_rule:
+        return "lines" if has_rule else kind, offset, left, right
     if left < UNBOUNDED:
         return "local", offset, left, right
     if right < UNBOUNDED:

@@ -129,8 +129,8 @@ def simplify(
 
     A side of the band that even the row nearest to it does not reach is unbounded; a band without a left side
     is causal, with its right side folded into the offset; one without sides is no mask. So a causal call with
-    one query, or a window longer than the keys, takes the kernel without masks. A dense mask stays, and its
-    band is simplified alike.
+    one query, or a window longer than the keys, takes the kernel without masks. A dense mask, or one by a
+    line, stays, and its band is simplified alike.
     """
     if seqlen_q == 0 or seqlen_kv == 0 or right >= UNBOUNDED or diagonal_offset + right >= seqlen_kv - 1:
         right = UNBOUNDED
@@ -142,4 +142,4 @@ def simplify(
         kind, offset, right = "causal", diagonal_offset + right, 0
     else:
         kind, offset = "none", 0
-    return "dense" if mask_type == "dense" else kind, offset, left, right
+    return mask_type if mask_type in ("dense", "lines") else kind, offset, left, right

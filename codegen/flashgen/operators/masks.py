@@ -69,13 +69,14 @@ class Band(NamedTuple):
         return begin, end
 
 
-def hidden_keys(band: Band, dense: Any, rows: Any, keys: Any) -> Any:
-    """True where a row does not see a key: the band hides it, or ``dense`` is nonzero. None if all are seen.
+def hidden_keys(band: Band, dense: Any, rows: Any, keys: Any, by_line: Any = None) -> Any:
+    """True where a row does not see a key: the band hides it, ``dense`` is nonzero, or ``by_line``, where a
+    mask by a line hides keys, is true. None if all are seen.
 
-    ``rows`` and ``keys`` are positions, of shapes (rows, 1) and (keys,); ``dense`` is None, or the mask at
-    these positions, (..., rows, keys). The result broadcasts to that shape.
+    ``rows`` and ``keys`` are positions, of shapes (rows, 1) and (keys,); ``dense`` and ``by_line`` are None,
+    or the mask at these positions, (..., rows, keys). The result broadcasts to that shape.
     """
-    return _either(band.hides(rows, keys), None if dense is None else dense != 0)
+    return _either(_either(band.hides(rows, keys), None if dense is None else dense != 0), by_line)
 
 
 def visible_keys(problem: Masked, mask: np.ndarray | None = None) -> np.ndarray:

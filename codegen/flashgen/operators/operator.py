@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.rules import Rule
     from flashgen.operators.scores import Score
     from flashgen.operators.splits import Splits
 
@@ -300,10 +301,22 @@ def modified(operator: Operator, score: Score) -> Operator:
     )
 
 
+@functools.lru_cache(maxsize=64)
+def lined(operator: Operator, rule: Rule) -> Operator:
+    """``operator`` with a mask by a line, whose arrays are arguments after all others. Its last option,
+    ``rule``, is a `rules.RuleOfCall`.
+    """
+    return dataclasses.replace(
+        operator,
+        arguments=(*operator.arguments, *(param.argument() for param in rule.arrays)),
+        options=(*operator.options, "rule"),
+    )
+
+
 def by_name(normalise: Callable[..., Problem], without: Sequence[str] = ()) -> Callable[..., Problem]:
     """`Operator.contract` by a function that takes arrays, options and ``softmax_scale`` by their names, and
-    what belongs to a score modification in ``score_arrays`` and ``score_scalars``. The
-    arguments ``without`` are not passed: an LSE is there where return_lse says so.
+    what belongs to a score modification in ``score_arrays`` and ``score_scalars``, and to a mask by a line in
+    ``rule_arrays``. The arguments ``without`` are not passed: an LSE is there where return_lse says so.
     """
 
     def contract(
@@ -311,12 +324,16 @@ def by_name(normalise: Callable[..., Problem], without: Sequence[str] = ()) -> C
     ) -> Problem:
         named = dict(zip(operator.options, options, strict=True))
         softmax_scale, *score_scalars = scalars
-        count = len(views) - (len(named["score"].arrays) if named["score"] else 0)
+        rule = named.get("rule")
+        end = len(views) - (len(rule.rule.arrays) if rule else 0)
+        if rule:
+            named["rule_arrays"] = views[end:]
+        count = end - (len(named["score"].arrays) if named["score"] else 0)
         names = [argument.name for argument in operator.arguments[:count]]
         return normalise(
             **{name: view for name, view in zip(names, views, strict=False) if name not in without},
             softmax_scale=softmax_scale,
-            score_arrays=views[count:],
+            score_arrays=views[count:end],
             score_scalars=score_scalars,
             **named,
         )

@@ -50,12 +50,14 @@ import numpy as np
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
+from flashgen.operators.visibility import visibility_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from flashgen.operators.attention import AttentionProblem
     from flashgen.operators.modification import FormulaAt, ScoreOfCall
+    from flashgen.operators.visibility import Visibility
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
 # Exponent of the largest error of a P that fp16 holds as a subnormal: kernels bias P by 2^7.
@@ -136,6 +138,7 @@ def judge(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) ->
         *(q, k, v, problem.dtype, problem.softmax_scale, Band.of(problem), mask),
         modification=modification_of(problem, arrays),
         sinks=sinks_of(problem, arrays),
+        rule=visibility_of(problem, arrays),
     )
     of_lse = None if lse is None else largest(batched(lse, 3), expected.lse, expected.lse_bound)
     return Verdict(largest(out, expected.out, expected.out_bound), of_lse)
@@ -158,6 +161,7 @@ def attention(
     rows: Any = None,
     modification: ScoreOfCall | None = None,
     sinks: Any = None,
+    rule: Visibility | None = None,
 ) -> Expected:
     """softmax(q k^T scale) v in float64, and the bound for a kernel that computes in ``dtype``.
 
@@ -165,7 +169,7 @@ def attention(
     head_dim_v: float64, elements as the kernel got them. ``dense``, nonzero where a key is hidden, broadcasts
     to (batch, num_heads_q, rows, seqlen_kv). ``rows`` are the positions of q's rows among all queries,
     integers; None if q has all of them. ``modification`` modifies the scores; its arrays are float64.
-    ``sinks`` are (num_heads_q,), float64.
+    ``sinks`` are (num_heads_q,), float64. ``rule`` is a mask by a line.
     """
     xp = library_of(q)
     place = {"device": q.device} if xp.__name__ == "torch" else {}
@@ -179,7 +183,7 @@ def attention(
     if sinks is not None and not k.shape[1]:
         expected.lse[...] = sinks[:, None]
         expected.lse_bound[...] = 2.0**-19 + 2.0**-20 * finite_sizes(xp, sinks)[:, None]
-    for part in parts_of_scores(q, k, v, band, dense, rows, modification, _SCORES):
+    for part in parts_of_scores(q, k, v, band, dense, rows, modification, _SCORES, rule):
         own_q = q[part.entry, part.rows, part.head]
         sink = None if sinks is None else sinks[part.head][:, None, None]
         results = _attend(xp, own_q, part.k, part.v, part.hidden, scale, dtype, part.at, sink)
@@ -212,6 +216,7 @@ def parts_of_scores(
     rows: Any,
     modification: ScoreOfCall | None,
     scores_at_once: int,
+    rule: Visibility | None = None,
 ) -> Iterator[PartOfScores]:
     """All scores of `attention`, whose arguments these are, in parts of about ``scores_at_once``; none where
     there are no keys. Keys that ``band`` hides from all rows are 0: what they hold has no effect.
@@ -237,10 +242,12 @@ def parts_of_scores(
         for start in range(0, count, rows_at_once):
             part = slice(start, start + rows_at_once)
             some_dense = None if dense is None else dense[entry, head, part]
-            hidden = hidden_keys(band, some_dense, rows[part][:, None], keys)
+            positions = entry[:, None, None], head[:, None, None], rows[part][:, None], keys
+            by_line = None if rule is None else rule.hides(*positions, xp)
+            hidden = hidden_keys(band, some_dense, *positions[2:], by_line)
             at = None
             if modification is not None:
-                at = modification.at(entry[:, None, None], head[:, None, None], rows[part][:, None], keys)
+                at = modification.at(*positions)
             yield PartOfScores(entry, head, part, some_k, some_v, hidden, at)
 
 

@@ -1,0 +1,68 @@
+"""A picture of a mask by a line: its blocks, empty, partial or full, as SVG."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashgen.call.mask import Mask
+    from flashgen.operators.maskblocks import Blocks
+
+# Blocks to a side, by default, and the width of a picture.
+_BLOCKS, _WIDTH = 64, 480
+_STYLE = """
+svg { --page: #ffffff; --text: #1c1e21; --line: #8a939c; --full: #2f7fb5; --partial: #a9d3ea; }
+@media (prefers-color-scheme: dark) {
+  svg { --page: #16181b; --text: #e4e6e8; --line: #79828b; --full: #5fb0e0; --partial: #2b566e; }
+}
+text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--text); }
+.page { fill: var(--page); } .full { fill: var(--full); } .partial { fill: var(--partial); }
+.frame { fill: none; stroke: var(--line); }
+"""
+
+
+def draw(mask: Mask, path: str | Path, rows: int | None, keys: int | None, lengths: dict[str, Any]) -> None:
+    """`Mask.show`."""
+    if rows is None or keys is None:
+        one = mask.blocks(1 << 30, 1 << 30, **lengths)  # only for the lengths
+        rows = rows or max(1, -(-one.seqlen_q // _BLOCKS))
+        keys = keys or max(1, -(-one.seqlen_kv // _BLOCKS))
+    blocks = mask.blocks(rows, keys, **lengths)
+    title = mask.line if mask.line == mask.visible else f"{mask.line}: {mask.visible}"
+    Path(path).write_text(_svg(blocks, title), encoding="utf-8")
+
+
+def _svg(blocks: Blocks, title: str) -> str:
+    size = _WIDTH / max(blocks.num_key_blocks, blocks.num_row_blocks, 1)
+    width, height = size * blocks.num_key_blocks, size * blocks.num_row_blocks
+    counts = f"{blocks} (full dark, partial light; queries down, keys to the right)"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH + 20} {height + 60:g}" role="img" '
+            f'aria-label="{escape(title)}">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{_STYLE}</style>",
+            f'<rect class="page" width="{_WIDTH + 20}" height="{height + 60:g}"/>',
+            f'<text x="10" y="18">{escape(title)}</text>',
+            *rectangles(blocks, 10, 28, size),
+            f'<rect class="frame" x="10" y="28" width="{width:g}" height="{height:g}"/>',
+            f'<text x="10" y="{height + 48:g}" font-size="10">{escape(counts)}</text>',
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def rectangles(blocks: Blocks, x: float, y: float, size: float) -> Iterator[str]:
+    """The runs of the first batch entry and head as rectangles, whose corner is at (x, y)."""
+    for i in range(blocks.num_row_blocks):
+        for run in blocks.of_row(i):
+            kind = "full" if run.is_full else "partial"
+            yield (
+                f'<rect class="{kind}" x="{x + size * run.begin:g}" y="{y + size * i:g}" '
+                f'width="{size * (run.end - run.begin):g}" height="{size:g}"/>'
+            )

@@ -1,0 +1,154 @@
+"""Which blocks of scores a mask by a line leaves empty, and which it shows whole: lists of runs of blocks.
+
+Memory is proportional to the runs. Blocks are classified a few rows at a time, by `visibility`, never score
+by score.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashgen.operators.visibility import Visibility
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+# Verdicts at once.
+_VERDICTS = 1 << 20
+
+
+class Run(NamedTuple):
+    """Blocks of keys [begin, end) of one row of blocks, all partial or all full."""
+
+    begin: int
+    end: int
+    is_full: bool
+
+
+class Counts(NamedTuple):
+    """How many blocks there are of each kind, and how many runs."""
+
+    empty: int
+    partial: int
+    full: int
+    runs: int
+
+
+class Blocks(NamedTuple):
+    """The visible blocks of a mask. A block is full if its valid pairs of query and key are all visible:
+    rows past the last query and keys past the last key do not count.
+
+    Blocks are ``rows`` queries by ``keys`` keys. The lists of a batch entry ``b``, a query head ``h`` and a
+    row of blocks ``i`` are the runs ``starts[b, h, i]`` to ``starts[b, h, i + 1] - 1``: ``runs`` has
+    (first block, one past the last) and ``is_full`` whether they are full. Dimensions of ``starts`` for b and
+    h are 1 where the mask is the same for all.
+    """
+
+    rows: int
+    keys: int
+    seqlen_q: int
+    seqlen_kv: int
+    starts: np.ndarray
+    runs: np.ndarray
+    is_full: np.ndarray
+
+    @property
+    def num_row_blocks(self) -> int:
+        return -(-self.seqlen_q // self.rows)
+
+    @property
+    def num_key_blocks(self) -> int:
+        return -(-self.seqlen_kv // self.keys)
+
+    def of_row(self, i: int, b: int = 0, h: int = 0) -> list[Run]:
+        """The runs of a row of blocks."""
+        begin, end = self._places(i, b, h)
+        return [
+            Run(int(first), int(last), bool(is_full))
+            for (first, last), is_full in zip(self.runs[begin:end], self.is_full[begin:end], strict=True)
+        ]
+
+    def verdicts(self, b: int = 0, h: int = 0) -> np.ndarray:
+        """EMPTY, PARTIAL or FULL of each block, uint8 (row blocks, key blocks)."""
+        verdicts = np.zeros((self.num_row_blocks, self.num_key_blocks), np.uint8)
+        for i in range(self.num_row_blocks):
+            for run in self.of_row(i, b, h):
+                verdicts[i, run.begin : run.end] = FULL if run.is_full else PARTIAL
+        return verdicts
+
+    @property
+    def counts(self) -> Counts:
+        """Over all batch entries and heads of the lists."""
+        lengths = self.runs[:, 1] - self.runs[:, 0]
+        full, partial = int(lengths[self.is_full].sum()), int(lengths[~self.is_full].sum())
+        lists = self.starts.shape[0] * self.starts.shape[1]
+        total = lists * self.num_row_blocks * self.num_key_blocks
+        return Counts(total - full - partial, partial, full, len(self.runs))
+
+    def __str__(self) -> str:
+        empty, partial, full, runs = self.counts
+        lists = self.starts.shape[0] * self.starts.shape[1]
+        of_lists = "" if lists == 1 else f", {lists} lists"
+        return (
+            f"{empty + partial + full:,} blocks of {self.rows} x {self.keys}{of_lists}: {empty:,} empty, "
+            f"{partial:,} partial, {full:,} full; {runs:,} runs"
+        )
+
+    def _places(self, i: int, b: int, h: int) -> tuple[int, int]:
+        at = min(b, self.starts.shape[0] - 1), min(h, self.starts.shape[1] - 1)
+        return int(self.starts[at][i]), int(self.starts[at][i + 1])
+
+
+def blocks_of(
+    visibility: Visibility, batch: int, heads: int, seqlen_q: int, seqlen_kv: int, rows: int, keys: int
+) -> Blocks:
+    """The visible blocks of a mask with these sizes."""
+    batch, heads = (batch if visibility.reads_batch else 1), (heads if visibility.reads_head else 1)
+    row_blocks, key_blocks = _ranges(seqlen_q, rows), _ranges(seqlen_kv, keys)
+    starts = np.zeros((batch, heads, len(row_blocks) + 1), np.int64)
+    runs: list[np.ndarray] = []
+    is_full: list[np.ndarray] = []
+    total = 0
+    for b in range(batch):
+        for h in range(heads):
+            starts[b, h, 0] = total
+            rows_of_blocks = _verdicts(visibility, b, h, row_blocks, key_blocks) if key_blocks else ()
+            for i, verdicts in enumerate(rows_of_blocks):
+                begins = np.flatnonzero(np.diff(verdicts, prepend=-1))
+                ends = np.append(begins[1:], len(verdicts))
+                listed = verdicts[begins] != EMPTY
+                runs.append(np.stack((begins, ends), 1)[listed])
+                is_full.append(verdicts[begins][listed] == FULL)
+                total += int(listed.sum())
+                starts[b, h, i + 1] = total
+            if not key_blocks:
+                starts[b, h] = total
+    return Blocks(
+        rows,
+        keys,
+        seqlen_q,
+        seqlen_kv,
+        starts,
+        np.concatenate([np.zeros((0, 2), np.int32), *runs]).astype(np.int32),
+        np.concatenate([np.zeros(0, bool), *is_full]),
+    )
+
+
+def _verdicts(
+    visibility: Visibility, b: int, h: int, row_blocks: list[range], key_blocks: list[range]
+) -> Iterator[np.ndarray]:
+    """The verdicts of each row of blocks."""
+    of_head, of_keys = visibility.at(b, h), visibility.spans(b, h, "kv", key_blocks)
+    at_once = max(1, _VERDICTS // len(key_blocks))
+    for first in range(0, len(row_blocks), at_once):
+        some = row_blocks[first : first + at_once]
+        truth = of_head.truth(visibility.spans(b, h, "q", some), of_keys)
+        verdicts = np.where(truth.can_be_true, np.where(truth.can_be_false, PARTIAL, FULL), EMPTY)
+        yield from np.broadcast_to(verdicts, (len(some), len(key_blocks))).astype(np.int8)
+
+
+def _ranges(length: int, size: int) -> list[range]:
+    return [range(begin, min(begin + size, length)) for begin in range(0, length, size)]
