@@ -155,6 +155,7 @@ class _WarmupCall(TypedDict, total=False):
     dk: Any
     dv: Any
     dsinks: Any
+    dparams: Sequence[str] | None
     cache: Any
     k_new: Any
     v_new: Any
@@ -311,6 +312,7 @@ def attention_backward(
     dv: Any = None,
     dsinks: Any = None,
     deterministic: bool = False,
+    dparams: Sequence[str] | None = None,
     workspace: Any = None,
     stream: Any = None,
     backend: str | None = None,
@@ -424,6 +426,7 @@ def explain(
     dk: Any = None,
     dv: Any = None,
     dsinks: Any = None,
+    dparams: Sequence[str] | None = None,
     cache: Any = None,
     k_new: Any = None,
     v_new: Any = None,

@@ -664,12 +664,12 @@ def test_what_has_no_gradient_is_refused_by_name():
         flashgen.attention(q, k, v, out=torch.empty(2, 6, HEADS, 8))
     with pytest.raises(BadParam, match=r"^q: .* with stream$"):
         flashgen.attention(q, k, v, stream=0)
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
     for given in (q, q.detach()):
         with pytest.raises(BadParam, match=r"^alibi_slopes requires a gradient"):
-            flashgen.attention(given, k, v, alibi_slopes=slopes)
+            flashgen.attention(given, k, v, alibi_slopes=slopes, kv_lengths=lengths)
         with pytest.raises(BadParam, match=r"^bias requires a gradient"):
-            flashgen.attention(given, k, v, score="bias", params={"bias": bias})
-    lengths = torch.tensor([3, 4], dtype=torch.int32)
+            flashgen.attention(given, k, v, score="bias", params={"bias": bias}, kv_lengths=lengths)
     with pytest.raises(BadParam, match=r"^kv_lengths has type ndarray"):
         flashgen.attention(q, k, v, kv_lengths=lengths.numpy())
     with pytest.raises(BadParam, match=r"^a mask was given with kv_lengths"):

@@ -46,7 +46,8 @@ WRONG = {
         [
             "operator: ",
             "'convolution'",
-            "allowed: append, attention, attention_backward, attention_weights, merge, quantize",
+            "allowed: append, attention, attention_backward, attention_weights, merge, quantize, "
+            "score_gradient",
         ],
     ),
     "lengths of an operator without them": (

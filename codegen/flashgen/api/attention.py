@@ -68,7 +68,8 @@ _attention.__doc__ = f"""softmax(q k^T * softmax_scale, masked) v, exactly, with
     may give 0 for that row, with an LSE of -inf, instead of a mean of v.
 
     If q, k or v is a PyTorch tensor that requires a gradient, autograd records the call. Such a call raises
-    BadParam with out, stream or a KVCache, and if a mask or an array of a score requires a gradient.
+    BadParam with out, stream or a KVCache, if a mask requires a gradient, and with lengths if an array of a
+    score does.
     torch.compile sees operators, also for calls with out or a KVCache. Tensors on meta give results there.
 
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,

@@ -8,10 +8,10 @@ from flashgen.call.compute import compute, make_plan, planning
 from flashgen.call.fields import BY_NAME, DIFFERENTIABLE, GRADIENTS, listed
 from flashgen.call.keywords import unexpected
 from flashgen.call.record import GradientCall, call_of
-from flashgen.call.request import Request, gradients_of, names_of
+from flashgen.call.request import Request, gradients_of, names_of, score_gradient_of
 from flashgen.call.signature import public
 from flashgen.errors import BadParam, FlashgenError, arg, naming
-from flashgen.operators.arguments import flag
+from flashgen.operators.arguments import flag, shown
 from flashgen.runtime import arrays, torchkind
 
 if TYPE_CHECKING:
@@ -32,7 +32,11 @@ def _attention_backward(call: Call) -> tuple[Any, ...]:
             from flashgen.call import compiled
 
             return compiled.attention_backward(call)
-        return compute(gradients_of(call), kind)
+        if call.dparams is None:
+            return compute(gradients_of(call), kind)
+        requests = [score_gradient_of(call, name) for name in _names(call.dparams)]
+        of_score = [compute(request, kind) for request in requests]
+        return (*compute(gradients_of(call), kind), *of_score)
     except FlashgenError as error:
         error.rename(names_of(call))
         if isinstance(error, torchkind.RequiresGradient):
@@ -55,17 +59,21 @@ _attention_backward.__doc__ = f"""The gradients of ``attention`` in {listed(DIFF
         and its last bits differ from call to call; dk and dv are always the same. On the CPU all may have
         other last bits where BLAS has another number of threads. For PyTorch tensors it is on under
         ``torch.use_deterministic_algorithms(True)``.
+    dparams: names of arrays of the score modification whose gradients are returned as well, for example
+        ``("bias",)`` or ``("alibi_slopes",)``: of the shape and dtype of the array, summed over what it
+        broadcasts, the same bits each time. Not with lengths.
     workspace: memory for the call, as for a plan, which says how much it needs (`Plan.__call__`); None: it is
         allocated. On the CPU nothing is needed, and what is given is checked, but not used.
     stream, backend: as in ``attention``.
 
-    Returns ({", ".join(GRADIENTS)}), of the kind of dout: new arrays, or those given. The gradient of an
-    array that the call lacks is left out. Rows that see no key, keys that no row sees, and rows outside all
-    sequences have gradients of 0: rows after the last packed sequence, and padded keys past a length.
+    Returns ({", ".join(GRADIENTS)}), and then the gradients of dparams, of the kind of dout: new arrays, or
+    those given. The gradient of an array that the call lacks is left out. Rows that see no key, keys that no
+    row sees, and rows outside all sequences have gradients of 0: rows after the last packed sequence, and
+    padded keys past a length.
     torch.compile sees an operator; tensors on meta give results there.
 
     Raises what ``attention`` raises, before anything is queued or written; BadParam for a gradient of what
-    has none: arrays in params, and calls with a KV cache; InsufficientWorkspace.
+    has none: numbers in params, and calls with a KV cache; InsufficientWorkspace.
     """
 
 
@@ -80,6 +88,16 @@ def _plan_backward(call: Call) -> Plan:
     call = _repeatable(call, arrays.kind_of(call.dout))
     with naming(names_of(call)), planning("plan_backward", call.q):
         return make_plan(gradients_of(call))
+
+
+def _names(dparams: Any) -> tuple[str, ...]:
+    """The arrays whose gradients are returned as well. Raises BadParam."""
+    is_list = isinstance(dparams, (list, tuple)) and all(isinstance(name, str) for name in dparams)
+    if not is_list or len(set(dparams)) < len(dparams):
+        raise BadParam(
+            f"{arg('dparams')} is {shown(dparams)}; it must list names of arrays of the score, each once"
+        )
+    return tuple(dparams)
 
 
 def _repeatable(call: Call, kind: arrays.Kind | None) -> Call:

@@ -16,7 +16,7 @@ from flashgen.call.compute import compute
 from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, SHORTHANDS, listed
 from flashgen.call.mask import Mask, mask_of
 from flashgen.call.record import AttentionCall, GradientCall, call_of
-from flashgen.call.request import gradients_of, names_of, request_of
+from flashgen.call.request import check_gradient, gradients_of, names_of, request_of, score_gradient_of
 from flashgen.errors import BadParam, DeviceTypeNotSupported, FlashgenError, NullPointer, arg
 from flashgen.operators.arguments import ROW_ALIGNMENT
 from flashgen.operators.backward import BACKWARD, INPUT_OF
@@ -69,10 +69,16 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
         refuse_mask(arrays["mask"])
     if torch.are_deterministic_algorithms_enabled():
         call = call.replace(deterministic=True)
-    refuse_derivatives(call)
     tensors = tuple(arrays.values())
+    learned: dict[str, Tensor] = {}
+    if call.has_score():
+        learned = _tensors_of_score(call)
+        refuse_tangents(learned)
+        if has_lengths:
+            refuse_derivatives(call)
     if _is_eager(tensors):
-        return _Attention.apply(*tensors[:_GRADIENTS], call)
+        check_gradients(call, learned)
+        return _Attention.apply(*tensors[:_GRADIENTS], *learned.values(), tuple(learned), call)
     score_arrays, entries = encode(call)
     refuse_transforms()
     return _forward(*tensors, score_arrays, *entries)
@@ -148,21 +154,34 @@ def _differentiable(call: Call) -> bool:
 
 
 def refuse_derivatives(call: Call) -> None:
-    """Raise BadParam for an array of a score modification that requires a gradient or has a tangent:
-    `_Attention` and the operators take these arrays in a list, of which nothing is differentiated.
+    """Raise BadParam for an array of a score modification that requires a gradient or has a tangent, in a
+    call that has no gradient of such arrays.
     """
     if not call.has_score():
         return
-    for name, x in arrays_of_score(call).items():
-        if not isinstance(x, Tensor):
-            continue
+    tensors = {name: x for name, x in arrays_of_score(call).items() if isinstance(x, Tensor)}
+    for name, x in tensors.items():
         if x.requires_grad and torch.is_grad_enabled():
             raise BadParam(
-                f"{arg(name)} requires a gradient; flashgen has gradients of {listed(DIFFERENTIABLE)} alone: "
-                f"pass {arg(name)}.detach()"
+                f"{arg(name)} requires a gradient; calls with lengths, a KVCache or out have gradients of "
+                f"{listed(DIFFERENTIABLE)} alone, or none: pass {arg(name)}.detach()"
             )
+    refuse_tangents(tensors)
+
+
+def refuse_tangents(tensors: Mapping[str, Tensor]) -> None:
+    """Raise BadParam for a tensor of forward-mode differentiation."""
+    for name, x in tensors.items():
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             raise BadParam(f"{arg(name)}: {WITH_TANGENT}")
+
+
+def check_gradients(call: Call, learned: Mapping[str, Tensor]) -> None:
+    """That each array of the score modification that requires a gradient can have one. Raises BadParam."""
+    if torch.is_grad_enabled():
+        for name, x in learned.items():
+            if x.requires_grad:
+                check_gradient(call, name)
 
 
 def _attend(*args: Any) -> tuple[Tensor, Tensor]:
@@ -226,6 +245,35 @@ def _readable(arrays: tuple[Any, ...]) -> dict[str, Any]:
         if values[name] is not None:
             values[name] = _one(values[name]).contiguous()
     return values
+
+
+@torch.library.custom_op(
+    "flashgen::score_gradient",
+    mutates_args=(),
+    schema=f"(Tensor dout, {INPUTS_SCHEMA}, Tensor out, Tensor lse, Tensor? dlse, Tensor[] score_arrays, "
+    f"{SCHEMA}, int place) -> Tensor",
+)
+@torch.no_grad()
+def score_gradient(*args: Any) -> Tensor:
+    """The gradient of one of ``score_arrays``, at ``place``, as `attention_backward` has the others."""
+    score_arrays, *entries, place = args[len(OF_BACKWARD) :]
+    call = decode(GradientCall, _readable(args), score_arrays, tuple(entries))
+    return gradient_of_score(call, [*_tensors_of_score(call)][place])
+
+
+@score_gradient.register_fake
+def _(*args: Any) -> Tensor:
+    x = args[len(OF_BACKWARD)][args[-1]]
+    return x.new_empty(x.shape)
+
+
+def gradient_of_score(call: Call, name: str) -> Tensor:
+    """The gradient of an array ``name`` of the score modification of a `GradientCall`."""
+    try:
+        return compute(score_gradient_of(call, name), kind_of(call.dout))
+    except FlashgenError as error:
+        error.rename(names_of(call))
+        raise
 
 
 def differentiate(
@@ -332,14 +380,14 @@ def _recorded(*args: Any) -> tuple[Tensor | None, ...]:
 
 class _Attention(torch.autograd.Function):
     """The same in eager mode, where recording an operator takes ten times as long as queueing kernels. Takes
-    the differentiable arrays, and the record of the call.
+    the differentiable arrays, the tensors of the score modification, their names, and the record of the call.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        call = args[-1]
+        *_, names, call = args
         check_rank(call.q.shape)
-        score_arrays = _tensors_of_score(call)
+        score_arrays = args[_GRADIENTS:-2]
         output = compute(request_of(call.replace(return_lse=True)), kind_of(call.q))
         arrays = arrays_of(call).values()
         ctx.line, of_mask = None, arrays_of_mask(call)
@@ -347,10 +395,10 @@ class _Attention(torch.autograd.Function):
             ctx.line = call.mask.line, tuple(call.mask.arrays), call.mask.numbers
         ctx.set_materialize_grads(False)
         # What has memory is in autograd's care: it looks for changes, and calls hooks.
-        ctx.call, ctx.score_names = call.replace(**dict.fromkeys(INPUTS)), [*score_arrays]
-        if score_arrays:
-            ctx.call = _with_score(ctx.call, dict.fromkeys(score_arrays))
-        ctx.save_for_backward(*arrays, *output, *score_arrays.values(), *of_mask.values())
+        ctx.call, ctx.score_names = call.replace(**dict.fromkeys(INPUTS)), names
+        if names:
+            ctx.call = _with_score(ctx.call, dict.fromkeys(names))
+        ctx.save_for_backward(*arrays, *output, *score_arrays, *of_mask.values())
         return output
 
     @staticmethod
@@ -368,14 +416,20 @@ class _Attention(torch.autograd.Function):
         if score_arrays:
             call = _with_score(call, dict(zip(ctx.score_names, score_arrays, strict=True)))
         arrays = (dout, *saved[:_COUNT], out, lse, dlse)
+        learned = list(zip(ctx.score_names, ctx.needs_input_grad[_GRADIENTS:-2], strict=True))
         # Where gradients are recorded themselves, the operator refuses to have its own.
         if not torch.is_grad_enabled() and _is_eager(arrays):
             gradients = call_of(GradientCall, **{name: getattr(call, name) for name in _SHARED})
-            results = _gradients(gradients.replace(**_readable(arrays) | {"mask": mask}))
-            return *_by_input(results, saved[:_GRADIENTS]), None
+            gradients = gradients.replace(**_readable(arrays) | {"mask": mask})
+            of_score = [gradient_of_score(gradients, name) if needed else None for name, needed in learned]
+            return *_by_input(_gradients(gradients), saved[:_GRADIENTS]), *of_score, None, None
         call = call.replace(**dict(zip(INPUTS, saved, strict=False)) | {"mask": mask})
         score_arrays, entries = encode(call)
-        return *_recorded(*arrays, score_arrays, *entries), None
+        of_score = [
+            score_gradient(*arrays, score_arrays, *entries, place) if needed else None
+            for place, (_, needed) in enumerate(learned)
+        ]
+        return *_recorded(*arrays, score_arrays, *entries), *of_score, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> None:
@@ -384,9 +438,13 @@ class _Attention(torch.autograd.Function):
 
 def _of_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     args = _kept(ctx, dout, dlse)
-    score_arrays, *entries = args[len(OF_BACKWARD) :]
+    entries = args[len(OF_BACKWARD) + 1 :]
     nothing = [None] * (_COUNT - _GRADIENTS)
-    return (*_recorded(*args), *nothing, [None] * len(score_arrays), *[None] * len(entries))
+    of_score = [
+        score_gradient(*args, place) if needed else None
+        for place, needed in enumerate(ctx.needs_input_grad[_COUNT])
+    ]
+    return (*_recorded(*args), *nothing, of_score, *[None] * len(entries))
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -398,4 +456,5 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Tensor) -> None:
 
 
 _forward.register_autograd(_of_operator, setup_context=_keep)
-_backward.register_autograd(_refuse_second_derivatives, setup_context=_keep_nothing)
+for operator in (_backward, score_gradient):
+    operator.register_autograd(_refuse_second_derivatives, setup_context=_keep_nothing)

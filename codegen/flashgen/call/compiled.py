@@ -18,12 +18,14 @@ from flashgen.call.autograd import (
     OF_BACKWARD,
     arrays_of,
     arrays_of_mask,
+    arrays_of_score,
     check_meta,
     check_tensors,
     differentiate,
     new_gradient,
     refuse_derivatives,
     refuse_transforms,
+    score_gradient,
     with_rows,
 )
 from flashgen.call.codec import (
@@ -57,7 +59,7 @@ from flashgen.runtime.arrays import kind_of
 from flashgen.runtime.torchkind import WITHOUT_GRADIENT, without_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from flashgen.call.record import Call
     from flashgen.runtime.torchkind import TorchKind
@@ -118,9 +120,21 @@ def attention_backward(call: Call) -> tuple[Tensor, ...]:
         x, into = getattr(call, name), getattr(call, gradient)
         _fix_layout(into)
         gradients.append(new_gradient(name, x) if into is None and x is not None else into)
-    arrays = arrays_of(call, OF_BACKWARD).values()
+    arrays = tuple(arrays_of(call, OF_BACKWARD).values())
+    names = [name for name, x in arrays_of_score(call).items() if isinstance(x, Tensor)]
+    places = [place_of(name, names) for name in call.dparams or ()]
+    of_score = [score_gradient(*arrays, score_arrays, *entries, place) for place in places]
     _differentiate(*arrays, score_arrays, *entries, *gradients)
-    return tuple([x for x in gradients if x is not None])
+    return tuple([x for x in gradients if x is not None] + of_score)
+
+
+def place_of(name: str, names: Sequence[str]) -> int:
+    """The place of an array among the arrays of a score modification. Raises BadParam."""
+    if name not in names:
+        raise BadParam(
+            f"{arg('dparams')} has {name!r}; the score of the call has {', '.join(names) or 'none'}"
+        )
+    return names.index(name)
 
 
 def _without_numbers(call: Call) -> Call:

@@ -313,6 +313,7 @@ FIELDS = (
         doc="""of gradients: they are the same bits each time, as in ``attention_backward``, and also under
         torch.use_deterministic_algorithms. The result always is.""",
     ),
+    Field("dparams", "host", ("attention_backward",), type="Sequence[str] | None"),
     Field("workspace", "host", ("attention_backward",)),
     Field(
         "stream",

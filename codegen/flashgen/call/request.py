@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from flashgen.call.fields import PLAN_KEYWORDS, SHORTHANDS
+from flashgen.call.fields import LENGTHS, PLAN_KEYWORDS, SHORTHANDS
 from flashgen.call.generate import function
 from flashgen.call.keywords import advice
 from flashgen.call.kvcache import FIELDS, KVCache
@@ -153,11 +153,13 @@ _WITH_LENGTHS = _Operators("attention", AttentionCall, lengths=True)
 _BACKWARD = _Operators("backward", GradientCall, lengths=False)
 _BACKWARD_WITH_LENGTHS = _Operators("backward", GradientCall, lengths=True)
 _WEIGHTS = _Operators("weights", AttentionCall, lengths=False)
+_SCORE_GRADIENT = _Operators("score_gradient", GradientCall, lengths=False)
 
 
 def load_operators() -> None:
     """Load what the functions below use, before torch.compile traces them."""
-    for operators in (_ATTENTION, _WITH_LENGTHS, _BACKWARD, _BACKWARD_WITH_LENGTHS, _WEIGHTS):
+    plain = _ATTENTION, _WITH_LENGTHS, _BACKWARD, _BACKWARD_WITH_LENGTHS
+    for operators in (*plain, _WEIGHTS, _SCORE_GRADIENT):
         if operators.plain is None:
             operators.load()
 
@@ -250,6 +252,61 @@ def refuse_line(call: Call) -> None:
         raise BadParam(
             f"{arg('mask')} is a Mask, of which there are no attention weights; pass a mask array, or leave "
             "return_weights out"
+        )
+
+
+def score_gradient_of(call: Call, name: str) -> Request:
+    """What a call of ``attention_backward`` requests for the gradient of an array of its score modification,
+    which the caller calls ``name``. Raises BadParam.
+    """
+    if not call.is_normal():
+        call = call.normalised()
+    refuse_lengths_beside(name, call)
+    _refuse_line_beside(name, call)
+    score, arrays, numbers = score_of(call)
+    array = {of: shorthand.param for of, shorthand in SHORTHANDS}.get(name, name)
+    there = [] if score is None else [param.name for param in score.arrays if not param.is_integer]
+    if array not in there:
+        has = f"has the arrays of numbers {', '.join(there)}" if there else "has no array of numbers"
+        raise BadParam(f"{arg('dparams')} has {shown(name)}; the score of the call {has}")
+    if _SCORE_GRADIENT.plain is None:
+        _SCORE_GRADIENT.load()
+    score = score.with_respect_to(array)
+    operator = _SCORE_GRADIENT.operator_for(score)
+    request = _SCORE_GRADIENT.pack(call, operator, score, (call.softmax_scale, *numbers))
+    request.arrays += arrays
+    request.workspace = None  # it is for the gradients of the other arrays
+    return request
+
+
+def check_gradient(call: Call, name: str) -> None:
+    """That an array ``name`` of the score modification of a call can have a gradient. Raises BadParam."""
+    from flashgen.operators.reduction import indices_of
+
+    array = {of: shorthand.param for of, shorthand in SHORTHANDS}.get(name, name)
+    score, _, _ = score_of(call)
+    if any(param.name == array for param in score.arrays):
+        _refuse_line_beside(name, call)
+        indices_of(score.with_respect_to(array))
+
+
+def _refuse_line_beside(name: str, call: Call) -> None:
+    """Raise BadParam for the gradient of an array ``name`` of a score, if the call has a mask by a line."""
+    if isinstance(call.mask, Mask):
+        raise BadParam(
+            f"{arg('mask')} is a Mask, and {arg(name)} is to have a gradient, which flashgen does not "
+            f"compute beside one; pass a mask array, or detach {arg(name)}"
+        )
+
+
+def refuse_lengths_beside(name: str, call: Call) -> None:
+    """Raise BadParam for the gradient of an array ``name`` of a score, if the call has lengths."""
+    present = [other for other in LENGTHS if getattr(call, other) is not None]
+    if present or isinstance(call.k, KVCache):
+        what = f"{arg(present[0])} was given" if present else f"{arg('k')} is a KVCache"
+        raise BadParam(
+            f"{what}, and {arg(name)} is to have a gradient; there are gradients of arrays of a score for "
+            f"sequences of one length alone: call attention for each sequence, or detach {arg(name)}"
         )
 
 

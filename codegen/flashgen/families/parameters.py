@@ -106,6 +106,9 @@ ARRAYS = {
     "scores": Note("(batch, num_heads_q, seqlen_q, row_keys(params)): S, and then P"),
     "row_sum": Note("(batch, num_heads_q, seqlen_q): the sum of each row of P"),
     "row_max": Note("(batch, num_heads_q, seqlen_q): the maximum of each row of S"),
+    "dscore": Note("the gradient, contiguous"),
+    "tile_sums": Note("sums of dS of each tile of scores, rows of tiles first"),
+    "place_sums": Note("(kept_batch, kept_heads, places): null where they are the gradient itself"),
     "running_o": Note("(batch, num_heads_q, seqlen_q, head_dim_v): O so far"),
 }
 
@@ -184,6 +187,16 @@ NUMBERS = {
     "blocks_together": Declared(
         "int32_t", "about how many blocks of keys of a sequence are launched together", _PLACES_BLOCKS
     ),
+    # Of the gradient of an array of a score modification. Batch entries and heads that the array does not
+    # tell apart count as one.
+    "kept_batch": Declared("int32_t", "batch entries that have sums of their own"),
+    "kept_heads": Declared("int32_t", "query heads that have sums of their own"),
+    "places": Declared("int32_t", "sums of a batch entry and head: of queries, keys, distances, or one"),
+    "dscore_elements": Declared("int64_t", "of the gradient"),
+    "dscore_batch_step": Declared("int64_t", "elements to the next batch entry; 0: all have one"),
+    "dscore_head_step": Declared("int64_t", "the same for heads"),
+    "dscore_query_step": Declared("int64_t", "for queries"),
+    "dscore_key_step": Declared("int64_t", "for keys"),
     # The mask and the scale.
     "diagonal_offset": Declared("int32_t", "query i is aligned with key i + diagonal_offset", _DIAGONAL),
     "window_left": Declared("int32_t", "keys before the diagonal that a query attends to", _WINDOW),

@@ -55,7 +55,7 @@ _CPP_WORDS = frozenset(
 # differentiated on the CPU alone.
 _KERNEL_WORDS = ("product", "step", "params", "row", *KEPT)
 # The operators that a modification is for.
-_MODIFIED = ("attention", "attention_backward", "attention_weights")
+_MODIFIED = ("attention", "attention_backward", "attention_weights", "score_gradient")
 
 
 class _Row(NamedTuple):

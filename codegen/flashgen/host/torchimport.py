@@ -19,6 +19,8 @@ OPERATORS = {
     "distributed_attention": "flashgen.distributed.operators",
     "distributed_attention_backward": "flashgen.distributed.operators",
     "merge": "flashgen.call.compiled",
+    "quantize": "flashgen.call.compiled",
+    "score_gradient": "flashgen.call.autograd",
 }
 
 

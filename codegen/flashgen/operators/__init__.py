@@ -16,6 +16,7 @@ _PLACES = {
     "attention": ("attention", "ATTENTION"),
     "attention_backward": ("backward", "BACKWARD"),
     "attention_weights": ("weights", "WEIGHTS"),
+    "score_gradient": ("score_gradient", "SCORE_GRADIENT"),
     "merge": ("merge", "MERGE"),
     "append": ("append", "APPEND"),
     "quantize": ("quantize", "QUANTIZE"),

@@ -7,7 +7,7 @@ import math
 import numbers
 from typing import TYPE_CHECKING
 
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, arg
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer, arg
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
     ROW_ALIGNMENT,
@@ -15,6 +15,7 @@ from flashgen.operators.arguments import (
     check_array,
     check_broadcast,
     check_strides,
+    is_contiguous,
     shown,
     shown_shape,
 )
@@ -163,6 +164,22 @@ def check_beside_q(
             f"= {expected}"
         )
     check_strides(argument, view, DTYPE_BYTES[view.dtype])
+
+
+def check_whole(argument: Argument, view: ArrayView, shape: tuple[int, ...]) -> None:
+    """That an output has this shape and is contiguous. Raises BadTensorDtype, BadTensorShape or
+    BadTensorStrides.
+    """
+    if view.dtype not in argument.dtypes:
+        raise BadTensorDtype(
+            f"{arg(argument.name)} has dtype {view.dtype}; expected {' or '.join(argument.dtypes)}"
+        )
+    if tuple(view.shape) != shape:
+        raise BadTensorShape(f"{arg(argument.name)} has shape {view.shape}; expected {shape}")
+    if not is_contiguous(view):
+        raise BadTensorStrides(
+            f"{arg(argument.name)} has strides {view.strides} (in elements); it must be contiguous"
+        )
 
 
 def scale_of(softmax_scale: float | None, head_dim: int) -> float:

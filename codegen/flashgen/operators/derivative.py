@@ -1,4 +1,5 @@
-"""The derivative of a score modification with respect to ``score``: reverse-mode differentiation of its tree.
+"""The derivative of a score modification with respect to ``score``, or to an array that it reads:
+reverse-mode differentiation of its tree.
 
 From the root down, each node passes the derivative of the result with respect to itself on to its arguments.
 Where two branches meet, as at ``abs(score)`` with score 0, the derivative follows the branch that the formula
@@ -15,30 +16,32 @@ _ZERO, _ONE = number(0.0), number(1.0)
 
 
 @lru_cache(maxsize=64)
-def derivative(tree: Node) -> Node:
-    """The tree of d(tree) / d(score)."""
-    return _below(tree, _ONE, {})
+def derivative(tree: Node, wrt: str = "score") -> Node:
+    """The tree of d(tree) / d(wrt): ``wrt`` is ``score``, or an array, of which each element that is read
+    changes alike.
+    """
+    return _below(tree, _ONE, wrt, {})
 
 
-def _below(node: Node, outer: Node, memo: dict[tuple[Node, Node], Node]) -> Node:
-    """What a change of ``score`` adds to the result by way of ``node``, of which it changes by ``outer``.
+def _below(node: Node, outer: Node, wrt: str, memo: dict[tuple[Node, Node], Node]) -> Node:
+    """What a change of ``wrt`` adds to the result by way of ``node``, of which it changes by ``outer``.
     ``memo`` has the results so far.
     """
     if (node, outer) not in memo:
-        memo[node, outer] = _contribution(node, outer, memo)
+        memo[node, outer] = _contribution(node, outer, wrt, memo)
     return memo[node, outer]
 
 
-def _contribution(node: Node, outer: Node, memo: dict[tuple[Node, Node], Node]) -> Node:
-    if node.op == "name":
-        return outer if node.value == "score" else _ZERO
-    if node.op in ("where", "min", "max") and "score" in node.reads():
+def _contribution(node: Node, outer: Node, wrt: str, memo: dict[tuple[Node, Node], Node]) -> Node:
+    if node.op in ("name", "load"):
+        return outer if node.value == wrt else _ZERO
+    if node.op in ("where", "min", "max") and wrt in node.reads():
         condition, a, b = _branches(node)
-        return _where(condition, _below(a, outer, memo), _below(b, outer, memo))
+        return _where(condition, _below(a, outer, wrt, memo), _below(b, outer, wrt, memo))
     total = _ZERO
     for position, arg in enumerate(node.args):
-        if arg.type != "bool" and "score" in arg.reads():
-            total = _sum(total, _below(arg, _passed_on(node, position, outer), memo))
+        if arg.type != "bool" and wrt in arg.reads():
+            total = _sum(total, _below(arg, _passed_on(node, position, outer), wrt, memo))
     return total
 
 

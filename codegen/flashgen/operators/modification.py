@@ -8,7 +8,9 @@ import numpy as np
 
 from flashgen.operators.derivative import derivative
 from flashgen.operators.formula import Node, evaluate
+from flashgen.operators.reduction import indices_of, parameter
 from flashgen.operators.roundoff import evaluate_with_error
+from flashgen.operators.scores import DIMENSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +35,19 @@ class ScoreOfCall(NamedTuple):
         """
         indices = {"b": b, "h": h, "kv": keys, "q": rows}
         loads = {param.name: _loader(param, self.arrays[param.name], indices) for param in self.score.arrays}
-        return FormulaAt(self.score.tree, {**self.scalars, **loads, **indices, "q": rows + self.offset})
+        values = {**self.scalars, **loads, **indices, "q": rows + self.offset}
+        return FormulaAt(self.score.tree, values, self.score.wrt)
+
+    def indices(self, at: FormulaAt, xp: Any = np) -> tuple[Any, ...]:
+        """The index in each dimension of the array that the modification is differentiated by, where ``at``
+        is; not yet clamped.
+        """
+        of_call = {**at.values, "q": at.values["q"] - self.offset}
+        indices = iter(indices_of(self.score))
+        return tuple(
+            of_call[name] if name in DIMENSIONS else evaluate(next(indices), at.values, xp)
+            for name in parameter(self.score).dimensions
+        )
 
 
 def modification_of(
@@ -66,6 +80,7 @@ class FormulaAt(NamedTuple):
 
     tree: Node
     values: Mapping[str, Any]
+    wrt: str = "score"
 
     def value(self, xp: Any, score: Any) -> Any:
         """The modified scores."""
@@ -78,8 +93,8 @@ class FormulaAt(NamedTuple):
         return evaluate_with_error(self.tree, {**self.values, "score": score}, {"score": error}, dtype, xp)
 
     def derived(self) -> FormulaAt:
-        """The derivative with respect to the score, there."""
-        return FormulaAt(derivative(self.tree), self.values)
+        """The derivative with respect to the score there, or to the array of `Score.with_respect_to`."""
+        return FormulaAt(derivative(self.tree, self.wrt), self.values)
 
 
 def _loader(param: ScoreParam, array: Any, indices: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,21 +68,28 @@ class ScoreParam:
     def is_integer(self) -> bool:
         return TYPES[self.type].formula == "int"
 
+    @property
+    def dtype(self) -> str:
+        """Of its elements."""
+        return TYPES[self.type].dtype
+
     def argument(self) -> Argument:
         """The array as an argument of the operator."""
-        dtype = TYPES[self.type].dtype
-        shape, alignment = " ".join(self.symbols), DTYPE_BYTES[dtype]
-        return Argument(self.name, "input", shape, (dtype,), "broadcast", alignment)
+        shape, alignment = " ".join(self.symbols), DTYPE_BYTES[self.dtype]
+        return Argument(self.name, "input", shape, (self.dtype,), "broadcast", alignment)
 
 
 @dataclass(frozen=True)
 class Score:
-    """A modification: its formula as ``text`` and as a tree, and its parameters."""
+    """A modification: its formula as ``text`` and as a tree, and its parameters. Kernels of gradients
+    differentiate it with respect to ``wrt``: the score, or an array.
+    """
 
     name: str
     text: str
     params: tuple[ScoreParam, ...]
     tree: Node = field(compare=False, repr=False)
+    wrt: str = "score"
 
     @property
     def title(self) -> str:
@@ -97,6 +104,17 @@ class Score:
     def scalars(self) -> tuple[ScoreParam, ...]:
         return tuple(param for param in self.params if not param.dimensions)
 
+    def with_respect_to(self, array: str) -> Score:
+        """The modification for kernels of the gradient of one of its arrays."""
+        score = self._by_array.get(array)
+        if score is None:
+            score = self._by_array[array] = replace(self, name=f"{self.name}_d{array}", wrt=array)
+        return score
+
+    @cached_property
+    def _by_array(self) -> dict[str, Score]:
+        return {}
+
     def lowered(self, dtype: str, differentiated: bool = False) -> Lowered:
         """What a kernel of elements of ``dtype`` computes; what follows from scalars alone is a constant.
         ``differentiated`` is whether the kernel computes the derivative as well.
@@ -104,7 +122,7 @@ class Score:
         lowered = self._lowered.get((dtype, differentiated))
         if lowered is None:
             scalars = frozenset(param.name for param in self.scalars)
-            slope = derivative(self.tree) if differentiated else None
+            slope = derivative(self.tree, self.wrt) if differentiated else None
             lowered = lower(self.tree, scalars, approximate=dtype != "fp32", derivative=slope)
             self._lowered[dtype, differentiated] = lowered
         return lowered

@@ -7,8 +7,9 @@ first comment), ``params_struct`` (the C struct), ``param_names`` (the names of 
 ``has_lengths`` (the device has the length of each sequence), ``computes_gradients``, ``target``,
 ``element_bytes``, ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its family), ``features``
 (the names of its features) and ``variant``; of a score modification ``score`` (its name, or None),
-``score_functions`` (`source.scores`), ``score_has_offset``, whether a part of it is left to the row, and
-``score_has_derivative``, whether the kernel has a derivative of it to multiply by (`operators.lowering`).
+``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`), ``score_has_offset``,
+whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of
+it to multiply by (`operators.lowering`).
 """
 
 from __future__ import annotations
@@ -241,8 +242,10 @@ def _context(form: Variant) -> dict[str, Any]:
 
 def _of_score(form: Variant) -> dict[str, Any]:
     if form.score is None:
-        return {"score_functions": "", "score_has_offset": False, "score_has_derivative": False}
+        absent = {"score_has_offset": False, "score_has_derivative": False}
+        return {"score_functions": "", "score_element": "", **absent}
     # Only a call with a modification waits for these.
+    from flashgen.source.arrayelement import element_function
     from flashgen.source.scores import score_functions
 
     differentiated = OPERATORS[form.operator].differentiates
@@ -251,6 +254,7 @@ def _of_score(form: Variant) -> dict[str, Any]:
         "score_functions": score_functions(form.score, form.dtype, differentiated),
         "score_has_offset": lowered.offset is not None,
         "score_has_derivative": lowered.derivative is not None,
+        "score_element": element_function(form.score),
     }
 
 

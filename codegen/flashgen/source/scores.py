@@ -289,9 +289,9 @@ class _Writer:
 
     def _int(self, node: Node, key: str = "") -> str:
         names = {"q": "row.q", "h": "row.head.h", "b": "row.head.b", "kv": key or _KEY}
-        return self._integer(node, names, "row.query")
+        return self.integer(node, names, "row.query")
 
-    def _integer(self, node: Node, names: dict[str, str], query: str) -> str:
+    def integer(self, node: Node, names: dict[str, str], query: str) -> str:
         if names.get("q") == "row.q" and (node in self._kept or node in self._named):
             return self._kept.get(node) or self._named[node]
         if node.op == "number":
@@ -300,7 +300,7 @@ class _Writer:
             return f"params.{node.value}" if node.value in self._scalars else names[str(node.value)]
         if node.op == "load":
             return self._load(node, names, query)
-        args = [self._integer(arg, names, query) for arg in node.args]
+        args = [self.integer(arg, names, query) for arg in node.args]
         if node.type == "bool":
             return f"!{args[0]}" if node.op == "not" else _joined(node, args)
         if node.op in _INT_CALLS:
@@ -318,7 +318,7 @@ class _Writer:
         indices = [
             positions[dimension]
             if dimension in positions
-            else f"min(max({_bare(self._integer(index, names, query))}, 0), params.{symbol} - 1)"
+            else f"min(max({_bare(self.integer(index, names, query))}, 0), params.{symbol} - 1)"
             for dimension, symbol, index in zip(array.dimensions, array.symbols, node.args, strict=True)
         ]
         return _element(array, indices)
@@ -410,3 +410,9 @@ def _bare(code: str) -> str:
         if depth == 0 and place < len(code) - 1:
             return code
     return code[1:-1]
+
+
+def integer(score: Score, node: Node) -> str:
+    """An integer of a formula, of variables ``b``, ``h``, ``q``, ``kv`` and numbers of ``params``."""
+    writer = _Writer(score, score.lowered("fp32"), differentiated=False)
+    return _bare(writer.integer(node, {name: name for name in ("b", "h", "q", "kv")}, "query"))

@@ -1,0 +1,224 @@
+"""The operator ``score_gradient``: the gradient of one array of a score modification.
+
+With the names of `backward`, and s'_ij the modified score of a score s_ij, an array a has
+
+    da_n = sum over the batch, heads and all (i, j) that read a_n of p_ij (do_i v_j - delta_i) ds'_ij / da_n
+
+P is computed again from the log-sum-exp of the forward call. Without a modification it is the gradient of the
+scores themselves, softmax_scale q k^T, as of a bias of full shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashgen.operators import attention, contract
+from flashgen.operators.arguments import Argument, check_devices, contiguous_strides, place
+from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
+from flashgen.operators.backward import BACKWARD
+from flashgen.operators.operator import Axis, Number, Operator, Value, by_name, modified
+from flashgen.operators.reduction import SUMS, Reduction, parameter, reduction
+from flashgen.operators.scores import DIMENSIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.scores import Score
+
+_INPUTS = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse")
+_BACKWARD = {argument.name: argument for argument in BACKWARD.without_lengths.arguments}
+# The gradient has the shape of the array, which broadcasts as the array does.
+ARGUMENTS = (
+    *(_BACKWARD[name] for name in _INPUTS),
+    Argument(
+        "dscore",
+        "output",
+        "batch num_heads_q seqlen_q seqlen_kv",
+        dtypes=("fp32",),
+        layout="broadcast",
+        alignment=4,
+    ),
+)
+OPTIONS = ("causal", "mask_type", "window_size", "score")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreGradientProblem(AttentionProblem):
+    """Shapes, strides and options of one call, as in the forward call, and the shape of the array."""
+
+    array_shape: tuple[int, ...]
+
+    @property
+    def operator(self) -> Operator:
+        return operator_for(self.score)
+
+    @property
+    def empty(self) -> bool:
+        return 0 in self.array_shape
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The extents of the array in all of its dimensions, 1 where it is broadcast."""
+        count = len(self.operator.arguments[self.operator.position("dscore")].symbols)
+        return (1,) * (count - len(self.array_shape)) + self.array_shape
+
+    @property
+    def reduction(self) -> Reduction:
+        return reduction(self.score, self.extents)
+
+    def of_array(self, shape: tuple[int, ...]) -> ScoreGradientProblem:
+        """The problem of an array of another shape, which broadcasts to the shape that the operator has."""
+        position = self.operator.position("dscore")
+        count = len(self.operator.arguments[position].symbols)
+        strides = contiguous_strides((1,) * (count - len(shape)) + shape)
+        all_strides = (*self.strides[:position], strides, *self.strides[position + 1 :])
+        return dataclasses.replace(self, array_shape=shape, strides=all_strides)
+
+    def shape(self, position: int) -> tuple[int, ...]:
+        if position == self.operator.position("dscore"):
+            return self.array_shape
+        return AttentionProblem.shape(self, position)
+
+    def description(self) -> str:
+        return (
+            f"head_dim {self.head_dim}, head_dim_v {self.head_dim_v}, dtype {self.dtype}, "
+            f"mask_type {self.mask_type}, sums {self.reduction.sums}"
+            + ("" if self.score is None else f", score {self.score.title}")
+        )
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """How many batch entries and heads have sums of their own."""
+        keeps = self.reduction
+        return self.batch if keeps.keeps_batch else 1, self.num_heads_q if keeps.keeps_heads else 1
+
+    @property
+    def places(self) -> int:
+        """The sums of a batch entry and head: queries, keys, distances, or 1; 0 where none is left."""
+        counts = {
+            "none": 0,
+            "rows": self.seqlen_q,
+            "columns": self.seqlen_kv,
+            "diagonals": max(0, self.seqlen_q + self.seqlen_kv - 1),
+            "all": 1,
+        }
+        return counts[self.reduction.sums]
+
+    def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
+        """``score_keys`` are keys that tiles of scores cut, as ``query_rows`` are; ``kept_batch`` and
+        ``kept_heads`` are the batch entries and heads that have sums of their own,
+        ``places`` counts their sums, and ``gathered`` the elements that are gathered from these.
+        """
+        kept_batch, kept_heads = self.kept
+        return {
+            "query_rows": self.seqlen_q,
+            "score_keys": self.seqlen_kv,
+            "heads": self.num_heads_q,
+            "batch": self.batch,
+            "kept_batch": kept_batch,
+            "kept_heads": kept_heads,
+            "places": self.places,
+            "gathered": math.prod(self.array_shape) if self.reduction.gathered else 0,
+        }
+
+    def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
+        """Also the steps in dscore: how many elements further the next batch entry, head, query and key are,
+        0 where the array is broadcast.
+        """
+        values = AttentionProblem.values(self, axes)
+        kept_batch, kept_heads = self.kept
+        dimensions = tuple(DIMENSIONS) if self.score is None else parameter(self.score).dimensions
+        strides = (*contiguous_strides(self.extents), int(self.extents[-1] > 1))
+        steps = dict(zip(dimensions, strides, strict=True))
+        return values | {
+            "kept_batch": kept_batch,
+            "kept_heads": kept_heads,
+            "places": self.places,
+            "dscore_elements": math.prod(self.array_shape),
+            "dscore_batch_step": steps.get("b", 0),
+            "dscore_head_step": steps.get("h", 0),
+            "dscore_query_step": steps.get("q", 0),
+            "dscore_key_step": steps.get("kv", 0),
+        }
+
+
+def normalise(
+    dout: ArrayView,
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    out: ArrayView,
+    lse: ArrayView,
+    *,
+    mask: ArrayView | None = None,
+    dlse: ArrayView | None = None,
+    dscore: ArrayView | None = None,
+    score: Score | None = None,
+    score_arrays: Sequence[ArrayView | None] = (),
+    **options: Any,
+) -> ScoreGradientProblem:
+    """The Problem of a call, or the error of the contract that it breaks. ``options`` are options of
+    `attention.normalise`, which raises the same errors; BadParam for an array that has no gradient.
+    """
+    forward = attention.normalise(q, k, v, mask=mask, score=score, score_arrays=score_arrays, **options)
+    operator = operator_for(score)
+    views = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    check_devices({"q": q} | views)
+    for name, view in views.items():
+        argument = operator.arguments[operator.position(name)]
+        contract.check_beside_q(argument, view, forward.sizes, forward.dtype, not forward.batched)
+    tables = contract.score_views(score, score_arrays)
+    argument = operator.arguments[operator.position("dscore")]
+    if score is None:
+        shape = argument.extents(forward.sizes)[not forward.batched :]
+    else:
+        shape = tuple(tables[score.wrt].shape)
+    if dscore is not None:
+        contract.check_whole(argument, dscore, shape)
+    views |= {"q": q, "k": k, "v": v} | ({} if mask is None else {"mask": mask}) | tables
+    kept = {field.name: getattr(forward, field.name) for field in dataclasses.fields(forward)}
+    kept["strides"] = tuple(
+        None
+        if argument.optional and argument.name not in views
+        else place(argument, views.get(argument.name), forward.sizes, forward.dtype).strides
+        for argument in operator.arguments
+    )
+    problem = ScoreGradientProblem(**kept, array_shape=shape).of_array(shape)
+    _ = problem.reduction  # raises for an array whose gradient cannot be summed
+    return problem
+
+
+SCORE_GRADIENT = Operator(
+    name="score_gradient",
+    arguments=ARGUMENTS,
+    options=OPTIONS,
+    scalars=SCALARS,
+    axes={
+        **{name: ATTENTION.axes[name] for name in ("head_dim", "head_dim_v", "dtype", "mask_type")},
+        # One kernel serves all groupings: num_heads_q / num_heads_kv is a parameter.
+        "gqa": Axis(lambda problem, value: True, ("gqa",), default="gqa"),
+        "sums": Axis(lambda problem, value: value == problem.reduction.sums, SUMS),
+    },
+    grid_dimensions=(
+        *("query_rows", "score_keys", "heads", "batch"),
+        *("kept_batch", "kept_heads", "places", "gathered"),
+    ),
+    contract=by_name(normalise),
+    differentiates=True,
+)
+
+
+@functools.lru_cache(maxsize=64)
+def operator_for(score: Score | None, lengths: bool = False) -> Operator:
+    """``score_gradient`` of the array that ``score`` is differentiated by; there is no call with lengths."""
+    assert not lengths
+    if score is None:
+        return SCORE_GRADIENT
+    array = parameter(score).argument()._replace(name="dscore", role="output")
+    arguments = tuple(array if x.name == "dscore" else x for x in SCORE_GRADIENT.arguments)
+    return modified(dataclasses.replace(SCORE_GRADIENT, arguments=arguments), score)

@@ -1,0 +1,203 @@
+"""The gradient of an array of a score modification in float64, and how far a kernel may be from it.
+
+The bound. With the names of `gradients`, f'_ij the derivative of the modified score of (i, j) with respect to
+the element a_n that it reads, ds_ij = p_ij (do_i v_j - delta_i) f'_ij, and m the scores that read a_n:
+
+    |error of ds_ij| <= |ds_ij| r_i + |error of f'_ij| p_ij |t_ij| + 2^-126 (1 + |f'_ij t_ij|)
+                        + |f'_ij| p_ij (2^-21 (G_ij + D_i + |dlse_i|) + e_i sum_j p_ij G_ij + 1.05 u D_i)
+    |error of da_n| <= sum of |error of ds_ij| + (2^-19 + 2^-24 sqrt(m)) sum of |ds_ij|
+                       + 1.05 (unit roundoff of a's dtype) |da_n| + least step of that dtype
+
+with t_ij = do_i v_j - delta_i.
+
+- r, e, G, D: as in `gradients`. u D: delta comes from the rounded result of the forward call.
+- No rounding of P or dS: their product is not an operand of an MMA, but is summed in fp32.
+- The last term: sums of m terms in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from flashgen.operators.masks import Band
+from flashgen.operators.modification import modification_of
+from flashgen.operators.numbers import widened
+from flashgen.operators.reduction import parameter
+from flashgen.operators.reference import (
+    UNIT_ROUNDOFF,
+    Largest,
+    batched,
+    largest,
+    library_of,
+    parts_of_scores,
+    softmax,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from flashgen.operators.modification import ScoreOfCall
+    from flashgen.operators.score_gradient import ScoreGradientProblem
+
+# Scores at once: 4 MiB in float64, of which there are ten.
+_SCORES = 1 << 19
+
+
+class Expected(NamedTuple):
+    """The gradient and the largest errors that it may have, of the shape of its array, in float64."""
+
+    value: Any
+    bound: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreGradientVerdict:
+    """The worst element of the gradient, at its index in the array."""
+
+    out: Largest
+
+    @property
+    def lse(self) -> None:
+        """No result of this operator; see `reference.Verdict`."""
+        return
+
+    @property
+    def ok(self) -> bool:
+        return self.out.share <= 1
+
+    def __str__(self) -> str:
+        return f"error of the gradient {self.out.describe()}, at {self.out.index}"
+
+
+def judge(
+    problem: ScoreGradientProblem, arrays: Mapping[str, np.ndarray | None], sinks: np.ndarray | None = None
+) -> ScoreGradientVerdict:
+    """Compare the gradient of a call with float64, on the host. ``arrays`` has arguments of the operator by
+    name, as in `reference.judge`. ``out`` and ``lse`` are not read: they follow from the other inputs and
+    ``sinks``.
+    """
+    dlse = arrays.get("dlse")
+    array = None if problem.score is None else parameter(problem.score)
+    right = score_gradient(
+        *(batched(widened(arrays[name], problem.dtype), 4) for name in ("dout", "q", "k", "v")),
+        problem.dtype,
+        problem.softmax_scale,
+        problem.extents,
+        Band.of(problem),
+        arrays.get("mask"),
+        None if dlse is None else batched(dlse, 3).astype(np.float64),
+        modification_of(problem, arrays),
+        None if sinks is None else sinks.astype(np.float64),
+        "fp32" if array is None else array.dtype,
+    )
+    result = widened(arrays["dscore"], "fp32" if array is None else array.dtype).reshape(right.value.shape)
+    return ScoreGradientVerdict(largest(result, *right))
+
+
+def score_gradient(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    dtype: str,
+    scale: float,
+    extents: tuple[int, ...],
+    band: Band = Band(),  # noqa: B008 - immutable
+    dense: Any = None,
+    dlse: Any = None,
+    modification: ScoreOfCall | None = None,
+    sinks: Any = None,
+    array_dtype: str = "fp32",
+) -> Expected:
+    """The gradient of the array that the modification is differentiated by, in float64, with the bound for a
+    kernel of elements of ``dtype``. ``extents`` are the array's, 1 where it is broadcast; arguments are
+    otherwise as in `gradients.gradients`.
+    """
+    xp = library_of(q)
+    place = {"device": q.device} if xp.__name__ == "torch" else {}
+    total, bound, size, count = (xp.zeros(extents, dtype=xp.float64, **place).reshape(-1) for _ in range(4))
+    for part in parts_of_scores(q, k, v, band, dense, None, modification, _SCORES):
+        index = part.entry, part.rows, part.head
+        row = softmax(
+            xp,
+            q[index],
+            part.k,
+            part.hidden,
+            scale,
+            dtype,
+            part.at,
+            None if sinks is None else sinks[part.head][:, None, None],
+        )
+        of_lse = 0.0 if dlse is None else dlse[part.entry, part.head, part.rows][..., None]
+        ds, wrong = _gradient_of_scores(xp, dout[index], q[index], part, row, of_lse, scale, dtype)
+        visible = xp.ones_like(ds) if row.hidden is None else xp.where(row.hidden, 0.0, xp.ones_like(ds))
+        where = _elements(xp, part, extents, modification, ds, place)
+        for sums, terms in ((total, ds), (bound, wrong), (size, xp.abs(ds)), (count, visible)):
+            _add(xp, sums, where, terms)
+    bound = bound + (2.0**-19 + 2.0**-24 * count**0.5) * size
+    bound = xp.where(count == 0, 0.0, bound + 1.05 * UNIT_ROUNDOFF[array_dtype] * xp.abs(total) + 2.0**-126)
+    if array_dtype == "fp16":
+        bound = xp.where(count == 0, 0.0, bound + 2.0**-25)
+    return Expected(total.reshape(extents), bound.reshape(extents))
+
+
+def _gradient_of_scores(
+    xp: Any, dout: Any, q: Any, part: Any, row: Any, dlse: Any, scale: float, dtype: str
+) -> tuple[Any, Any]:
+    """What each score of some rows adds to the element that it reads, and how far a kernel may be from it."""
+    p, lse = row.p, xp.where(row.sees_nothing, 0.0, row.lse)
+    dlse = xp.where(row.sees_nothing, 0.0, dlse)  # of an LSE of -inf it has no effect, whatever it is
+    visible = xp.ones_like(p) if row.hidden is None else xp.where(row.hidden, 0.0, xp.ones_like(p))
+    out = p @ part.v
+    size_d = xp.sum(xp.abs(out * dout), axis=-1, keepdims=True)
+    size_g = xp.abs(dout) @ xp.abs(part.v).swapaxes(1, 2)
+    terms = dout @ part.v.swapaxes(1, 2) - (xp.sum(out * dout, axis=-1, keepdims=True) - dlse)
+    slope, slope_error = xp.ones_like(p), 0.0
+    if part.at is not None:
+        with np.errstate(all="ignore"):
+            raw = q @ part.k.swapaxes(1, 2) * scale
+            raw_error = 2.0**-21 * (xp.abs(q) @ xp.abs(part.k).swapaxes(1, 2) * scale)
+            slope, slope_error = part.at.derived().value_with_error(xp, raw, raw_error, dtype)
+            # A number stands for all; where a key is hidden the derivative may be anything.
+            slope, slope_error = (xp.where(visible != 0, x + 0.0 * p, 0.0) for x in (slope, slope_error))
+    ds = p * terms * slope
+    weight = p * xp.abs(slope)
+    wrong = 2.0**-21 * (size_g + size_d + abs(dlse)) + 1.05 * UNIT_ROUNDOFF[dtype] * size_d
+    wrong = wrong + row.error * xp.sum(p * size_g, axis=-1, keepdims=True)
+    wrong = xp.abs(ds) * (2 * row.error + 2.0**-22 * (row.size + 3 * xp.abs(lse))) + weight * wrong
+    wrong = wrong + slope_error * p * xp.abs(terms)
+    return ds, wrong + 2.0**-126 * (1.0 + xp.abs(terms * slope)) * visible
+
+
+def _elements(
+    xp: Any,
+    part: Any,
+    extents: tuple[int, ...],
+    modification: ScoreOfCall | None,
+    ds: Any,
+    place: dict[str, Any],
+) -> Any:
+    """For each score of a part the element of the flat array that it reads."""
+    of_call = {
+        "b": part.entry[:, None, None],
+        "h": part.head[:, None, None],
+        "q": xp.arange(part.rows.start, part.rows.start + ds.shape[1], **place)[:, None],
+        "kv": xp.arange(ds.shape[2], **place),
+    }
+    indices = tuple(of_call.values()) if modification is None else modification.indices(part.at, xp)
+    flat = xp.zeros(ds.shape, dtype=xp.int64, **place)
+    for index, extent in zip(indices, extents, strict=True):
+        within = index.clip(0, extent - 1) if hasattr(index, "dtype") else min(max(index, 0), extent - 1)
+        flat = flat * extent + within
+    return flat.reshape(-1)
+
+
+def _add(xp: Any, sums: Any, where: Any, terms: Any) -> None:
+    """Add each term to the sum of its element."""
+    if xp.__name__ == "torch":
+        sums.index_add_(0, where, terms.reshape(-1))
+    else:
+        sums += xp.bincount(where, terms.reshape(-1), sums.shape[0])

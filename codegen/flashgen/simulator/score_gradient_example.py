@@ -1,0 +1,158 @@
+"""Random problems of score_gradient for one variant, in memory whose gaps are NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashgen.errors import BadParam
+from flashgen.operators.masks import Band
+from flashgen.operators.modification import modification_of
+from flashgen.operators.numbers import bfloat16_bits, widened
+from flashgen.operators.reduction import parameter, reduction
+from flashgen.operators.reference import attention
+from flashgen.operators.score_gradient import ScoreGradientProblem, normalise
+from flashgen.operators.score_gradient_reference import ScoreGradientVerdict, judge
+from flashgen.operators.scores import DIMENSIONS
+from flashgen.simulator import randomarrays
+from flashgen.simulator.attention_example import check_sizes, described, masked, sizes_of_scores
+from flashgen.simulator.example import random_rows, rows_within_nan, view_of
+
+if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
+    from flashgen.simulator.example import Shape
+
+
+@dataclass(frozen=True)
+class ScoreGradientExample:
+    """A problem with its arrays in host memory, in the operator's order. bfloat16 elements are their bits in
+    uint16; mask and dlse may be None.
+    """
+
+    problem: ScoreGradientProblem
+    arrays: tuple[np.ndarray | None, ...]
+
+    @property
+    def named(self) -> dict[str, np.ndarray | None]:
+        """The arrays by name."""
+        return dict(zip(self.problem.operator.positions, self.arrays, strict=True))
+
+    @property
+    def mask(self) -> np.ndarray | None:
+        return self.named["mask"]
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The sizes of the problem, for a report."""
+        return described(self.problem, self.named["q"])
+
+    def judge(self) -> ScoreGradientVerdict:
+        """How far the gradient is from float64."""
+        return judge(self.problem, self.named)
+
+
+def make(variant: Variant, shape: Shape, seed: int) -> ScoreGradientExample:
+    """Normal random inputs for ``variant``, with the results that a forward call has for them; the gradient,
+    and what is between rows, are NaN. The array is broadcast as the variant sums, and over batch entries or
+    heads, as the seed will. ``shape.return_lse`` is whether LSE has a gradient.
+
+    Raises BadParam for sizes that are not the variant's, and for an array that is not summed as the variant
+    sums; and what the contract raises.
+    """
+    rng = np.random.default_rng(seed)
+    head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
+    dtype, gap = variant.dtype, shape.gap
+    rows, keys = (shape.batch, shape.seqlen_q, shape.heads), (shape.batch, shape.seqlen_kv, kv_heads)
+    lse = (shape.batch, shape.heads, shape.seqlen_q)
+    arrays = {
+        "dout": random_rows(rng, (*rows, head_dim_v), dtype, 1.0, gap),
+        "q": random_rows(rng, (*rows, head_dim), dtype, shape.spread, gap),
+        "k": random_rows(rng, (*keys, head_dim), dtype, 1.0, gap),
+        "v": random_rows(rng, (*keys, head_dim_v), dtype, 1.0, gap),
+        "mask": randomarrays.random_mask(rng, shape) if variant.mask_type == "dense" else None,
+        "out": rows_within_nan((*rows, head_dim_v), dtype, gap),
+        "lse": np.zeros(lse, np.float32),
+        "dlse": rng.standard_normal(lse, np.float32) if shape.return_lse else None,
+    }
+    score_arrays = _score_arrays(rng, variant, shape)
+    dtypes = dict.fromkeys(("dout", "q", "k", "v", "out"), dtype)
+    dtypes |= {"mask": "uint8", "lse": "fp32", "dlse": "fp32"}
+    problem = normalise(
+        **{name: view_of(x, dtypes[name]) for name, x in arrays.items() if x is not None},
+        score=variant.score,
+        score_arrays=randomarrays.score_views(score_arrays),
+        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
+    )
+    if variant.score is None:
+        problem = _broadcast(problem, variant, rng)
+    if problem.reduction.sums != variant.axis("sums"):
+        raise BadParam(f"{variant.name} sums otherwise than {problem.reduction.sums}")
+    problem = masked(problem, variant, shape)
+    of_array = np.float32 if variant.score is None else parameter(variant.score).dtype
+    arrays["dscore"] = _nan(problem.array_shape, of_array)
+    params = variant.score.arrays if variant.score else ()
+    arrays |= {param.name: x for param, x in zip(params, score_arrays, strict=True)}
+    example = ScoreGradientExample(problem, problem.operator.in_order(**arrays))
+    _forward(problem, example.named)
+    return example
+
+
+def _nan(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    if dtype == "bf16":
+        return np.full(shape, 0xFFFF, np.uint16)
+    return np.full(shape, np.nan, {"fp16": np.float16, "fp32": np.float32}.get(dtype, dtype))
+
+
+def _score_arrays(rng: np.random.Generator, variant: Variant, shape: Shape) -> tuple[np.ndarray, ...]:
+    """Random arrays of the modification; the one that it is differentiated by is broadcast so that the
+    variant sums it.
+    """
+    score = variant.score
+    arrays = list(randomarrays.score_arrays_of(rng, score, sizes_of_scores(shape)))
+    if score is None:
+        return tuple(arrays)
+    place = score.arrays.index(parameter(score))
+    array, sums = arrays[place], variant.axis("sums")
+    for _ in range(64):
+        kept = (*(rng.integers(2, size=len(array.shape) - 1) > 0), True)
+        names = parameter(score).dimensions
+        some = tuple(
+            slice(None) if keep or name not in DIMENSIONS else slice(0, 1)
+            for name, keep in zip(names, kept, strict=True)
+        )
+        if reduction(score, array[some].shape).sums == sums:
+            arrays[place] = np.ascontiguousarray(array[some])
+            break
+    return tuple(arrays)
+
+
+def _broadcast(
+    problem: ScoreGradientProblem, variant: Variant, rng: np.random.Generator
+) -> ScoreGradientProblem:
+    """The problem of the gradient of the scores themselves, summed as the variant does: no call makes it."""
+    batch, heads, rows, keys = problem.array_shape
+    sums = str(variant.axis("sums"))
+    if sums == "diagonals":
+        raise BadParam(f"{variant.name} sums by distance, which needs a score with an array of distances")
+    kept = {"none": (rows, keys), "rows": (rows, 1), "columns": (1, keys), "all": (1, 1)}
+    first = (batch if rng.integers(2) else 1, heads if rng.integers(2) else 1)
+    return problem.of_array((*first, *kept[sums]))
+
+
+def _forward(problem: ScoreGradientProblem, arrays: dict[str, np.ndarray | None]) -> None:
+    """Fill out and lse with the results of the forward call."""
+    right = attention(
+        *(widened(arrays[name], problem.dtype) for name in ("q", "k", "v")),
+        problem.dtype,
+        problem.softmax_scale,
+        Band.of(problem),
+        arrays["mask"],
+        modification=modification_of(problem, arrays),
+    )
+    rounded = bfloat16_bits(right.out.astype(np.float32)) if problem.dtype == "bf16" else right.out
+    arrays["out"][...] = rounded
+    arrays["lse"][...] = right.lse
+    if arrays["dlse"] is not None:  # the gradient of an LSE of -inf has no effect
+        arrays["dlse"][np.isneginf(right.lse)] = np.nan

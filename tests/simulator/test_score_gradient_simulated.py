@@ -1,0 +1,195 @@
+"""score_gradient in the simulator: every variant, arrays of all kinds, planted faults."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from flashgen.call.fields import PLAN_KEYWORDS
+from flashgen.errors import SimulationError
+from flashgen.families.formulas import modification
+from flashgen.families.load import load_specs
+from flashgen.families.scores import load_scores
+from flashgen.simulator.example import Shape, make, run_steps
+from flashgen.simulator.library import load
+from flashgen.source.render import render
+from simulator.faults import ASYNC, NUMBERS, WRONG, fault
+
+VARIANTS = {
+    variant.name: variant
+    for spec in load_specs()
+    if spec.operator == "score_gradient"
+    for variant in spec.variants()
+    if variant.is_main
+}
+RAGGED = Shape(140, 70, heads=2, kv_heads=1, batch=2, head_dim=24)
+GROUPED = Shape(20, 70, heads=4, kv_heads=2, head_dim=24)
+FEW_KEYS = Shape(40, 25, heads=1, head_dim=8, mask="k", mask_alignment=1)
+LONG = Shape(20, 70, heads=2, kv_heads=1, head_dim=24, head_dim_v=136, spread=4.0)
+NAME = "score_gradient_hdim256_{}_sm80"
+PLAIN, CAUSAL, DENSE = (NAME.format(f"fp16{mask}") for mask in ("", "_causal", "_dense"))
+FP32 = NAME.format("fp32")
+# Formulas with the array that they are differentiated by, and variants that sum it.
+SCORES = {
+    "bias": ("bias", "bias", (PLAIN, DENSE, FP32)),
+    "capped bias": ("3 * tanh((score + a[h, q, kv]) / 3)", "a", (CAUSAL,)),
+    "turned bias": ("score + a[kv, q]", "a", (PLAIN,)),
+    "keys": ("bias", "bias", (NAME.format("bf16_columns"),)),
+    "gain of rows": ("score * a[h, q]", "a", (NAME.format("bf16_causal_rows"),)),
+    "alibi": ("alibi", "slope", (NAME.format("fp16_causal_all"),)),
+    "symmetric": ("alibi_symmetric", "slope", (NAME.format("fp32_all"),)),
+    "distances": ("score + a[h, min(abs(kv - q), 15)]", "a", (NAME.format("bf16_diagonals"),)),
+    "two indices": ("score + a[b, kv - q + 9, min(q - kv, h)]", "a", (NAME.format("fp32_local_diagonals"),)),
+    "table of keys": ("score * a[min(h, 1), min(kv, 7)]", "a", (NAME.format("fp16_columns"),)),
+    "table of rows": ("score + n * a[q - 5]", "a", (NAME.format("fp16_dense_rows"),)),
+    "one element": ("where(kv < q, score, -a[0] * score)", "a", (NAME.format("bf16_local_all"),)),
+}
+
+
+def modified(variant, formula, array):
+    by_name = load_scores(keywords=PLAN_KEYWORDS).by_name
+    score = modification(formula, by_name, {}, keywords=PLAN_KEYWORDS)
+    return variant.modified(score.with_respect_to(array))
+
+
+def verdict_of(variant, sources, shape, seed):
+    """The check that found something, or None."""
+    example = make(variant, shape, seed)
+    libraries = [load(source, step.name) for source, step in zip(sources, variant.steps, strict=True)]
+    try:
+        run_steps(libraries, variant, example, seed=seed, overlap=True)
+    except SimulationError as error:
+        return error.check
+    return None if example.judge().ok else WRONG
+
+
+def sources_of(variant, planted=None):
+    """The source of each step, with a fault planted in the one step that has its place."""
+    sources = [render(step) for step in variant.steps]
+    if planted is None:
+        return sources
+    with_fault = []
+    for source in sources:
+        try:
+            with_fault.append(planted.plant(source))
+        except AssertionError:
+            with_fault.append(source)
+    assert sum(x != y for x, y in zip(sources, with_fault, strict=True)) == 1
+    return with_fault
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "diagonals" not in name])
+def test_the_gradient_of_the_scores(name, compiler, fresh_seed):
+    variant = VARIANTS[name]
+    for shape in (RAGGED, FEW_KEYS, LONG):
+        assert verdict_of(variant, sources_of(variant), shape, fresh_seed) is None, shape
+
+
+@pytest.mark.parametrize("case", SCORES)
+def test_the_gradient_of_an_array(case, compiler, fresh_seed):
+    formula, array, names = SCORES[case]
+    for name in names:
+        variant = modified(VARIANTS[name], formula, array)
+        for shape in (RAGGED, GROUPED):
+            assert verdict_of(variant, sources_of(variant), shape, fresh_seed) is None, (name, shape)
+
+
+SQUARE = Shape(140, 140, heads=2, kv_heads=1, head_dim=24)
+FAULTS = (
+    fault("the query head as kv head", PLAIN, GROUPED,
+          (WRONG, "global bounds", "uninitialised global memory"),
+          "const int kv_head = of_pair_tile.head / params.group_size;",
+          "const int kv_head = of_pair_tile.head;"),
+    fault("the kv head of another group", PLAIN, GROUPED, NUMBERS,
+          "const int kv_head = of_pair_tile.head / params.group_size;",
+          "const int kv_head = of_pair_tile.head % (params.num_heads_q / params.group_size);"),
+    fault("the last pair left out", PLAIN, RAGGED, NUMBERS,
+          "count(params.batch_size / params.kept_batch * heads) {}",
+          "count(max(1, params.batch_size / params.kept_batch * heads - 1)) {}"),
+    fault("one batch entry alone", PLAIN, RAGGED, NUMBERS,
+          "tile.kept_batch + pair / heads;", "tile.kept_batch;"),
+    fault("a shifted row", PLAIN, RAGGED, (WRONG, "global bounds"),
+          "row * params.dscore_query_step", "(row + 1) * params.dscore_query_step"),
+    fault("the element of another head", PLAIN, RAGGED, (WRONG, "global bounds", "race"),
+          "tile.kept_head * params.dscore_head_step;", "0 * params.dscore_head_step;"),
+    fault("delta of another head", PLAIN, RAGGED, NUMBERS,
+          "const int64_t first = first_unit_row(params, tile.batch, tile.head);",
+          "const int64_t first = first_unit_row(params, tile.batch, 0);"),
+    fault("delta left out", PLAIN, RAGGED, NUMBERS, "ds[0][j][e] -= rows.delta[e / 2];", ""),
+    fault("dlse left out", PLAIN, RAGGED, NUMBERS, "row_delta(lse, sum, dlse)", "row_delta(lse, sum, 0.0f)"),
+    fault("half of a row of O", PLAIN, RAGGED, NUMBERS, "column < columns;", "column < columns / 2;"),
+    fault("the diagonal one key late", CAUSAL, SQUARE, NUMBERS,
+          "query + params.diagonal_offset + 1)", "query + params.diagonal_offset + 2)"),
+    fault("a slice read before it is there", PLAIN, RAGGED, ASYNC,
+          "cp_async_wait<kStages - 2>();", "cp_async_wait<kStages - 1>();"),
+    fault("a slice over one that other warps read", PLAIN, RAGGED, ASYNC,
+          "cp_async_wait<kStages - 2>();\n        barrier_sync(kThreads);", "cp_async_wait<kStages - 2>();"),
+    fault("the first slice of V alone", PLAIN, LONG, NUMBERS,
+          "(params.head_dim_v + kSliceDims - 1) / kSliceDims),", "1),"),
+    fault("TF32 without the low part of keys", FP32, LONG, NUMBERS,
+          "mma_m16n8k8_tf32(accumulator, a.high, b_low[0], b_low[1]);", ""),
+    fault("without the derivative", CAUSAL, SQUARE, NUMBERS,
+          "ds[0][j][2 * row8 + e] *= modified.derivative;", ""),
+    fault("columns of one warp alone", NAME.format("bf16_columns"), RAGGED, NUMBERS,
+          "for (int i = 0; i < kWarps; ++i) sum +=", "for (int i = 0; i < 1; ++i) sum +="),
+    fault("a sum that misses the last block", NAME.format("bf16_columns"), RAGGED, NUMBERS,
+          "block < tiles.row_blocks;", "block < tiles.row_blocks - 1;"),
+    fault("a sum of rows that misses the last block", NAME.format("bf16_causal_rows"), SQUARE, NUMBERS,
+          "block < tiles.key_blocks;", "block < tiles.key_blocks - 1;"),
+    fault("the first warp alone", NAME.format("fp16_causal_all"), SQUARE, NUMBERS,
+          "for (int i = 0; i < kWarps; ++i) sum +=", "for (int i = 0; i < 1; ++i) sum +="),
+    fault("a diagonal that ends early", NAME.format("bf16_diagonals"), RAGGED, NUMBERS,
+          "min(kBlockM, kDiagonals - 1 - diagonal)", "min(kBlockM, kDiagonals - 2 - diagonal)"),
+    fault("the diagonal of the next distance", NAME.format("bf16_diagonals"), RAGGED, NUMBERS,
+          "distance - (params.seqlen_q - 1);", "distance - params.seqlen_q;"),
+    fault("a block too few of a diagonal", NAME.format("bf16_diagonals"), SQUARE, NUMBERS,
+          "(first_key + kBlockM - 1 + kBlockN) / kBlockN)", "(first_key + kBlockM - 1) / kBlockN)"),
+    fault("distances from the wrong end", NAME.format("bf16_diagonals"), RAGGED, NUMBERS,
+          "place - (params.seqlen_kv - 1));", "place - (params.seqlen_q - 1));"),
+    fault("the first head alone", NAME.format("fp16_columns"), RAGGED, NUMBERS,
+          "is_of_head ? first_head + 1 : params.kept_heads;", "first_head + 1;"),
+)  # fmt: skip
+# The modification of SCORES that a fault is planted for; the scores themselves without an entry.
+MODIFIED = {
+    "the last pair left out": "bias",
+    "one batch entry alone": "turned bias",
+    "a shifted row": "bias",
+    "the element of another head": "bias",
+    "without the derivative": "capped bias",
+    "columns of one warp alone": "keys",
+    "a sum that misses the last block": "keys",
+    "a sum of rows that misses the last block": "gain of rows",
+    "the first warp alone": "alibi",
+    "a diagonal that ends early": "distances",
+    "the diagonal of the next distance": "distances",
+    "a block too few of a diagonal": "distances",
+    "distances from the wrong end": "distances",
+    "the first head alone": "table of keys",
+}
+
+
+@pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
+def test_a_planted_fault_is_found(planted, compiler, fresh_seed):
+    variant = VARIANTS[planted.variant]
+    if planted.name in MODIFIED:
+        variant = modified(variant, *SCORES[MODIFIED[planted.name]][:2])
+    found = verdict_of(variant, sources_of(variant, planted), planted.shape, fresh_seed)
+    assert found in planted.caught, found
+
+
+def test_the_steps_of_a_call():
+    """A gradient that needs no sum, or no gathering, leaves these steps out."""
+    from flashgen.schedule.plan import plan_steps
+    from flashgen.simulator import hardware
+
+    for case, expected in (
+        ("bias", ["rows", "main"]),
+        ("alibi", ["rows", "main", "sum"]),
+        ("distances", ["rows", "main", "sum", "gather"]),
+    ):
+        formula, array, (name, *_) = SCORES[case]
+        variant = modified(VARIANTS[name], formula, array)
+        problem = make(variant, dataclasses.replace(RAGGED, batch=1), 0).problem
+        steps = plan_steps(problem, variant, hardware.pretend_for(variant)).steps
+        assert [step.variant.step for step in steps] == expected
