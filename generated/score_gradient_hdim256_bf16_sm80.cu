@@ -230,7 +230,8 @@ struct SavedRows {
 
 // Adds P times ds
 __device__ void add_ds(const Params& params, SumsOfTile& sums, const SumsOfTile& scores, const SumsOfTile& ds, const SavedRows& rows);
-__device__ void store_gradient(const Params& params, int64_t place, float value);  // Stores an element of the gradient
+// Stores an element of the gradient, rounded to the dtype of its array
+__device__ void store_gradient(const Params& params, int64_t place, float value);
 // Stores the sums of a tile
 __device__ void leave_sums(const Params& params, const Tile& tile, const SumsOfTile& sums, shared_address, int warp, int lane);
 
@@ -452,7 +453,7 @@ __device__ __forceinline__ void add_ds(const Params& params, SumsOfTile& sums, c
     }
 }
 
-// Stores an element of the gradient.
+// Stores an element of the gradient, rounded to the dtype of its array.
 __device__ __forceinline__ void store_gradient(const Params& params, int64_t place, float value) {
     store_global_32(params.dscore + place, value);
 }

@@ -93,6 +93,42 @@ def test_the_bits_repeat():
     np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.parametrize("array_dtype", [np.float16, bfloat16])
+def test_arrays_of_16_bits_are_taken_as_they_are(array_dtype):
+    q, k, v = inputs()
+    for formula, name in (("bias", "bias"), ("score + exp(bias[h, q, kv])", "bias")):
+        array = normal(HEADS, ROWS, KEYS, dtype=array_dtype)
+        halves = {"score": formula, "params": {name: array}}
+        floats = {"score": formula, "params": {name: array.astype(np.float32)}}
+        out, lse = flashgen.attention(q, k, v, return_lse=True, **halves)
+        np.testing.assert_array_equal(out, flashgen.attention(q, k, v, **floats))
+        results = [
+            flashgen.attention_backward(out, q, k, v, out, lse, dparams=(name,), **options)[-1]
+            for options in (halves, floats)
+        ]
+        assert results[0].dtype == array_dtype
+        np.testing.assert_array_equal(results[0], results[1].astype(array_dtype))
+
+
+def test_an_array_takes_the_place_of_a_number():
+    q, k, v = inputs()
+    plain = flashgen.attention(q, k, v, softcap=2.0)
+    for cap in (np.array(2.0, np.float32), np.array([2.0], np.float32)):
+        options = {"score": "softcap", "params": {"cap": cap}}
+        out, lse = flashgen.attention(q, k, v, return_lse=True, **options)
+        np.testing.assert_allclose(out, plain, rtol=1e-6, atol=1e-6)
+        gradient = flashgen.attention_backward(out, q, k, v, out, lse, dparams=("cap",), **options)[-1]
+        assert gradient.shape == cap.shape
+        # Beside a difference quotient.
+        change = [
+            (flashgen.attention(*(x.astype(np.float32) for x in (q, k, v)), softcap=at) * out).sum(
+                dtype=np.float64
+            )
+            for at in (1.99, 2.01)
+        ]
+        assert float(gradient.reshape(())) == pytest.approx((change[1] - change[0]) / 0.02, rel=1e-2)
+
+
 def test_what_has_no_gradient_is_refused_by_name():
     q, k, v = inputs()
     bias = {"score": "score * gain + a[h]", "params": {"a": normal(HEADS), "gain": 2.0}}
@@ -196,6 +232,22 @@ class TestTorch:
         graph = self.torch.compile(call, backend="aot_eager", fullgraph=True)
         for x, y in zip(graph(*arrays), call(*arrays), strict=True):
             assert self.torch.equal(x, y)
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_a_number_that_is_a_tensor(self, compiled):
+        q, k, v = self.qkv()
+        gain = self.torch.tensor(1.5, requires_grad=True)
+
+        def call(q, k, v, gain):
+            return flashgen.attention(q, k, v, score="score * gain", params={"gain": gain})
+
+        if compiled:
+            self.torch.compiler.reset()
+            call = self.torch.compile(call, backend="aot_eager", fullgraph=True)
+        out = call(q, k, v, gain)
+        (result,) = self.torch.autograd.grad(out.square().sum(), gain)
+        (expected,) = self.torch.autograd.grad(self.plain(gain * q, k, v, 0).square().sum(), gain)
+        self.torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
     def test_no_second_derivative(self):
         q, k, v = self.qkv()

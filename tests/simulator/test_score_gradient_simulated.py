@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import MappingProxyType
 
 import pytest
 
@@ -47,9 +48,9 @@ SCORES = {
 }
 
 
-def modified(variant, formula, array):
+def modified(variant, formula, array, types=MappingProxyType({})):
     by_name = load_scores(keywords=PLAN_KEYWORDS).by_name
-    score = modification(formula, by_name, {}, keywords=PLAN_KEYWORDS)
+    score = modification(formula, by_name, types, keywords=PLAN_KEYWORDS).with_types(types)
     return variant.modified(score.with_respect_to(array))
 
 
@@ -95,6 +96,20 @@ def test_the_gradient_of_an_array(case, compiler, fresh_seed):
             assert verdict_of(variant, sources_of(variant), shape, fresh_seed) is None, (name, shape)
 
 
+@pytest.mark.parametrize(
+    ("name", "formula", "type"),
+    [
+        (PLAIN, "score + a[h, q, kv]", "bf16"),
+        (NAME.format("bf16_columns"), "score + a[h, kv]", "f16"),
+        (NAME.format("fp32_diagonals"), "score * a[h, max(kv - q, 0)]", "bf16"),
+    ],
+)
+def test_the_gradient_of_an_array_of_16_bits(name, formula, type, compiler, fresh_seed):
+    variant = modified(VARIANTS[name], formula, "a", {"a": type})
+    assert variant.score.reads_half
+    assert verdict_of(variant, sources_of(variant), RAGGED, fresh_seed) is None
+
+
 SQUARE = Shape(140, 140, heads=2, kv_heads=1, head_dim=24)
 FAULTS = (
     fault("the query head as kv head", PLAIN, GROUPED,
@@ -116,7 +131,8 @@ FAULTS = (
     fault("delta of another head", PLAIN, RAGGED, NUMBERS,
           "const int64_t first = first_unit_row(params, tile.batch, tile.head);",
           "const int64_t first = first_unit_row(params, tile.batch, 0);"),
-    fault("delta left out", PLAIN, RAGGED, NUMBERS, "ds[0][j][e] -= rows.delta[e / 2];", ""),
+    fault("delta left out", PLAIN, RAGGED, NUMBERS,
+          "ds[0][j][e] -= rows.delta[e / 2];", "ds[0][j][e] -= 0.0f;"),
     fault("dlse left out", PLAIN, RAGGED, NUMBERS, "row_delta(lse, sum, dlse)", "row_delta(lse, sum, 0.0f)"),
     fault("half of a row of O", PLAIN, RAGGED, NUMBERS, "column < columns;", "column < columns / 2;"),
     fault("the diagonal one key late", CAUSAL, SQUARE, NUMBERS,
@@ -174,8 +190,10 @@ def test_a_planted_fault_is_found(planted, compiler, fresh_seed):
     variant = VARIANTS[planted.variant]
     if planted.name in MODIFIED:
         variant = modified(variant, *SCORES[MODIFIED[planted.name]][:2])
-    found = verdict_of(variant, sources_of(variant, planted), planted.shape, fresh_seed)
-    assert found in planted.caught, found
+    sources = sources_of(variant, planted)
+    # An array that is broadcast over heads, as some seeds have it, does not show a fault of its heads.
+    found = (verdict_of(variant, sources, planted.shape, fresh_seed + more) for more in range(12))
+    assert next((check for check in found if check is not None), None) in planted.caught
 
 
 def test_the_steps_of_a_call():

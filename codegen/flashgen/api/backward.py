@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flashgen.call.compute import compute, make_plan, planning
-from flashgen.call.fields import BY_NAME, DIFFERENTIABLE, GRADIENTS, listed
+from flashgen.call.fields import BY_NAME, DIFFERENTIABLE, GRADIENTS, SHORTHANDS, listed
 from flashgen.call.keywords import unexpected
 from flashgen.call.record import GradientCall, call_of
 from flashgen.call.request import Request, gradients_of, names_of, score_gradient_of
@@ -35,7 +35,11 @@ def _attention_backward(call: Call) -> tuple[Any, ...]:
         if call.dparams is None:
             return compute(gradients_of(call), kind)
         requests = [score_gradient_of(call, name) for name in _names(call.dparams)]
-        of_score = [compute(request, kind) for request in requests]
+        arrays_of_score = {name: getattr(call, name) for name, _ in SHORTHANDS} | dict(call.params or {})
+        shapes = [arrays_of_score[name].shape for name in call.dparams]
+        of_score = [
+            compute(request, kind).reshape(shape) for request, shape in zip(requests, shapes, strict=True)
+        ]
         return (*compute(gradients_of(call), kind), *of_score)
     except FlashgenError as error:
         error.rename(names_of(call))

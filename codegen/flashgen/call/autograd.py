@@ -270,7 +270,8 @@ def _(*args: Any) -> Tensor:
 def gradient_of_score(call: Call, name: str) -> Tensor:
     """The gradient of an array ``name`` of the score modification of a `GradientCall`."""
     try:
-        return compute(score_gradient_of(call, name), kind_of(call.dout))
+        gradient = compute(score_gradient_of(call, name), kind_of(call.dout))
+        return gradient.reshape(arrays_of_score(call)[name].shape)
     except FlashgenError as error:
         error.rename(names_of(call))
         raise

@@ -330,8 +330,11 @@ def score_of(call: Call) -> tuple[Score | None, tuple[Any, ...], tuple[Any, ...]
     names, values = named_score(call)
     if not names:
         return None, (), ()
-    formulas = not all(map(str.isidentifier, names))
-    types = tuple((name, _type(values[name])) for name in sorted(values, key=str)) if formulas else ()
+    typed = not all(map(str.isidentifier, names))
+    for x in values.values():
+        # Arrays of 16-bit elements have kernels of their own.
+        typed = typed or getattr(getattr(x, "dtype", None), "itemsize", 0) == 2
+    types = tuple((name, _type(values[name])) for name in sorted(values, key=str)) if typed else ()
     score = _chain(os.environ.get("FLASHGEN_SPECS", ""), names, types)
     params = {param.name for param in score.params}
     # A name that is wrong comes first: because of it another is missing.
@@ -341,6 +344,13 @@ def score_of(call: Call) -> tuple[Score | None, tuple[Any, ...], tuple[Any, ...]
     for name in sorted(params - values.keys()):
         example = ", ".join(f"{param!r}: ..." for param in sorted(params))
         raise BadParam(f"{arg('score')} {score.title} needs the parameter {name}; pass params={{{example}}}")
+    tensors = ()
+    for param in score.scalars:
+        if _is_tensor(values[param.name]) and not param.is_integer:
+            tensors += (param.name,)
+    if tensors:
+        score = _with_tensors(score, tensors)
+        values |= {name: values[name].reshape(1) for name in tensors}
     return (
         score,
         tuple([values[param.name] for param in score.arrays]),
@@ -394,9 +404,32 @@ def _no_score(x: Any) -> str:
 
 def _type(value: Any) -> str:
     """The type in a formula of a parameter that has this value."""
+    if type(value) is float:
+        return "f32"
     if isinstance(value, numbers.Number):
         return "i32" if isinstance(value, numbers.Integral) else "f32"
-    return "i32" if str(getattr(value, "dtype", "")).endswith("int32") else "f32"
+    return _type_of_elements(getattr(value, "dtype", None))
+
+
+@lru_cache(maxsize=64)
+def _type_of_elements(dtype: Any) -> str:
+    """The type in a formula of an array with elements of a library's dtype."""
+    from flashgen.operators.scores import HALF_TYPES
+
+    name = str(dtype).rpartition(".")[2]
+    return "i32" if name.endswith("int32") else HALF_TYPES.get(name, "f32")
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether a value is an array of one element, which takes the place of a number."""
+    if type(value) is float or getattr(value, "shape", None) not in ((), (1,)):
+        return False
+    return not isinstance(value, numbers.Number)
+
+
+@lru_cache(maxsize=64)
+def _with_tensors(score: Score, names: tuple[str, ...]) -> Score:
+    return score.with_tensors(names)
 
 
 @lru_cache(maxsize=256)
@@ -416,4 +449,4 @@ def _chain(folders: str, names: tuple[str, ...], types: tuple[tuple[str, str], .
             there = ", ".join(map(repr, sorted(scores)))
             raise BadParam(f"{arg('score')} is {name!r}; there are {there}, and formulas that read `score`")
         chain.append(score)
-    return chained(chain)
+    return chained(chain).with_types(dict(types))

@@ -24,7 +24,7 @@ from flashgen.operators import OPERATORS
 from flashgen.operators.contract import DTYPES
 from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
 from flashgen.operators.lowering import CONSTANT
-from flashgen.operators.scores import DIMENSIONS, FORMULA, NAMES, TYPES, Score, ScoreParam
+from flashgen.operators.scores import DIMENSIONS, FORMULA, HALF_TYPES, NAMES, TYPES, Score, ScoreParam
 
 if TYPE_CHECKING:
     import os
@@ -210,6 +210,8 @@ def checked_param(
         raise source.error(keys, f"an array has dimensions: {allowed}")
     *dimensions, type = declaration if isinstance(declaration, tuple) else [declaration]
     source.convert(keys, type, Choice(TYPES))
+    if not dimensions and type in HALF_TYPES.values():
+        raise source.error(keys, f"`{type}` is a type of arrays; a number has type f32 or i32")
     param = ScoreParam(name, type, tuple(dimensions))
     for dimension, symbol in zip(dimensions, param.symbols, strict=True):
         source.convert(keys, dimension, NAME)

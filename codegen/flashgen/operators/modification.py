@@ -8,6 +8,7 @@ import numpy as np
 
 from flashgen.operators.derivative import derivative
 from flashgen.operators.formula import Node, evaluate
+from flashgen.operators.numbers import widened
 from flashgen.operators.reduction import indices_of, parameter
 from flashgen.operators.roundoff import evaluate_with_error
 from flashgen.operators.scores import DIMENSIONS
@@ -63,9 +64,11 @@ def modification_of(
     tables = {}
     for param in score.arrays:
         array, extents = arrays[param.name], param.argument().extents(problem.sizes)
-        if param.is_integer or not single:
+        if param.dtype == "bf16" and xp is np:
+            array = widened(array, "bf16", np.float32)  # which may be bits
+        if param.is_integer or not single or param.dtype == "fp16":
             # Kernels compute integers in 32 bits.
-            wide = xp.int32 if param.is_integer else xp.float64
+            wide = xp.int32 if param.is_integer else xp.float32 if single else xp.float64
             array = array.to(wide) if xp.__name__ == "torch" else array.astype(wide, copy=False)
         tables[param.name] = xp.broadcast_to(array, extents)
     scalars = {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import DTYPE_BYTES, Argument, shown
 from flashgen.operators.derivative import derivative
-from flashgen.operators.formula import MAX_DEPTH, MAX_SIZE, Node, evaluate, short_text
+from flashgen.operators.formula import MAX_DEPTH, MAX_SIZE, Node, evaluate, number, short_text
 from flashgen.operators.lowering import Lowered, lower
 
 if TYPE_CHECKING:
@@ -46,7 +46,12 @@ class ParamType(NamedTuple):
 TYPES = {
     "f32": ParamType("float", "fp32", "float", 3.0e38),
     "i32": ParamType("int", "int32", "int32_t", 2**30),
+    # Of arrays alone: what f32 stands for where the array has such elements.
+    "f16": ParamType("float", "fp16", "fp16", 65504.0),
+    "bf16": ParamType("float", "bf16", "bf16", 3.0e38),
 }
+# The types of arrays by the dtype of 16-bit elements.
+HALF_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,33 @@ class Score:
     def _by_array(self) -> dict[str, Score]:
         return {}
 
+    def with_types(self, types: Mapping[str, str]) -> Score:
+        """The modification whose arrays of numbers have these types, by name: the types of 16-bit elements.
+        Other names have no effect.
+        """
+        changed = {x.name: types[x.name] for x in self.arrays if x.type == "f32" and x.name in types}
+        if not changed:
+            return self
+        params = tuple(replace(x, type=changed.get(x.name, x.type)) for x in self.params)
+        name = "_".join((self.name, *(f"{array}_{type}" for array, type in sorted(changed.items()))))
+        return replace(self, name=name, params=params)
+
+    def with_tensors(self, names: Sequence[str]) -> Score:
+        """The modification whose numbers of these names are elements of arrays, of one element each."""
+        params = tuple(replace(x, dimensions=("one",)) if x.name in names else x for x in self.params)
+
+        def element(node: Node) -> Node | None:
+            is_number = node.op == "name" and node.value in names
+            return Node("load", (number(0),), node.value) if is_number else None
+
+        name = "_".join((self.name, *(f"{name}_at" for name in names)))
+        return replace(self, name=name, params=params, tree=self.tree.replaced(element))
+
+    @property
+    def reads_half(self) -> bool:
+        """Whether it reads an array of 16-bit elements."""
+        return any(DTYPE_BYTES[array.dtype] == 2 for array in self.arrays)
+
     def lowered(self, dtype: str, differentiated: bool = False) -> Lowered:
         """What a kernel of elements of ``dtype`` computes; what follows from scalars alone is a constant.
         ``differentiated`` is whether the kernel computes the derivative as well.
@@ -140,13 +172,13 @@ class Score:
             what = f"has type {type(value).__name__}" if is_array else f"is {value!r}"
             raise BadParam(f"{arg(param.name)} {what}; the score {self.title} needs {kind}")
         try:
-            number = int(value) if param.is_integer else float(value)
+            checked = int(value) if param.is_integer else float(value)
         except OverflowError:  # an integer beyond fp64
-            number = math.inf
-        if not abs(number) <= TYPES[param.type].largest:
+            checked = math.inf
+        if not abs(checked) <= TYPES[param.type].largest:
             most = f"{TYPES[param.type].largest:g}"
             raise BadParam(f"{arg(param.name)} is {shown(value)}; it must be finite, at most {most}")
-        return number
+        return checked
 
     def constants(
         self, scalars: Mapping[str, float], dtype: str, differentiated: bool = False

@@ -63,7 +63,7 @@ class CupyKind:
 
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         device = like.data.device_id
-        cupy_dtype = like.dtype if dtype is None else self._dtypes[dtype]
+        cupy_dtype = like.dtype if dtype is None else self._dtypes.get(dtype, "bfloat16")
         if stream is None and self._get_device() == device:
             return self._ndarray(shape, cupy_dtype)
         # CuPy's pool keeps memory per stream: what is allocated for a stream is only reused on it.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 # A key over the layouts of a call's arrays, and their pointers; None and 0 for an array that is absent.
 Read = tuple[tuple, tuple[int, ...]]
 
-NUMPY_NAMES = {"fp32": "float32", "uint8": "uint8", "int32": "int32"}
+NUMPY_NAMES = {"fp16": "float16", "fp32": "float32", "uint8": "uint8", "int32": "int32"}
 _NUMPY_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "bool": "bool"}
 _NUMPY_DTYPES |= {"uint8": "uint8", "int32": "int32", "float8_e4m3fn": "e4m3"}
 
@@ -56,16 +56,14 @@ class NumpyKind:
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         """A new contiguous array on the device of ``like``, for use on ``stream`` or the current one.
 
-        ``dtype`` is "fp32", "uint8", "int32", "e4m3", or None for the dtype of ``like``.
+        ``dtype`` is "fp16", "bf16", "fp32", "uint8", "int32", "e4m3", or None for the dtype of ``like``.
         """
         import numpy as np
 
-        if dtype == "e4m3":
-            from ml_dtypes import (
-                float8_e4m3fn,
-            )  # as for bfloat16, calls with other arrays need not wait for it
+        if dtype in ("bf16", "e4m3"):
+            import ml_dtypes  # takes 9 ms, which calls with other arrays need not wait for
 
-            return np.empty(shape, float8_e4m3fn)
+            return np.empty(shape, ml_dtypes.bfloat16 if dtype == "bf16" else ml_dtypes.float8_e4m3fn)
         return np.empty(shape, like.dtype if dtype is None else NUMPY_NAMES[dtype])
 
     def contiguous(self, x: Any, stream: Any) -> Any:

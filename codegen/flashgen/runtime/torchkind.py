@@ -81,7 +81,7 @@ class TorchKind:
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
         self._made = {"fp32": torch.float32, "uint8": torch.uint8, "int32": torch.int32}
-        self._made["e4m3"] = torch.float8_e4m3fn
+        self._made |= {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
         names = (name for name in (*DTYPE_NAMES, *DTYPE_BYTES) if hasattr(torch, name))
         self._dtypes = {getattr(torch, name): dtype_name(name) for name in names}
 

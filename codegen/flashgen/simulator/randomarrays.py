@@ -38,13 +38,16 @@ def score_arrays_of(
         if param.is_integer:
             arrays.append(rng.integers(-3, 4, extents, TYPES[param.type].dtype))
         else:
-            arrays.append(rng.standard_normal(extents, np.float32))
+            numbers = rng.standard_normal(extents, np.float32)
+            arrays.append(
+                {"fp16": numbers.astype(np.float16), "bf16": bfloat16_bits(numbers)}.get(param.dtype, numbers)
+            )
     return tuple(arrays)
 
 
 def score_views(arrays: Sequence[np.ndarray]) -> list[ArrayView]:
     """The views of these arrays of a score modification."""
-    return [view_of(x, dtype_name(x.dtype.name)) for x in arrays]
+    return [view_of(x, "bf16" if x.dtype == np.uint16 else dtype_name(x.dtype.name)) for x in arrays]
 
 
 def score_scalars_of(rng: np.random.Generator, score: Score | None) -> tuple[float, ...]:

@@ -7,9 +7,9 @@ first comment), ``params_struct`` (the C struct), ``param_names`` (the names of 
 ``has_lengths`` (the device has the length of each sequence), ``computes_gradients``, ``target``,
 ``element_bytes``, ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its family), ``features``
 (the names of its features) and ``variant``; of a score modification ``score`` (its name, or None),
-``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`), ``score_has_offset``,
-whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of
-it to multiply by (`operators.lowering`).
+``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`), ``gradient_dtype`` (of the
+array that it is differentiated by), ``score_has_offset``, whether a part of it is left to the row, and
+``score_has_derivative``, whether the kernel has a derivative of it to multiply by (`operators.lowering`).
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 # The line of the header comment by which a rendered file is known.
 RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this file."
+
+# The header of 16-bit loads and stores, for kernels with a modification that reads such arrays alone.
+_HALF = "flashgen/half.cuh"
 
 # Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
 _SPACES = " \t"
@@ -132,11 +135,22 @@ def _rendered(variant: Variant, marked: bool) -> str:
     except Exception as error:
         where = files.template_line(error, folders) or variant.template
         raise files.wrong(where, f"{error} (rendering {variant.name})") from error
+    if _reads_half(form):
+        text = text.replace(_include(form.header), _include(form.header) + _include(_HALF), 1)
     text = re.sub(_BLANK_LINES, "\n\n", text).strip("\n") + "\n"
     if not text.startswith(header_comment(form)):
         where = str(files.find(variant.template, folders))
         raise files.wrong(where, "a template starts with ${ header }; this one does not")
     return text
+
+
+def _include(header: str) -> str:
+    return f'#include "{header}"\n'
+
+
+def _reads_half(form: Variant) -> bool:
+    """Whether the kernel reads or writes arrays of 16-bit elements of a score modification."""
+    return form.score is not None and form.score.reads_half
 
 
 def header_comment(variant: Variant) -> str:
@@ -215,6 +229,8 @@ def source_digest(variant: Variant) -> str:
     for name, text in closure(variant.template, variant.header, spec_file(variant), folders).items():
         digest.update(f"\0{name}\0{len(text)}\0".encode())
         digest.update(text.encode())
+    if _reads_half(form):
+        digest.update(files.read(files.find(_HALF, files.include_folders())).encode())
     return digest.hexdigest()
 
 
@@ -243,18 +259,20 @@ def _context(form: Variant) -> dict[str, Any]:
 def _of_score(form: Variant) -> dict[str, Any]:
     if form.score is None:
         absent = {"score_has_offset": False, "score_has_derivative": False}
-        return {"score_functions": "", "score_element": "", **absent}
+        return {"score_functions": "", "score_element": "", "gradient_dtype": "fp32", **absent}
     # Only a call with a modification waits for these.
     from flashgen.source.arrayelement import element_function
     from flashgen.source.scores import score_functions
 
     differentiated = OPERATORS[form.operator].differentiates
     lowered = form.score.lowered(form.dtype, differentiated)
+    dtypes = {array.name: array.dtype for array in form.score.arrays}
     return {
         "score_functions": score_functions(form.score, form.dtype, differentiated),
         "score_has_offset": lowered.offset is not None,
         "score_has_derivative": lowered.derivative is not None,
         "score_element": element_function(form.score),
+        "gradient_dtype": dtypes.get(form.score.wrt, "fp32"),
     }
 
 

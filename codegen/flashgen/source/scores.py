@@ -56,7 +56,12 @@ _WORDS = {
 _INT_CALLS = {"abs": "abs", "min": "min", "max": "max"}
 _SIGNS = {"and": "&&", "or": "||"}
 # How an element of an array is loaded, by its type in C.
-_LOADS = {"float": "__uint_as_float(load_global_32({}))", "int32_t": "int(load_global_32({}))"}
+_LOADS = {
+    "float": "__uint_as_float(load_global_32({}))",
+    "int32_t": "int(load_global_32({}))",
+    "fp16": "unpack<fp16>(load_global_16({})).x",
+    "bf16": "__uint_as_float(load_global_16({}) << 16)",
+}
 
 
 def score_functions(score: Score, dtype: str, differentiated: bool = False) -> str:
