@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 
+import flashgen
 from flashgen.call.fields import PLAN_KEYWORDS
 from flashgen.errors import SimulationError
 from flashgen.families.formulas import modification
@@ -211,3 +213,17 @@ def test_the_steps_of_a_call():
         problem = make(variant, dataclasses.replace(RAGGED, batch=1), 0).problem
         steps = plan_steps(problem, variant, hardware.pretend_for(variant)).steps
         assert [step.variant.step for step in steps] == expected
+
+
+def test_a_call_takes_these_kernels(compiler):
+    """By dispatch, on a GPU that the simulator pretends."""
+    rng = np.random.default_rng()
+    q, k, v = (rng.standard_normal((1, rows, 2, 16), np.float32) for rows in (20, 30, 30))
+    table = rng.standard_normal((2, 8), np.float32)
+    options = {"score": "score + t[h, min(abs(kv - q), 7)]", "params": {"t": table}}
+    out, lse = flashgen.attention(q, k, v, return_lse=True, **options)
+    results = [
+        flashgen.attention_backward(out, q, k, v, out, lse, dparams=("t",), backend=backend, **options)[-1]
+        for backend in ("cpu", "simulator")
+    ]
+    np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-4)
