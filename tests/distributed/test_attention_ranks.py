@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+
+import flashgen
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -247,8 +251,6 @@ def test_ranks_that_agree_compute(pool):
     ],
 )
 def test_what_a_method_lacks_is_refused_by_the_name_of_one_that_has_it(pool, case, changes, error, text):
-    import re
-
     for kind, message in pool.run("call", case, changes):
         assert kind == error
         assert re.search(text, message)
@@ -267,3 +269,24 @@ def test_what_no_rank_can_know_of_tokens_elsewhere_is_refused(pool, changes, err
     for kind, message in pool.run("refused_decode", changes, world=2):
         assert kind == error
         assert text in message
+
+
+def test_a_group_that_does_not_serve_the_device_is_refused():
+    torch = pytest.importorskip("torch")
+    from flashgen.distributed.groups import Ranks, check_device
+
+    class Group:
+        _device_types = (torch.device("cuda"),)
+
+    ranks = Ranks(Group(), None, 2, 1, 0, 0)
+    with pytest.raises(flashgen.DeviceTypeNotSupported, match=r"q is on cpu.*serves cuda; NCCL serves GPUs"):
+        check_device(ranks, torch.zeros(2), "q")
+
+
+def test_without_process_groups_it_is_said_how_to_have_them():
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(flashgen.BadParam, match=r"call torch.distributed.init_process_group first"):
+        flashgen.distributed.attention(x, x, x)
+    with pytest.raises(flashgen.BadParam, match="group and mesh were both given"):
+        flashgen.distributed.attention(x, x, x, group=1, mesh=2)

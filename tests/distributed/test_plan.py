@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -240,6 +242,14 @@ def test_heads_are_shared_with_the_kv_heads_that_they_read():
     assert head_shares(12, 2, 4).kv == ((0,), (0,), (1,), (1,))
     # Groups of three over six ranks of two: a rank has kv head 0 once and 1 once.
     assert head_shares(12, 4, 6).kv == ((0, 0), (0, 1), (1, 1), (2, 2), (2, 3), (3, 3))
+
+
+def test_a_partition_imports_no_torch():
+    code = (
+        "import sys, flashgen; assert 'flashgen.distributed' not in sys.modules; "
+        "flashgen.distributed.partition(64, world=2, heads=(8, 2)); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_parts_are_records():

@@ -86,20 +86,16 @@ def attention(
     causal = flag("causal", causal)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise BadParam(f"{arg('alibi_slopes')} requires a gradient; pass alibi_slopes.detach()")
-    if names.outer != names.inner:
-        if method != "auto":
-            raise BadParam(
-                f"{arg('method')} is {method!r}, but {arg('mesh')} has two dimensions, which gather and "
-                "exchange heads; leave method out, or pass a mesh of one dimension"
-            )
-    else:
+    if names.outer == names.inner:
         if method == "auto":
-            method = _method(q, k, v, names, documents, seqlen, layout, (left, right), causal)
-            if alibi_slopes is None or causal or right == 0:
-                pass
-            elif q.shape[-2] % resolved(names.outer).size() == 0:
-                method = "ulysses"  # gather cannot compute these slopes
+            gathers = alibi_slopes is None or causal or right == 0
+            method = _method(q, k, v, names, documents, seqlen, layout, (left, right), causal, gathers)
         names = Names(names.outer, "") if method == "gather" else Names("", names.inner)
+    elif method != "auto":
+        raise BadParam(
+            f"{arg('method')} is {method!r}, but {arg('mesh')} has two dimensions, which gather and exchange "
+            "heads; leave method out, or pass a mesh of one dimension"
+        )
     out, lse, *_ = operators.forward(
         q,
         k,
@@ -141,12 +137,17 @@ def _method(
     layout: str,
     window_size: tuple[int, int],
     causal: bool,
+    gathers: bool,
 ) -> str:
-    """The method that `partition` expects to be faster."""
+    """The method that `partition` expects to be faster; ``gathers`` is whether "gather" can compute the
+    call.
+    """
     world = resolved(names.outer).size()
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if world == 1 or heads_q % world or q.ndim < 3 or not heads_kv:
         return "gather"
+    if not gathers:
+        return "ulysses"
     if documents is None or torch.compiler.is_compiling():
         bounds: Any = int(seqlen) if seqlen is not None else world * q.shape[-3]
     else:

@@ -30,6 +30,9 @@ class Units(NamedTuple):
     runs: tuple[Runs, ...]
     place: int
 
+    # Caches look it up by identity: a hash of all members would take long.
+    __hash__ = object.__hash__
+
     @property
     def most(self) -> int:
         """The rows of the largest unit, to which all are padded."""
@@ -110,6 +113,14 @@ def cu_seqlens_of(launch: Launch, device: torch.device) -> tuple[Tensor, Tensor]
     return of_q.clone(), of_kv.clone()  # each in memory of its own, as arrays of lengths are
 
 
+@lru_cache(maxsize=16)
+def row_tokens(units: Units, device: torch.device) -> Tensor:
+    """The token of each row in a gathered buffer; 0 for rows that only pad."""
+    tokens = torch.zeros(units.most * len(units.runs), dtype=torch.int64, device=device)
+    tokens[token_rows(units, device)] = torch.arange(units.tokens, device=device)
+    return tokens
+
+
 class Step(NamedTuple):
     """Some kv heads, and their rows (rows, batch, heads, head_dim + head_dim_v) of all ranks; None where the
     unit has all tokens itself.
@@ -156,46 +167,67 @@ def keys_and_values(step: Step, k: Tensor, v: Tensor, order: Tensor | None) -> t
 class KeyGradients:
     """The gradients of K and V of the steps of one backward pass. Each rank adds up what its launches give,
     in fp32 and in order; then ranks are summed, while the next step is computed.
+
+    Sums have a row for each token, so the keys of a launch are a slice of them; or, where documents are
+    ``packed``, for each row of a gathered buffer.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, units: Units, group: Any, deterministic: bool) -> None:
+    def __init__(
+        self, k: Tensor, v: Tensor, units: Units, group: Any, *, packed: bool, deterministic: bool
+    ) -> None:
         self._k, self._v, self._units, self._group = k, v, units, group
-        self._deterministic = deterministic
-        self._reductions: list[tuple[slice, Reduction | Tensor]] = []
+        self._packed, self._deterministic = packed, deterministic
+        self._pending: tuple[slice, Reduction] | None = None
+        self._dk, self._dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
 
     def empty(self, step: Step) -> Tensor:
-        """Zeros for the gradients of a step, a row for each row of a gathered buffer."""
+        """Zeros for the gradients of a step."""
         heads = self._k[:, :, step.heads].shape[2]
-        rows = self._units.most * len(self._units.runs)
+        rows = self._units.most * len(self._units.runs) if self._packed else self._units.tokens
         return self._k.new_zeros(
             (rows, self._k.shape[0], heads, self._k.shape[-1] + self._v.shape[-1]), dtype=torch.float32
         )
 
-    def add(self, total: Tensor, dk: Tensor, dv: Tensor, keys: KeyRows) -> None:
+    def add(self, total: Tensor, dk: Tensor, dv: Tensor, launch: Launch) -> None:
         """Add the gradients of a launch, (batch, keys, heads, head_dim), to their rows. Rows of one layer are
         distinct, so the order of additions is fixed.
         """
         width = self._k.shape[-1]
-        for some, rows in keys.layers:
+        if not self._packed:
+            segment = launch.segments[0]
+            keys = total[segment.k_begin : segment.k_end]
+            keys[..., :width] += dk.transpose(0, 1)
+            keys[..., width:] += dv.transpose(0, 1)
+            return
+        for some, rows in key_rows(launch, self._units, total.device).layers:
             picked = total.index_select(0, rows)
             picked[..., :width] += dk.transpose(0, 1)[some]
             picked[..., width:] += dv.transpose(0, 1)[some]
             total.index_copy_(0, rows, picked)
 
     def send(self, step: Step, total: Tensor) -> None:
-        """Begin to sum a step over ranks."""
+        """Begin to sum a step over ranks, and end the sum of the step before."""
+        self._end()
         if self._group is None:
-            self._reductions.append((step.heads, total))
+            self._keep(step.heads, total)
             return
         size = len(self._units.runs)
-        self._reductions.append((step.heads, start_reduction(total, self._group, size, self._deterministic)))
+        if not self._packed:
+            total = total.index_select(0, row_tokens(self._units, total.device))
+        self._pending = step.heads, start_reduction(total, self._group, size, self._deterministic)
+
+    def _end(self) -> None:
+        if self._pending is not None:
+            heads, reduction = self._pending
+            self._keep(heads, reduction.wait())
+            self._pending = None
+
+    def _keep(self, heads: slice, total: Tensor) -> None:
+        width, rows = self._k.shape[-1], self._k.shape[1]
+        whole = total[:rows].transpose(0, 1)
+        self._dk[:, :, heads], self._dv[:, :, heads] = whole[..., :width], whole[..., width:]
 
     def results(self) -> tuple[Tensor, Tensor]:
         """dk and dv of the unit's rows, in fp32."""
-        dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (self._k, self._v))
-        width, rows = self._k.shape[-1], self._k.shape[1]
-        for heads, reduction in self._reductions:
-            total = reduction if isinstance(reduction, torch.Tensor) else reduction.wait()
-            whole = total[:rows].transpose(0, 1)
-            dk[:, :, heads], dv[:, :, heads] = whole[..., :width], whole[..., width:]
-        return dk, dv
+        self._end()
+        return self._dk, self._dv

@@ -70,7 +70,14 @@ def backward(
     q, k, v = inputs[:3]
     dq = torch.empty_like(q)
     dsinks = None if inputs.sinks is None else torch.zeros_like(inputs.sinks, dtype=torch.float32)
-    sums = KeyGradients(k, v, setting.units, setting.ranks.outer, options.deterministic)
+    sums = KeyGradients(
+        k,
+        v,
+        setting.units,
+        setting.ranks.outer,
+        packed=setting.packed,
+        deterministic=options.deterministic,
+    )
     for step in steps(k, v, setting.per_step, setting.units, setting.ranks.outer):
         heads = _q_heads(step.heads, q, k)
         total = sums.empty(step)
@@ -101,7 +108,7 @@ def backward(
                 _, dk, dv, *more = compute(gradients_of(call), kind_of(call.q))
             if setting.packed:
                 dk, dv = dk[None], dv[None]
-            sums.add(total, dk, dv, key_rows(launch, setting.units, q.device))
+            sums.add(total, dk, dv, launch)
             if dsinks is not None:
                 dsinks[heads] += more[0]
         sums.send(step, total)

@@ -65,6 +65,9 @@ class Launch(NamedTuple):
     segments: tuple[Segment, ...]
     shift: int
 
+    # Caches look it up by identity: a hash of all members would take long.
+    __hash__ = object.__hash__
+
     @property
     def rows(self) -> slice:
         return slice(self.segments[0].q_begin, self.segments[-1].q_end)

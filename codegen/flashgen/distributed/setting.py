@@ -4,6 +4,7 @@ arguments of an operator, with all checks of its contract; see `checks` for agre
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,7 @@ from flashgen.distributed.heads import HeadShares, head_shares
 from flashgen.distributed.kernels import Whole
 from flashgen.distributed.layouts import check_layout, joined, runs_of, tokens_of
 from flashgen.distributed.model import bounds_of, heads_per_step
-from flashgen.distributed.segments import Launch, Visibility, launches_of, visibility
+from flashgen.distributed.segments import Launch, launches_of, visibility
 from flashgen.distributed.ulysses import Members
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, DeviceTypeNotSupported, arg
 from flashgen.operators.maskoptions import window_of
@@ -56,7 +57,6 @@ class Setting(NamedTuple):
     split: HeadShares
     cu_seqlens: tuple[int, ...]
     packed: bool
-    visible: Visibility
     launches: tuple[Launch, ...]
     per_step: int
     whole: Whole
@@ -110,31 +110,21 @@ def setting_of(
     cu, packed = values["cu_seqlens"], cu_seqlens is not None
     heads_q, heads_kv = values["heads"]
     split = head_shares(heads_q, heads_kv, ranks.inner_size)
-    shards = runs_of(options.layout, cu, ranks.world)
-    inner = ranks.inner_size
-    units = Units(
-        tuple(
-            joined(run for runs in shards[unit * inner : (unit + 1) * inner] for run in runs)
-            for unit in range(ranks.outer_size)
-        ),
-        ranks.outer_rank,
-    )
-    first = ranks.outer_rank * inner
     visible = visibility(options.causal, options.window)
+    places = places_of(options.layout, cu, *ranks[2:])
     per_step = options.kv_heads_per_step
     if per_step is None:
         # Where memory is the host's, collectives and kernels do not overlap.
         on_host = q.device.type == "cpu"
-        per_step = split.kv_heads if on_host else heads_per_step(units.most, split, values["batch"])
+        per_step = split.kv_heads if on_host else heads_per_step(places.units.most, split, values["batch"])
     return Setting(
         ranks,
-        units,
-        Members(shards[first : first + inner], ranks.inner_rank),
+        places.units,
+        places.members,
         split,
         cu,
         packed,
-        visible,
-        launches_of(units.runs[units.place], cu, visible, packed),
+        launches_of(places.units.runs[places.units.place], cu, visible, packed),
         per_step,
         Whole(
             values["batch"],
@@ -146,6 +136,24 @@ def setting_of(
             options.window,
         ),
     )
+
+
+class Places(NamedTuple):
+    """Where the tokens of a call are."""
+
+    units: Units
+    members: Members
+
+
+@lru_cache(maxsize=64)
+def places_of(
+    layout: str, cu: tuple[int, ...], outer: int, inner: int, outer_rank: int, inner_rank: int
+) -> Places:
+    """The places of tokens: ``outer`` units of ``inner`` ranks, of which this rank is one."""
+    shards = runs_of(layout, cu, outer * inner)
+    of_units = [shards[unit * inner : (unit + 1) * inner] for unit in range(outer)]
+    units = Units(tuple(joined(run for runs in unit for run in runs) for unit in of_units), outer_rank)
+    return Places(units, Members(of_units[outer_rank], inner_rank))
 
 
 def check_arrays(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashgen.distributed.exchange import padded, start_gather
-from flashgen.distributed.gather import Units, token_rows
+from flashgen.distributed.gather import token_rows
 from flashgen.distributed.groups import check_device, flat_ranks, names_of
 from flashgen.distributed.layouts import runs_of, tokens_of
 from flashgen.distributed.model import bounds_of
 from flashgen.distributed.segments import pieces_of
+from flashgen.distributed.setting import places_of
 from flashgen.errors import BadParam, BadTensorShape, arg
 
 if TYPE_CHECKING:
@@ -64,14 +65,16 @@ def unshard(
         raise BadParam(f"{arg('x')} requires a gradient, which unshard does not record; pass x.detach()")
     ranks = flat_ranks(names_of(group, mesh))
     check_device(ranks, x, "x")
-    total = ranks.world * x.shape[dim] if seqlen is None else seqlen
-    shards = runs_of(layout, _bounds(cu_seqlens, total if cu_seqlens is None else None), ranks.world)
+    if seqlen is None and cu_seqlens is None:
+        seqlen = ranks.world * x.shape[dim]
+    bounds = _bounds(cu_seqlens, seqlen)
+    shards = runs_of(layout, bounds, ranks.world)
     if x.shape[dim] != tokens_of(shards[ranks.rank]):
         raise BadTensorShape(
             f"{arg('x')} has {x.shape[dim]} tokens in dimension {dim}; layout {layout!r} gives rank "
-            f"{ranks.rank} of {ranks.world} {tokens_of(shards[ranks.rank])} of {total}"
+            f"{ranks.rank} of {ranks.world} {tokens_of(shards[ranks.rank])} of {bounds[-1]}"
         )
-    units = Units(shards, ranks.rank)
+    units = places_of(layout, bounds, ranks.world, 1, ranks.rank, 0).units
     rows = padded(x.movedim(dim, 0), units.most)
     # Of two dimensions the inner one first: ranks of a unit are beside each other.
     for of_dimension, size in ((ranks.inner, ranks.inner_size), (ranks.outer, ranks.outer_size)):

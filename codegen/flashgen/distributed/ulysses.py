@@ -24,6 +24,9 @@ class Members(NamedTuple):
     runs: tuple[Runs, ...]
     place: int
 
+    # Caches look it up by identity: a hash of all members would take long.
+    __hash__ = object.__hash__
+
     @property
     def lengths(self) -> list[int]:
         return [tokens_of(runs) for runs in self.runs]
