@@ -323,3 +323,17 @@ def refused_decode(world, changes):
     except (FlashgenError, TypeError) as error:
         return type(error).__name__, str(error)
     return None
+
+
+def example(world, method):
+    """The losses of the example over ranks, and alone."""
+    import sys
+    from pathlib import Path
+
+    folder = str(Path(__file__).parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    import train_long
+
+    size = train_long.Size(1, 32, 4, 2, 200, 1)
+    return [train_long.train(size, 8, over_ranks=over, method=method) for over in (True, False)]

@@ -111,6 +111,14 @@ def test_a_call_is_compiled_as_one_graph(pool, case):
         assert graphs == 1
 
 
+@pytest.mark.extra
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_a_gpt_learns_over_ranks_as_in_one_process(pool, method):
+    for over, alone in pool.run("example", method):
+        assert over == pytest.approx(alone, rel=1e-4)
+        assert over[-1] < over[0] - 0.1
+
+
 # Bug groups of other implementations of context parallelism.
 
 
