@@ -79,17 +79,19 @@ COMMON = {
     "deterministic": False,
     "return_attn_probs": False,
 }
+SINKS = {"s_aux": None}  # of flash-attn 3, after all of flash-attn 2
 LENGTHS = dict.fromkeys(
     ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), inspect.Parameter.empty
 )
 SIGNATURES = {
-    "flash_attn_func": dict.fromkeys("qkv", inspect.Parameter.empty) | COMMON,
+    "flash_attn_func": dict.fromkeys("qkv", inspect.Parameter.empty) | COMMON | SINKS,
     "flash_attn_qkvpacked_func": {"qkv": inspect.Parameter.empty} | COMMON,
     "flash_attn_kvpacked_func": dict.fromkeys(("q", "kv"), inspect.Parameter.empty) | COMMON,
     "flash_attn_varlen_func": dict.fromkeys("qkv", inspect.Parameter.empty)
     | LENGTHS
     | COMMON
-    | {"block_table": None},
+    | {"block_table": None}
+    | SINKS,
     "flash_attn_varlen_qkvpacked_func": dict.fromkeys(
         ("qkv", "cu_seqlens", "max_seqlen"), inspect.Parameter.empty
     )
@@ -100,7 +102,8 @@ SIGNATURES = {
         ("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad")
     )
     | {"block_table": None, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0}
-    | {"rotary_interleaved": True, "alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False},
+    | {"rotary_interleaved": True, "alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False}
+    | SINKS,
 }
 
 

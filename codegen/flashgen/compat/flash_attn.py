@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 # What errors of ``attention`` call arguments, and advise, in the words of here.
-_OPTIONS = {"return_lse": "return_attn_probs", "cap": "softcap", "no softcap": "0"}
+_OPTIONS = {"return_lse": "return_attn_probs", "cap": "softcap", "no softcap": "0", "sinks": "s_aux"}
 _SEQUENCES = _OPTIONS | {"cu_seqlens_kv": "cu_seqlens_k", "max_seqlen_kv": "max_seqlen_k"}
 # The lengths of a cache, made of cu_seqlens_k.
 _BLOCKS = _SEQUENCES | {"lengths": "diff(cu_seqlens_k)", "pages": "block_table"}
@@ -83,6 +83,8 @@ def flash_attn_func(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Any = None,
 ) -> Any:
     """Attention of q, (batch, seqlen_q, nheads, headdim), on k and v, (batch, seqlen_k, nheads_k, headdim).
 
@@ -101,11 +103,13 @@ def flash_attn_func(
     return_attn_probs: return (out, softmax_lse, None): the LSE in fp32, (batch, nheads, seqlen_q), and no
         probabilities, which flash-attn has for dropout alone. ``flashgen.attention(return_weights=True)``
         returns the attention weights.
+    s_aux: sinks, fp32 or bf16, (nheads,), as flash-attn 3 calls them: a logit of each head that joins the
+        denominator of its softmax; the ``sinks`` of ``flashgen.attention``. The LSE counts it in.
 
     Returns out, (batch, seqlen_q, nheads, headdim of v); a query that sees no key is 0, with an LSE of -inf
-    (in flash-attn inf).
+    (in flash-attn inf), or of its s_aux.
 
-    PyTorch's autograd gets the gradients of q, k and v.
+    PyTorch's autograd gets the gradients of q, k, v and s_aux.
 
     Raises NotImplementedError for a dropout_p above 0 and slopes that require a gradient, and what
     ``flashgen.attention`` raises.
@@ -114,7 +118,7 @@ def flash_attn_func(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rank(name, x, "batch, seqlen, nheads, headdim")
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options |= {"return_lse": return_attn_probs, "deterministic": deterministic}
+    options |= {"return_lse": return_attn_probs, "deterministic": deterministic, "sinks": s_aux}
     with naming(_OPTIONS):
         result = attention_of_any_width(q, k, v, **options)
     return (*result, None) if return_attn_probs else result
@@ -200,6 +204,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Any = None,
+    *,
+    s_aux: Any = None,
 ) -> Any:
     """Attention of packed sequences, one after another: q is (total_q, nheads, headdim), k and v are
     (total_k, nheads_k, headdim).
@@ -219,17 +225,17 @@ def flash_attn_varlen_func(
     alibi_slopes is (nheads,) or (batch, nheads). A head dim is padded as there, except in blocks.
 
     Returns out, (total_q, nheads, headdim of v), or with return_attn_probs (out, softmax_lse, None) with the
-    LSE in fp32, (nheads, total_q). PyTorch's autograd gets the gradients of q, k and v. Rows after
+    LSE in fp32, (nheads, total_q). PyTorch's autograd gets the gradients of q, k, v and s_aux. Rows after
     cu_seqlens_q[-1] are not written, and may be anything, NaN included: clear them before a layer whose
     weights have gradients.
 
-    Raises what ``flash_attn_func`` does, NotImplementedError with block_table for q, k or v that require a
-    gradient, NullPointer without cu_seqlens, and BadTensorShape for blocks whose rows are no multiple of 16
-    bytes.
+    Raises what ``flash_attn_func`` does, NotImplementedError with block_table for q, k, v or s_aux that
+    require a gradient, NullPointer without cu_seqlens, and BadTensorShape for blocks whose rows are no
+    multiple of 16 bytes.
     """
     refuse_dropout(dropout_p)
     if block_table is not None:
-        refuse_gradients(q=q, k=k, v=v)
+        refuse_gradients(q=q, k=k, v=v, s_aux=s_aux)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x is None:
             raise NullPointer(f"{arg(name)} is None; expected an int32 array, (batch + 1,)")
@@ -241,6 +247,7 @@ def flash_attn_varlen_func(
         "max_seqlen_kv": Expected(max_seqlen_k),
         "return_lse": return_attn_probs,
         "deterministic": deterministic,
+        "sinks": s_aux,
     }
     if block_table is None:
         for name, x in (("k", k), ("v", v)):
@@ -358,6 +365,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: Any = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    s_aux: Any = None,
 ) -> Any:
     """Attention of q, (batch, seqlen_q, nheads, headdim), on the first ``cache_seqlens`` keys of k_cache and
     v_cache, (batch_cache, seqlen_cache, nheads_k, headdim); if k and v are passed, they are written after the
@@ -380,8 +389,8 @@ def flash_attn_with_kvcache(
     block_table: int32, (batch, max_num_blocks_per_seq): the caches are (num_blocks, page_block_size,
         nheads_k, headdim), and block block_table[b, j] has the keys of sequence b from j page_block_size. A
         block has any size; entries after the last key are not read. Not with cache_batch_idx.
-    causal, window_size, softcap, alibi_slopes, softmax_scale: as in ``flash_attn_func``, with the keys of
-        each sequence, the new keys of k included, for seqlen_k.
+    causal, window_size, softcap, alibi_slopes, softmax_scale, s_aux: as in ``flash_attn_func``, with the
+        keys of each sequence, the new keys of k included, for seqlen_k.
     rotary_interleaved: whether elements 2i and 2i + 1 are a pair, instead of i and i + rotary_dim / 2.
     num_splits: 0: flashgen chooses, by sizes that the host knows. n: into n splits, as by ``splits=n`` of
         ``flashgen.attention``; above 1 for up to 64 rows of a kv head (seqlen_q times its query heads).
@@ -400,14 +409,14 @@ def flash_attn_with_kvcache(
             "cache_leftpad was given, which flashgen does not serve; sequences begin where the cache does: "
             "leave it out where it is 0"
         )
-    refuse_gradients(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
-    )
+    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    refuse_gradients(rotary_cos=rotary_cos, rotary_sin=rotary_sin, s_aux=s_aux)
     check_rank("q", q, "batch, seqlen_q, nheads, headdim")
     check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
         "return_lse": return_softmax_lse,
         "splits": splits_of(num_splits),
+        "sinks": s_aux,
     }
     q, seqlen_new = readable_rows(q), 0 if k is None else k.shape[1]
     cache = cache_of(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
