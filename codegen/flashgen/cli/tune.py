@@ -36,7 +36,7 @@ Without --write nothing changes.
 Tiles: for each selected kernel that a call on this GPU could get, the tiles under `tune` in its spec compete
 with the ordinary tile. A tile that does not compile, spills registers, or gives a wrong result is dropped,
 with the reason. The others are timed on every shape in interleaved rounds, as in `flashgen bench`, and ranked
-by the geometric mean over the shapes.
+by the geometric mean over the shapes. Kernels with sinks get the tiles of the same kernels without.
 
 Shapes: 4k is 4,096 queries and keys in a batch of 16,384 tokens. BATCHxSEQLEN_QxSEQLEN_KV says all three.
 @HEADS_Q/HEADS_KV may follow either.

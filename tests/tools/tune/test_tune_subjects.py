@@ -67,3 +67,14 @@ def test_of_a_call_of_several_kernels_the_main_one_is_tuned(shipped):
     (subject,) = chosen(shipped, H200, "flash_decode_hdim128_bf16_packgqa_sm80")
     assert subject.ordinary.is_main
     assert subject.ordinary.step == "decode"
+
+
+def test_a_kernel_with_sinks_takes_the_tile_of_the_one_without(shipped):
+    selection = "family=flash_fwd head_dim=128 dtype=fp16 mask_type=causal gqa=mha target=sm90"
+    (subject,) = chosen(shipped, H200, selection)
+    domain = (*subject.spec.axes, "target")
+    own, with_sinks = (dict(zip(domain, point, strict=True)) for point in subject.points)
+    assert own == dict(zip(domain, subject.point, strict=True))
+    assert with_sinks == own | {"sinks": "sink"}
+    with pytest.raises(BadParam, match=r"have sinks, and take the tiles .*sinks=none"):
+        chosen(shipped, H200, f"{selection} sinks=sink")

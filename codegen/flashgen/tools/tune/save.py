@@ -42,17 +42,18 @@ def in_spec(path: Path, rankings: Sequence[Ranking]) -> bool:
 
 
 def _winners(rankings: Sequence[Ranking]) -> dict[Point, Measured | None]:
-    """By point what won; None where the ordinary tile did."""
+    """By point what won; None where the ordinary tile did. A kernel with sinks takes what won without."""
     made_with = {
         "flashgen": __version__,
         "compiler": compiler_version(),
         "driver": environment.gpu()["driver"],
     }
     return {
-        ranking.subject.point: None
+        point: None
         if ranking.winner is ranking.ordinary
         else Measured(dict(ranking.winner.variant.tile), ranking.efficiency, made_with | _measured(ranking))
         for ranking in rankings
+        for point in ranking.subject.points
     }
 
 

@@ -31,12 +31,25 @@ class Subject:
         """Axis values in the spec's order, then the target."""
         return (*(value for _, value in self.ordinary.axes), self.ordinary.target)
 
+    @property
+    def points(self) -> list[Point]:
+        """The points that get the winner: the subject's, and the same with sinks, which a kernel reads once a
+        row.
+        """
+        names = [name for name, _ in self.ordinary.axes]
+        if "sinks" not in names:
+            return [self.point]
+        place = names.index("sinks")
+        same = ((*self.point[:place], value, *self.point[place + 1 :]) for value in self.spec.axes["sinks"])
+        return [point for point in same if point in self.spec.content.entries]
+
 
 def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device) -> list[Subject]:
     """The points of the ``selected`` variants, in their order: for each family and combination of axis values
     those that dispatch would consider on ``device``.
 
-    Kernels of other operators than attention, with lengths, and with sinks are left out.
+    Kernels of other operators than attention, and with lengths, are left out. So are kernels with sinks: they
+    get the tile of the same kernel without (`Subject.points`).
 
     ``specs`` are the specs of the selected. Raises DeviceTypeNotSupported if none of the selected runs on the
     device, BadParam where only tiles with names were selected, or kernels that dispatch does not choose.
@@ -45,9 +58,14 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
     timed = [
         variant
         for variant in main
-        if variant.operator == ATTENTION.name and not variant.has_lengths and variant.axis("sinks") == "none"
+        if variant.operator == ATTENTION.name and not variant.has_lengths and not _has_sinks(variant)
     ]
     if main and not timed:
+        if _has_sinks(main[0]) and not main[0].has_lengths:
+            raise BadParam(
+                "nothing to tune: the selected kernels have sinks, and take the tiles of kernels without; "
+                "select sinks=none"
+            )
         of_what = f"{main[0].operator}{' with lengths' if main[0].has_lengths else ''}"
         raise BadParam(
             f"nothing to tune: the selected kernels are of {of_what}, and tune times attention alone, "
@@ -72,6 +90,10 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
         by_axes.setdefault((variant.family, frozenset(variant.axes)), []).append(variant)
     chosen = (preferred(alike)[0] for alike in by_axes.values())
     return [_subject(specs, variant) for variant in chosen]
+
+
+def _has_sinks(variant: Variant) -> bool:
+    return dict(variant.axes).get("sinks", "none") != "none"
 
 
 def _subject(specs: Sequence[Spec], variant: Variant) -> Subject:
