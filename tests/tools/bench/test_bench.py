@@ -506,8 +506,12 @@ def attention64(case: Case, inputs: Inputs) -> np.ndarray:
     if case.mask == "random_causal":
         seen = seen & visible(replace(case, mask="causal"))
     scores = np.where(seen, scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(axis=-1, keepdims=True), v)
+    row_max = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - row_max)
+    row_sum = weights.sum(axis=-1, keepdims=True)
+    if case.sinks:
+        row_sum = row_sum + np.exp(inputs.sinks[:, None, None] - row_max)
+    return np.einsum("bhqk,bkhd->bqhd", weights / row_sum, v)
 
 
 def gradients64(case: Case, inputs: Inputs) -> tuple[np.ndarray, ...]:
@@ -614,6 +618,18 @@ def test_sampled_rows_are_of_modified_scores(score, mask):
     assert agreement.sampled_share(case, inputs, (attention64(case, inputs),), host, rng) < 1e-9
     plain = attention64(replace(case, score="none"), inputs)
     assert agreement.sampled_share(case, inputs, (plain,), host, rng) > 10
+
+
+def test_sampled_rows_are_of_a_call_with_sinks():
+    host = FakeHost()
+    case = a_case(sinks=True)
+    inputs = host.inputs(case, 1)
+    rng = np.random.default_rng(2)
+    assert agreement.sampled_share(case, inputs, (attention64(case, inputs),), host, rng) < 1e-9
+    plain = attention64(replace(case, sinks=False), inputs)
+    assert agreement.sampled_share(case, inputs, (plain,), host, rng) > 10
+    with pytest.raises(BadParam, match="with sinks it has no score"):
+        a_case(sinks=True, score="alibi")
 
 
 GRADIENTS = [

@@ -43,7 +43,9 @@ def sampled_share(
     q, k, v, result = (x[None, :, None] for x in (q[rows], k, v, result[rows]))
     band = case.band_of(*case.sequences[batch])
     modification = _modification(case, case.slopes()[None, head : head + 1].astype(np.float64))
-    expected = reference.attention(q, k, v, case.dtype, case.head_dim**-0.5, band, dense, rows, modification)
+    sinks = case.sink_logits()[head : head + 1].astype(np.float64) if case.sinks else None
+    scale = case.head_dim**-0.5
+    expected = reference.attention(q, k, v, case.dtype, scale, band, dense, rows, modification, sinks=sinks)
     return reference.largest(result, expected.out, expected.out_bound).share
 
 
@@ -66,8 +68,9 @@ def _share_of_gradients(
     scale, band = case.head_dim**-0.5, case.band_of(*case.sequences[batch])
     slopes = None if inputs.slopes is None else host.double(inputs.slopes)[None, heads]
     modification = _modification(case, slopes)
+    sinks = None if inputs.sinks is None else host.double(inputs.sinks)[heads]
     right = gradients.gradients(
-        dout, q, k, v, case.dtype, scale, band, inputs.mask, modification=modification
+        dout, q, k, v, case.dtype, scale, band, inputs.mask, modification=modification, sinks=sinks
     )
     results = {"dq": dq, "dk": dk, "dv": dv}
     return max(reference.largest(x, *right[name]).share for name, x in results.items())

@@ -32,7 +32,8 @@ class Case:
     ``mask`` is one of ``none``; ``causal``; ``window``: causal, and ``window`` keys back at most;
     ``random``: a dense mask that hides each key with probability 1/8; ``random_causal``: that and causal
     together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal. ``score`` is
-    one of ``none``; ``softcap``, of SOFTCAP; ``alibi``, with the usual slopes. ``lengths`` is one of
+    one of ``none``; ``softcap``, of SOFTCAP; ``alibi``, with the usual slopes. ``sinks``: each query head has
+    a sink, and a backward pass its gradient; flashgen alone times such a case. ``lengths`` is one of
     ``none``; ``cache``: keys are a KV cache with lengths on the device, all of seqlen_kv, contiguous or, with
     ``page_size``, in pages in random order; ``packed``: sequences are packed, all equally long; ``zipf``:
     packed, of lengths by Zipf's law, seqlen_q = seqlen_kv in the mean. ``appends``: the last seqlen_q keys
@@ -55,6 +56,7 @@ class Case:
     dtype: str = "fp16"
     mask: str = "none"
     score: str = "none"
+    sinks: bool = False
     also: str = ""
     window: int = 0
     documents: int = 1
@@ -81,6 +83,8 @@ class Case:
                 raise BadParam(f"bench case {self.name!r}: {value!r} is none of {', '.join(allowed)}")
         if self.lengths != "none" and (self.mask not in ("none", "causal") or self.score != "none"):
             raise BadParam(f"bench case {self.name!r}: with lengths it is full or causal, and has no score")
+        if self.sinks and self.score != "none":
+            raise BadParam(f"bench case {self.name!r}: with sinks it has no score")
         if self.lengths == "zipf" and self.seqlen_q != self.seqlen_kv:
             raise BadParam(
                 f"bench case {self.name!r}: sequences of Zipf lengths have as many keys as queries"
@@ -197,6 +201,10 @@ class Case:
         """The slopes of ALiBi's paper, 2^(-8 (h + 1) / heads) for head h: float32, (num_heads_q,)."""
         heads = np.arange(1, self.num_heads_q + 1)
         return np.exp2(-8 * heads / self.num_heads_q).astype(np.float32)
+
+    def sink_logits(self) -> np.ndarray:
+        """A sink of each query head, between -1 and 1: float32, (num_heads_q,)."""
+        return np.linspace(-1, 1, self.num_heads_q, dtype=np.float32)
 
     def hidden(self, rng: np.random.Generator) -> np.ndarray:
         """The dense mask, bool (seqlen_q, seqlen_kv), True where the key is hidden. Only for dense cases."""

@@ -19,6 +19,7 @@ _PREFILL_WIDTH = 2_048
 _RAGGED_LENGTHS = {1000: 1024, 4095: 4096, 8191: 8192}
 _RAGGED_LOSS = 0.05
 _DETERMINISTIC_LOSS = 0.08
+_SINKS_LOSS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,25 @@ def _scores() -> Grid:
         "batch 4, 4,096 tokens, 16 heads, head_dim 128: softcap and ALiBi beside the plain kernels",
         tuple(cases),
     )
+
+
+def _sinks() -> Grid:
+    """Forward, backward and decode, plain and with sinks."""
+    long = _self_attention("bf16", 128, "causal", 4096, 4)
+    window = replace(long, name="bf16 d128 window 128 4k", mask="window", window=128)
+    cases = []
+    for plain in (
+        long,
+        window,
+        replace(long, name=f"{long.name} backward", direction="backward"),
+        _decoding(8, 8192, 32, 8, 128),
+        _decoding(64, 8192, 32, 8, 128),
+    ):
+        plain = replace(plain, lengths="none")
+        against = {"baseline": plain.name, "loss_limit": _SINKS_LOSS}
+        cases += [plain, replace(plain, name=f"{plain.name}, sinks", sinks=True, **against)]
+    doc = "sinks against the same call without: 4k causal and in a window, its backward pass, decoding"
+    return Grid("sinks", doc, tuple(cases), peers=("flashgen",))
 
 
 def _small() -> Grid:
@@ -409,7 +429,7 @@ def _backward() -> Grid:
 GRIDS: dict[str, Grid] = {
     grid.name: grid
     for grid in (
-        *(_prefill(), _head_dims(), _masks(), _scores(), _small(), _ragged()),
+        *(_prefill(), _head_dims(), _masks(), _scores(), _sinks(), _small(), _ragged()),
         *(_lineage(), _decode(), _paged(), _chunked(), _append(), _varlen(), _backward()),
     )
 }

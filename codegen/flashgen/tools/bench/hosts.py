@@ -27,15 +27,15 @@ class Inputs:
 
     ``q`` is (batch, seqlen_q, num_heads_q, head_dim), ``k`` (batch, seqlen_kv, num_heads_kv, head_dim),
     ``v`` and ``out`` the same with head_dim_v, all contiguous; ``mask`` is bool (seqlen_q, seqlen_kv),
-    True = hidden, or None; ``slopes`` is float32 (num_heads_q,), for ALiBi, or None.
+    True = hidden, or None; ``slopes`` is float32 (num_heads_q,), for ALiBi, or None, and so are ``sinks``.
 
     Packed, they are (tokens, heads, ...), with ``cu_seqlens_q`` and ``cu_seqlens_kv``. A cache has
     ``kv_lengths`` and, if k and v are (num_pages, page_size, ...), ``pages``. What is appended to it are
     ``k_new`` and ``v_new``; ``cos`` and ``sin`` come from `quarter_turns`.
 
-    For a backward pass ``dout`` is as out, and ``dq``, ``dk`` and ``dv`` are as q, k and v; out and ``lse``,
-    float32 (batch, num_heads_q, seqlen_q) or (num_heads_q, tokens), are then for the forward call that is
-    made ahead.
+    For a backward pass ``dout`` is as out, and ``dq``, ``dk`` and ``dv`` are as q, k and v, ``dsinks`` as
+    sinks; out and ``lse``, float32 (batch, num_heads_q, seqlen_q) or (num_heads_q, tokens), are then for the
+    forward call that is made ahead.
     """
 
     q: Any
@@ -44,6 +44,7 @@ class Inputs:
     out: Any
     mask: Any | None
     slopes: Any | None = None
+    sinks: Any | None = None
     cu_seqlens_q: Any | None = None
     cu_seqlens_kv: Any | None = None
     kv_lengths: Any | None = None
@@ -57,6 +58,7 @@ class Inputs:
     dq: Any | None = None
     dk: Any | None = None
     dv: Any | None = None
+    dsinks: Any | None = None
 
     @property
     def results(self) -> tuple[Any, ...]:
@@ -150,6 +152,10 @@ def filled(
         arrays |= {f"d{name}": empty(shape) for name, shape in zip("qkv", of_inputs, strict=True)}
     if case.score == "alibi":
         arrays["slopes"] = place(case.slopes())
+    if case.sinks:
+        arrays["sinks"] = place(case.sink_logits())
+        if case.is_backward:
+            arrays["dsinks"] = place(np.empty(case.num_heads_q, np.float32))
     if case.is_packed:
         ends = np.cumsum([(0, 0), *case.sequences], axis=0, dtype=np.int32)
         arrays |= {f"cu_seqlens_{name}": place(ends[:, n].copy()) for n, name in enumerate(("q", "kv"))}

@@ -120,7 +120,8 @@ def _prepare(
     steps: dict[str, Step] = {}
     reference = None
     for peer in peers:
-        reason = peer.declines(case)
+        no_sinks = "timed without sinks" if case.sinks and not peer.name.startswith(OURS) else None
+        reason = no_sinks or peer.declines(case)
         if reason is not None:
             measurements[peer.name] = Measurement(peer.name, note=reason)
             continue

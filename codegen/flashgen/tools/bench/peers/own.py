@@ -79,6 +79,7 @@ class Flashgen:
         operands = first.q, first.k, first.v
         plan = make_plan(*operands, out=first.out, algorithm=self.algorithm, **_options(case, first))
         examples = {"q": first.q, "k": first.k, "v": first.v, "mask": first.mask, "out": first.out}
+        examples["sinks"] = first.sinks
         if first.slopes is not None:
             examples["slope"] = first.slopes
         plan = self._changed(plan, examples)
@@ -88,7 +89,8 @@ class Flashgen:
             inputs = sets[index]
             named = {} if inputs.slopes is None else {"slope": inputs.slopes}
             operands = inputs.q, inputs.k, inputs.v
-            return plan(*operands, mask=inputs.mask, out=inputs.out, workspace=workspace, **named)
+            named |= {"mask": inputs.mask, "sinks": inputs.sinks, "out": inputs.out}
+            return plan(*operands, workspace=workspace, **named)
 
         return run
 
@@ -98,7 +100,8 @@ class Flashgen:
 
         def arrays(inputs: Inputs, *names: str) -> dict[str, Any]:
             lengths = ("cu_seqlens_q", "cu_seqlens_kv") if case.is_packed else ("mask",)
-            named = {name: getattr(inputs, name) for name in ("q", "k", "v", "out", "lse", *lengths, *names)}
+            names = ("q", "k", "v", "out", "lse", "sinks", *lengths, *names)
+            named = {name: getattr(inputs, name) for name in names}
             return named if inputs.slopes is None else named | {"slope": inputs.slopes}
 
         first = sets[0]
@@ -111,7 +114,7 @@ class Flashgen:
         for inputs in sets:
             forward(**arrays(inputs))
         operands = first.dout, first.q, first.k, first.v, first.out, first.lse
-        written = {name: getattr(first, name) for name in ("dq", "dk", "dv")}
+        written = {name: getattr(first, name) for name in ("dq", "dk", "dv", "dsinks")}
         plan = plan_backward(*operands, **written, **options, deterministic=case.deterministic)
         plan = self._changed(plan, arrays(first, "dout", *written))
         return lambda index: plan(**arrays(sets[index], "dout", *written))
@@ -201,6 +204,8 @@ class FlashgenFixed:
             return "timed on forward passes"
         if case.lengths not in ("cache", "packed"):
             return "sequences that have lengths, and all the same"
+        if case.sinks:
+            return "no sinks"
         return "no pages, and nothing to append" if case.page_size or case.appends else None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
@@ -225,6 +230,7 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
         "mask": inputs.mask,
         "softcap": SOFTCAP if case.score == "softcap" else None,
         "alibi_slopes": inputs.slopes,
+        "sinks": inputs.sinks,
     }
 
 
