@@ -2,7 +2,8 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages paged, sinks none, gqa packed
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages paged, kv_starts none, sinks none, gqa
+//           packed
 // tile      block_m 128, block_n 32, warps 4, loop stages, min_blocks 2
 // block     128 threads, 49168 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
@@ -648,9 +649,10 @@ __device__ __forceinline__ void copy_rows(const Params& params, shared_address b
     // A page may be as small as one key. Each lane looks up one of the warp's rows, so that all look-ups of a warp are one load.
     const int lane = threadIdx.x % 32;
     const int own_row = lane / kRowsOfWarp * kRowsPerPass + threadIdx.x / 32 * kRowsOfWarp + lane % kRowsOfWarp;
-    const int page_of_sequence = divide(first_key + own_row, params.page_size_divisor);
+    const int row_of_sequence = first_key + own_row;
+    const int page_of_sequence = divide(row_of_sequence, params.page_size_divisor);
     const int page = rows.among(kBlockN).has(own_row) ? load_clamped(params.pages, page_of_sequence, params.batch_kv - 1) : 0;
-    const int row_of_page = first_key + own_row - page_of_sequence * params.page_size;
+    const int row_of_page = row_of_sequence - page_of_sequence * params.page_size;
     const int64_t own_offset = page * page_stride + row_of_page * row_stride;
 #pragma unroll
     for (int pass = 0; pass * kRowsPerPass < kBlockN; ++pass) {

@@ -2,7 +2,8 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, splits none, sinks none, gqa packed
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, splits none, kv_starts none, sinks
+//           none, gqa packed
 // tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
 // block     128 threads, 2080 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory

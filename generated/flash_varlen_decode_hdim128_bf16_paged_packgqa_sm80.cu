@@ -2,7 +2,8 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, splits none, sinks none, gqa packed
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, splits none, kv_starts none, sinks
+//           none, gqa packed
 // tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
 // block     128 threads, 103936 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
@@ -308,6 +309,7 @@ struct Fetch {
 };
 
 __device__ SeenRows seen_rows(const Params& params, const Fetch& fetch);  // Which of the group's keys of the next KV block some query sees
+__device__ int first_row_of(const Fetch& fetch);  // The row of the sequence that has the first of the group's keys
 __device__ Pages find_pages(const Params& params, const Fetch& fetch);  // `params` have the bounds of all sequences
 // Goes to the first KV block of number `index` of the pieces
 __device__ Fetch seek(const Params& params, const Place& place, int index, int group);
@@ -890,9 +892,12 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, const Fetch&
     return seen_rows(with_lengths(params, fetch.place.lengths), fetch.first_key);
 }
 
+// The row of the sequence that has the first of the group's keys.
+__device__ __forceinline__ int first_row_of(const Fetch& fetch) { return fetch.first_key; }
+
 // `params` have the bounds of all sequences.
 __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch) {
-    return find_pages(params, fetch.page_table, fetch.first_key, seen_rows(params, fetch));
+    return find_pages(params, fetch.page_table, first_row_of(fetch), seen_rows(params, fetch));
 }
 
 // Goes to the first KV block of number `index` of the pieces. `params` are the parameters of the sequence at `place`.
@@ -909,7 +914,7 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, 
     fetch.k = head_k(params, tile);
     fetch.v = head_v(params, tile);
     fetch.page_table = params.pages;
-    fetch.pages = find_pages(params, params.pages, fetch.first_key, seen_rows(params, fetch.first_key));
+    fetch.pages = find_pages(params, params.pages, first_row_of(fetch), seen_rows(params, fetch.first_key));
     return fetch;
 }
 
@@ -917,8 +922,8 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, 
 __device__ __forceinline__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch) {
     if (fetch.index >= share.end) return;
     const SeenRows rows = seen_rows(params, fetch);
-    const KeyRows k_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.k, params.k_batch_stride, params.k_row_stride);
-    const KeyRows v_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.v, params.v_batch_stride, params.v_row_stride);
+    const KeyRows k_rows = find_key_rows(params, fetch.pages, first_row_of(fetch), fetch.k, params.k_batch_stride, params.k_row_stride);
+    const KeyRows v_rows = find_key_rows(params, fetch.pages, first_row_of(fetch), fetch.v, params.v_batch_stride, params.v_row_stride);
     prefetch_keys<kHeadDim>(k_rows, rows, params.head_dim);
     prefetch_keys<kHeadDimV>(v_rows, rows, params.head_dim_v);
 }
@@ -929,8 +934,8 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
     if (fetch.index < share.end) {
         const shared_address keys = stage + group * kGroupKeys * kRowBytes;
         const SeenRows rows = seen_rows(params, fetch);
-        const KeyRows k_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.k, params.k_batch_stride, params.k_row_stride);
-        const KeyRows v_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.v, params.v_batch_stride, params.v_row_stride);
+        const KeyRows k_rows = find_key_rows(params, fetch.pages, first_row_of(fetch), fetch.k, params.k_batch_stride, params.k_row_stride);
+        const KeyRows v_rows = find_key_rows(params, fetch.pages, first_row_of(fetch), fetch.v, params.v_batch_stride, params.v_row_stride);
         copy_keys<kHeadDim>(k_rows, keys, rows, params.head_dim);
         copy_keys<kHeadDimV>(v_rows, keys + kVOffset, rows, params.head_dim_v);
         ++fetch.index;

@@ -2,7 +2,8 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, splits none, sinks none, gqa packed
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, splits none, kv_starts none, sinks
+//           none, gqa packed
 // tile      block_m 16, block_n 64, warps 4, stages 3, min_blocks 2, cluster 8
 // block     128 threads, 110728 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
@@ -272,6 +273,7 @@ struct Fetch {
     Pages pages;        // of n + 1, on their way since n - 1 was fetched
 };
 
+__device__ int row_of_key(const Params&, int key);  // The row of the sequence that has a key
 // Starts to load the pages of the group's keys from `first_key` on, as far as they are of the part
 __device__ Pages find_pages(const Params& params, const Fetch& fetch, int first_key, bool early);
 // The rows of the KV block that comes next, which has these pages
@@ -734,17 +736,21 @@ __device__ __forceinline__ ThreadRows thread_rows(const KeyRows& rows) {
     return own;
 }
 
+// The row of the sequence that has a key.
+__device__ __forceinline__ int row_of_key(const Params&, int key) { return key; }
+
 // Starts to load the pages of the group's keys from `first_key` on, as far as they are of the part.
 __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch, int first_key, bool early) {
     SeenRows rows = seen_rows(params, first_key);
     rows.end = fetch.end_key - first_key;
-    return find_pages(params, params.pages, first_key, rows, early);
+    return find_pages(params, params.pages, row_of_key(params, first_key), rows, early);
 }
 
 // The rows of the KV block that comes next, which has these pages. All lanes of the warp call it.
 __device__ __forceinline__ void find_rows(const Params& params, Fetch& fetch, const Pages& pages) {
-    fetch.k_rows = thread_rows(find_key_rows(params, pages, fetch.first_key, fetch.k, params.k_batch_stride, params.k_row_stride));
-    fetch.v_rows = thread_rows(find_key_rows(params, pages, fetch.first_key, fetch.v, params.v_batch_stride, params.v_row_stride));
+    const int first_row = row_of_key(params, fetch.first_key);
+    fetch.k_rows = thread_rows(find_key_rows(params, pages, first_row, fetch.k, params.k_batch_stride, params.k_row_stride));
+    fetch.v_rows = thread_rows(find_key_rows(params, pages, first_row, fetch.v, params.v_batch_stride, params.v_row_stride));
 }
 
 // Finds the rows of the part's first KV block, and looks up the pages of the second.

@@ -88,6 +88,7 @@ class _AttentionPlan(Plan):
         kv_lengths: Any = ...,
         index: Any = ...,
         pages: Any = ...,
+        kv_starts: Any = ...,
         softmax_scale: float | None = ...,
         stream: Any = ...,
         workspace: Any = ...,
@@ -115,6 +116,7 @@ class _GradientPlan(Plan):
         cu_seqlens_q: Any = ...,
         cu_seqlens_kv: Any = ...,
         kv_lengths: Any = ...,
+        kv_starts: Any = ...,
         softmax_scale: float | None = ...,
         stream: Any = ...,
         workspace: Any = ...,
@@ -138,6 +140,7 @@ class _WarmupCall(TypedDict, total=False):
     params: Mapping[str, Any] | None
     sinks: Any
     kv_lengths: Any
+    kv_starts: Any
     cu_seqlens_q: Any
     cu_seqlens_kv: Any
     max_seqlen_q: int | None
@@ -178,6 +181,7 @@ def attention(
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
     kv_lengths: Any = None,
+    kv_starts: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
@@ -210,6 +214,7 @@ def plan(
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
     kv_lengths: Any = None,
+    kv_starts: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
@@ -240,6 +245,7 @@ def plan(
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
     kv_lengths: Any = None,
+    kv_starts: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
@@ -270,6 +276,7 @@ def plan(
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
     kv_lengths: Any = None,
+    kv_starts: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
@@ -302,6 +309,7 @@ def attention_backward(
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
     kv_lengths: Any = None,
+    kv_starts: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
@@ -336,6 +344,7 @@ def plan_backward(
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
     kv_lengths: Any = None,
+    kv_starts: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
@@ -409,6 +418,7 @@ def explain(
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
     kv_lengths: Any = None,
+    kv_starts: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,

@@ -139,6 +139,11 @@ def arrays_in_order(
             cos, sin, positions = rotary.cos, rotary.sin, rotary.positions
         except AttributeError:
             raise _no_rotary(rotary) from None
+        if positions is None and cache.starts is not None:
+            raise BadParam(
+                "rotary has no positions, and the KVCache has starts: positions may count from the start of "
+                "a sequence or of its row; pass Rotary(..., positions=...), for example lengths - starts"
+            )
     new, places = (k_new, v_new, cache.lengths, q), (cache.pages, cache.index)
     written = cache.k, cache.v, total_lengths, q_rotated
     return *new, *places, cos, sin, positions, cu_seqlens_new, *written

@@ -35,7 +35,7 @@ _HANDED_ON = itemgetter(
     *map(APPEND.position, ("k_cache", "v_cache", "cu_seqlens_new", "total_lengths", "index", "pages"))
 )
 # Arguments of that attention which its caller does not name: they are of the append, or not there.
-_OF_APPEND = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "kv_lengths", "index", "pages"}
+_OF_APPEND = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "kv_lengths", "kv_starts", "index", "pages"}
 
 
 class AppendPlan:
@@ -112,7 +112,8 @@ class AppendPlan:
             dlpack.check_libraries(own, cache_arrays(own))
             native_q, given = dlpack.adopt(q, "q", stream), adopted_arrays(given, stream)
             first = self.append.ready(given, self.append.pointers(given), (), stream)
-            second, given = self._attending(native_q, first[1], named, stream, workspace)
+            starts = None if cache.starts is None else dlpack.adopt(cache.starts, "starts", stream)
+            second, given = self._attending(native_q, first[1], starts, named, stream, workspace)
             queue_both(self.append, first, self.attention, second, (*given, workspace))
         except FlashgenError as error:
             own = dlpack.own_libraries({"q": q, **named})
@@ -123,7 +124,13 @@ class AppendPlan:
         return _handed(self.attention, second, q, stream)
 
     def _attending(
-        self, q: Any, appended: tuple[Any, ...], named: dict[str, Any], stream: Any, workspace: Any
+        self,
+        q: Any,
+        appended: tuple[Any, ...],
+        starts: Any,
+        named: dict[str, Any],
+        stream: Any,
+        workspace: Any,
     ) -> tuple[Ready, Arrays]:
         """The call of the attention, of q and the arrays of the append, and what it was given. Raises what is
         wrong with that.
@@ -131,6 +138,8 @@ class AppendPlan:
         k, v, cu_seqlens, total, index, pages = _HANDED_ON(appended)
         rotated = appended[_ROTATED]
         seen = q if rotated is None else rotated
+        if starts is not None:
+            named = {**named, "kv_starts": starts}
         try:
             given, scalars = self.attention.bound((seen, k, v, cu_seqlens, None, total, index, pages), named)
             pointers = self.attention.pointers(given)
@@ -141,7 +150,7 @@ class AppendPlan:
                 pointers = self.attention.pointers(given)
             return self.attention.ready(given, pointers, scalars, stream, workspace), given
         except FlashgenError as error:
-            names = {"kv_lengths": "total_lengths", TAKES: self._takes()}
+            names = {"kv_lengths": "total_lengths", "kv_starts": "starts", TAKES: self._takes()}
             if rotated is not None:
                 names["q"] = "q_rotated"
             error.rename(names)
@@ -157,9 +166,10 @@ class AppendPlan:
     def _takes(self) -> str:
         """Which inputs a call has to give, for a message."""
         given = [name for plan in (self.append, self.attention) for name in plan.inputs()]
+        given += ["starts"] if "kv_starts" in given else []
         cache, rotary = (
             " and ".join(name for name in names if name in given)
-            for names in (("lengths", "pages", "index"), ("cos", "sin", "positions"))
+            for names in (("lengths", "starts", "pages", "index"), ("cos", "sin", "positions"))
         )
         rotary = [f"rotary with {rotary}"] if rotary else []
         lengths = ["cu_seqlens_q"] if "cu_seqlens_q" in given else []

@@ -201,7 +201,8 @@ def _named(part: tuple[Any, Any] | KVCache) -> dict[str, Any]:
     """The arrays of a part, without the optional arrays that a KVCache lacks."""
     if isinstance(part, KVCache):
         given = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
-        return {name: x for name, x in given.items() if x is not None or name not in ("pages", "index")}
+        optional = ("pages", "index", "starts")
+        return {name: x for name, x in given.items() if x is not None or name not in optional}
     return dict(zip("kv", part, strict=True))
 
 
@@ -270,7 +271,7 @@ def _check_sinks(q: Any, sinks: Any) -> None:
 
 def _check_apart(out: Any, operator: Operator, given: Sequence[Any]) -> None:
     """That out touches no lengths or table of a KVCache. Raises BadTensorStrides."""
-    names = {"kv_lengths": "lengths", "pages": "pages", "index": "index"}
+    names = {"kv_lengths": "lengths", "kv_starts": "starts", "pages": "pages", "index": "index"}
     tables = {names[x]: given[operator.position(x)] for x in names if given[operator.position(x)] is not None}
     views = [arrays.view(out, "out"), *(arrays.view(x, name) for name, x in tables.items())]
     spans, placed = _memory(views)

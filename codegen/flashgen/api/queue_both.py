@@ -13,6 +13,10 @@ from flashgen.runtime import check, hostarrays
 from flashgen.runtime.plans import workspace_layout
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
     from flashgen.operators.arguments import ArrayLayout
     from flashgen.runtime.plans import Plan, Ready
 
@@ -29,7 +33,12 @@ def queue_both(append: Plan, first: Ready, attention: Plan, second: Ready, own: 
     if attention.problem.device is None:  # where the second call itself would look after the first
         hostarrays.check_writable(attention.problem, next_given)
     if attention.checks_elements:
-        _check_elements(append, pointers, given, attention, stream)
+        found = check.elements(append.problem, pointers, given, stream)
+        if found is not None:  # else a captured graph, which may find others
+            starts = None
+            if attention.problem.has("kv_starts"):
+                starts = check.elements(attention.problem, next_pointers, next_given, stream)["kv_starts"]
+            _check_elements(append, found, attention, starts)
     work(given, stream)
     next_work(next_given, stream)
     append.tell_written(given)
@@ -107,16 +116,16 @@ def _memory(append: Plan, attention: Plan, rotates: bool) -> _Memory:
 
 
 def _check_elements(
-    append: Plan, pointers: tuple[int, ...], given: tuple[Any, ...], attention: Plan, stream: int
+    append: Plan, found: Mapping[str, np.ndarray | None], attention: Plan, starts: np.ndarray | None
 ) -> None:
-    """Raise what the lengths and tables of both calls contradict."""
+    """Raise what the lengths and tables of both calls contradict. ``found`` has the arrays of the append, by
+    name.
+    """
     from flashgen.operators.append_rows import total_lengths
 
-    found = check.elements(append.problem, pointers, given, stream)
-    if found is None:  # a captured graph, which may find others
-        return
     APPEND.check_elements(append.problem, found)
     after = {name: found.get(name) for name in attention.problem.operator.elements_checked}
     after["cu_seqlens_q"] = found["cu_seqlens_new"]
+    after["kv_starts"] = starts
     after["kv_lengths"] = total_lengths(append.problem, found)
     attention.problem.operator.check_elements(attention.problem, after)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flashgen.schedule.plan import Step
 
 # What a call with weights may not have: sequences of several lengths, and what is only for them.
-_OF_LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "append", "rotary")
+_OF_LENGTHS = ("kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_kv", "append", "rotary")
 
 
 class WeightsPlan:

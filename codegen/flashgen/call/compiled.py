@@ -228,7 +228,7 @@ def _attend(*args: Any) -> None:
     score_arrays, is_cache, *entries, out, lse = args[len(values) :]
     values["q"] = with_rows(values["q"])  # Inductor drops a copy that a caller has made
     if is_cache:
-        names = ("k", "v", "kv_lengths", "pages", "index")
+        names = ("k", "v", "kv_lengths", "pages", "index", "kv_starts")
         values["k"] = KVCache(*(values.pop(name) for name in names))
     else:
         values |= {name: with_rows(values[name]) for name in ("k", "v")}

@@ -202,6 +202,16 @@ FIELDS = (
         room for. Nothing on the host reads lengths, so a captured graph takes the lengths of its replay.""",
     ),
     Field(
+        "kv_starts",
+        "array",
+        elsewhere=("cache_leftpad", "leftpad_k", "left_padding", "cu_seqlens_k_start"),
+        doc="""(batch,), int32, on the device of q: the keys of sequence b begin with kv_starts[b], 0 to its
+        length: k and v have padding on the left, or on both sides with kv_lengths. Earlier keys have no
+        effect, whatever their bits. The call has the result of one whose k and v begin there, to the bit.
+        Causal masks and windows align with the end of the keys, as without; column j of a dense mask is row
+        j of k; in a score keys count from the start. Not with packed keys.""",
+    ),
+    Field(
         "cu_seqlens_q",
         "array",
         elsewhere=("qo_indptr", "query_start_loc", "cu_seqlens"),
@@ -371,7 +381,7 @@ REQUIRED = {
 }
 SHORTHANDS = tuple((field.name, field.shorthand) for field in FIELDS if field.shorthand)
 # The arrays that say which rows each sequence has.
-LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv")
+LENGTHS = ("kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_kv")
 # What calls and plans, also with append=, take by name beside the arguments of the operators of attention: a
 # plan takes the parameters of a score modification by name, too, so none of them may have such a name.
 PLAN_KEYWORDS = frozenset(

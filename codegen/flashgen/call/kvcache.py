@@ -18,7 +18,7 @@ def arrays_instead(given: Mapping[str, Any]) -> str:
     """
     if given.get("kv_lengths") is None:
         return ""
-    of_cache = ("kv_lengths", "lengths"), ("pages", "pages"), ("index", "index")
+    of_cache = ("kv_lengths", "lengths"), ("pages", "pages"), ("index", "index"), ("kv_starts", "starts")
     named = (f", {name}=cache.{field}" for name, field in of_cache if given.get(name) is not None)
     return f"; of a KVCache pass cache.k, cache.v{''.join(named)}"
 
@@ -47,6 +47,8 @@ class KVCache(_ShapesShown):
         sequence b. Entries without a key that some query sees may hold anything: those after the last token,
         and those before a window.
     index: int32 (batch,): the row of k and v of each sequence; by default its own number. Not with pages.
+    starts: int32 (batch,): the first key of each sequence, where its row or its pages have padding on the
+        left; by default 0. ``lengths`` counts the padding.
     """
 
     k: Any
@@ -54,6 +56,7 @@ class KVCache(_ShapesShown):
     lengths: Any
     pages: Any = None
     index: Any = None
+    starts: Any = None
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)

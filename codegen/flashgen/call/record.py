@@ -128,7 +128,7 @@ def _record(name: str, doc: str, fields: tuple[Field, ...]) -> type[Call]:
 _OF_CACHE = ("index", "pages")
 AttentionCall = _record(
     "AttentionCall",
-    "A call of ``attention`` or ``plan``; of a KVCache `request` sets k, v, kv_lengths, index and pages.",
+    "A call of ``attention`` or ``plan``; of a KVCache `request` sets k, v, and what it says of sequences.",
     tuple(x for x in FIELDS if set(FORWARD) & {*x.functions} or x.name in _OF_CACHE),
 )
 GradientCall = _record(

@@ -174,7 +174,12 @@ def request_of(call: Call) -> Request:
         call = call.normalised()
     if isinstance(call.k, KVCache):
         call = of_cache(call)
-    if call.kv_lengths is None and call.cu_seqlens_q is None and call.cu_seqlens_kv is None:
+    if (
+        call.kv_lengths is None
+        and call.kv_starts is None
+        and call.cu_seqlens_q is None
+        and call.cu_seqlens_kv is None
+    ):
         if call.max_seqlen_q is not None or call.max_seqlen_kv is not None:
             refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
         operators = _ATTENTION
@@ -192,19 +197,16 @@ def of_cache(call: Call) -> Call:
     keys: KVCache = call.k
     if call.v is not None:
         raise BadParam(f"{arg('v')} was given with a KVCache, which holds {arg('v')} as well; leave v out")
-    if call.kv_lengths is not None or call.cu_seqlens_kv is not None:
-        name = "cu_seqlens_kv" if call.kv_lengths is None else "kv_lengths"
-        raise BadParam(f"{arg(name)} was given with a KVCache, which has lengths of its own")
+    for name in ("kv_lengths", "cu_seqlens_kv"):
+        if getattr(call, name) is not None:
+            raise BadParam(f"{arg(name)} was given with a KVCache, which has lengths of its own")
+    if call.kv_starts is not None:
+        raise BadParam(f"{arg('kv_starts')} was given with a KVCache; pass KVCache(..., starts=...)")
     if keys.lengths is None:
         raise NullPointer(f"{arg('lengths')} of the KVCache is None; expected an int32 array, (batch,)")
     other: Any = call.copy()  # `replace` would take longer
-    other.k, other.v, other.kv_lengths, other.pages, other.index = (
-        keys.k,
-        keys.v,
-        keys.lengths,
-        keys.pages,
-        keys.index,
-    )
+    other.k, other.v, other.kv_lengths, other.kv_starts = keys.k, keys.v, keys.lengths, keys.starts
+    other.pages, other.index = keys.pages, keys.index
     return other
 
 
@@ -217,7 +219,12 @@ def gradients_of(call: Call) -> Request:
         raise BadParam(
             f"{arg('k')} is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be"
         )
-    if call.kv_lengths is None and call.cu_seqlens_q is None and call.cu_seqlens_kv is None:
+    if (
+        call.kv_lengths is None
+        and call.kv_starts is None
+        and call.cu_seqlens_q is None
+        and call.cu_seqlens_kv is None
+    ):
         if call.max_seqlen_q is not None or call.max_seqlen_kv is not None:
             refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
         operators = _BACKWARD
@@ -320,6 +327,8 @@ def names_of(call: Call) -> dict[str, str]:
             names[shorthand.param] = name
     if isinstance(call.k, KVCache) and call.kv_lengths is None:
         names |= {"kv_lengths": "lengths"} | FIELDS
+        if call.kv_starts is None:
+            names["kv_starts"] = "starts"
     return names
 
 

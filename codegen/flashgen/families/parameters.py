@@ -36,6 +36,7 @@ _WINDOW: When = {"mask_type": ("local", "dense")}
 _GROUPED: When = {"gqa": ("gqa", "packed")}
 _PAGED: When = {"pages": ("paged",)}
 _UNPAGED: When = {"pages": ("none",)}
+_STARTS: When = {"kv_starts": ("starts",)}
 _ROTATED: When = {"rotary": ("halves", "interleaved")}
 _ORDERED: When = {"dq_order": ("ordered",)}
 _FIXED_SPLITS: When = {"splits": ("fixed",)}
@@ -71,6 +72,7 @@ ARRAYS = {
     "cu_seqlens_q": Note("null where queries are padded"),
     "cu_seqlens_kv": Note("null where keys are not packed", _UNPAGED),
     "kv_lengths": Note("null where cu_seqlens_kv has them, or all have seqlen_kv"),
+    "kv_starts": Note("the first key of each sequence", _STARTS),
     "index": Note("the entry of the keys of each sequence; null: its number", _UNPAGED),
     "pages": Note("entries past the last key are never read", _PAGED),
     "lengths": Note("tokens of each sequence in the cache"),
@@ -128,6 +130,7 @@ NUMBERS = {
     "rows_kv": Declared("int32_t", "of an entry of k: all tokens where sequences are packed", _UNPAGED),
     "sink_bytes": Declared("int32_t", "of an element of sinks: 4, or 2 of bfloat16"),
     "batch_kv": Declared("int32_t", "entries of k: of a paged cache its pages"),
+    "kv_start": Declared("int32_t", "0; of a sequence, its first key", _STARTS | _PAGED),
     "page_size": Declared("int32_t", "keys of a page", _PAGED),
     "head_dim": Declared("int32_t", "of q and k in the call: whole chunks of 16 bytes"),
     "head_dim_v": Declared("int32_t", "of v and out in the call: whole chunks of 16 bytes"),

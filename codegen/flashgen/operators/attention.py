@@ -15,7 +15,7 @@ from flashgen.errors import BadParam, arg
 from flashgen.operators import contract
 from flashgen.operators import lengths as of_lengths
 from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
-from flashgen.operators.lengths import BOUNDS, LENGTH_ARRAYS, PAGES, Lengths
+from flashgen.operators.lengths import BOUNDS, LENGTH_ARRAYS, PAGES, STARTS, Lengths
 from flashgen.operators.maskoptions import mask_semantics, simplify
 from flashgen.operators.masks import Band
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, by_name, lined, modified
@@ -64,6 +64,7 @@ ARGUMENTS = (
         optional=True,
         differentiable=True,
     ),
+    of_lengths.KV_STARTS,
 )
 # The optional inputs but the mask, whose check is of its own.
 _INPUTS = tuple(x.name for x in ARGUMENTS if x.optional and not x.is_output and x.name != "mask")
@@ -185,6 +186,7 @@ class AttentionProblem(Problem):
             + ("" if self.score is None else f", score {self.score.title}")
             + (", sinks" if self.has("sinks") else "")
             + ("" if self.rule is None else f", mask {self.rule.rule.title}")
+            + (", kv_starts" if _starts(self) == "starts" else "")
             + ("" if self.splits == AUTO else f", splits {self.splits}")
             + (f", pages {_pages(self)}" if "pages" in self.operator.axes else "")
         )
@@ -240,6 +242,7 @@ class AttentionProblem(Problem):
             "seqlen_kv": self.lengths.most_keys,
             "diagonal_offset": self.shift,
             "page_size": self.lengths.rows_kv,
+            "kv_start": 0,
         }
 
     @property
@@ -402,6 +405,13 @@ def normalise(
         if mask is not None:
             of_lengths.check_mask(mask, arrays, sizes, bounded=max_seqlen_kv is not None)
         score_sizes = of_lengths.check_score_arrays(score, tables, sizes)
+        if "kv_starts" in arrays:
+            of_lengths.refuse_arrays_of_keys(score)
+            if rule is not None:
+                raise BadParam(
+                    f"{arg('kv_starts')} was given together with a Mask, whose keys are counted from the first "
+                    f"row; put the start into its line, as kv >= start[b], and leave {arg('kv_starts')} out"
+                )
     rule_sizes = contract.check_rule_arrays(rule, lines, sizes, lengths)
     symbols = sizes | dict(score_sizes) | dict(rule_sizes)
     symbols |= lengths.sizes_of(sizes["batch"]) if lengths else {}
@@ -450,6 +460,10 @@ def _pages(problem: AttentionProblem) -> str:
     return "paged" if problem.lengths is not None and problem.lengths.paged else "none"
 
 
+def _starts(problem: AttentionProblem) -> str:
+    return "starts" if problem.lengths is not None and problem.has("kv_starts") else "none"
+
+
 def check_elements(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> None:
     """Raise BadParam for lengths that contradict a problem; ``arrays`` has them by name, in host memory."""
     from flashgen.operators.sequences import sequences
@@ -476,6 +490,7 @@ ATTENTION = Operator(
             default="any",
         ),
         "pages": Axis(lambda problem, value: value == _pages(problem), PAGES, default="none"),
+        "kv_starts": Axis(lambda problem, value: value == _starts(problem), STARTS, default="none"),
         "sinks": Axis(
             lambda problem, value: (value == "sink") == problem.has("sinks"), ("none", "sink"), default="none"
         ),

@@ -3,7 +3,8 @@ them, and their part of its contract.
 
 Queries are packed one sequence after another (``cu_seqlens_q``), or padded: all sequences have as many. Keys
 are packed (``cu_seqlens_kv``), padded (``kv_lengths``), rows of a cache (``index``), or pages of one
-(``pages``). Nothing on the host reads a length: a problem has bounds, which fix grids and workspaces.
+(``pages``). Except for packed keys, the keys of a sequence may begin after the first row (``kv_starts``).
+Nothing on the host reads a length: a problem has bounds, which fix grids and workspaces.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # Whether a kernel reads the keys of a sequence as rows one after another, or from pages.
 PAGES = ("none", "paged")
+# Whether a kernel reads where the keys of each sequence begin.
+STARTS = ("none", "starts")
 _INTEGERS = {"dtypes": ("int32",), "layout": "contiguous", "alignment": 4, "optional": True}
 ARGUMENTS = (
     Argument("cu_seqlens_q", "input", "boundaries", **_INTEGERS),
@@ -34,7 +37,9 @@ ARGUMENTS = (
     Argument("index", "input", "batch", **_INTEGERS),
     Argument("pages", "input", "batch max_pages", **(_INTEGERS | {"layout": "rows"})),
 )
-LENGTH_ARRAYS = tuple(argument.name for argument in ARGUMENTS)
+# The first key of each sequence. The last argument of attention: it came after the others.
+KV_STARTS = Argument("kv_starts", "input", "batch", **_INTEGERS)
+LENGTH_ARRAYS = (*(argument.name for argument in ARGUMENTS), KV_STARTS.name)
 # Arrays of a cache, which has no gradients.
 CACHE_ARRAYS = ("index", "pages")
 BOUNDS = ("max_seqlen_q", "max_seqlen_kv")
@@ -182,7 +187,7 @@ def refuse_bounds(max_seqlen_q: Any, max_seqlen_kv: Any) -> None:
 def _check_combination(arrays: Mapping[str, ArrayView]) -> None:
     """That the arrays of lengths say one thing."""
     if "cu_seqlens_kv" in arrays:
-        for other in ("kv_lengths", "index", "pages"):
+        for other in ("kv_lengths", "kv_starts", "index", "pages"):
             if other in arrays:
                 raise BadParam(
                     f"{arg('cu_seqlens_kv')} and {arg(other)} were given; packed keys have no {arg(other)}"
@@ -311,6 +316,19 @@ def check_score_arrays(
             f"{arg('max_seqlen_kv')}, or the rows that q has and the keys that k has room for, where these "
             "are fewer"
         ) from None
+
+
+def refuse_arrays_of_keys(score: Score | None) -> None:
+    """Raise BadParam for a score with an array that has an element for each key, in a call with starts: the
+    keys of a score are counted from the start.
+    """
+    for param in score.arrays if score else ():
+        if "seqlen_kv" in param.symbols:
+            raise BadParam(
+                f"{arg('kv_starts')} was given, and the parameter {param.name} of the {arg('score')} has an "
+                "element for each key; with starts the keys of a score are counted from the start of their "
+                f"sequence: use an array without seqlen_kv, or leave {arg('kv_starts')} out"
+            )
 
 
 def band(

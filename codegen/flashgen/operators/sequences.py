@@ -35,7 +35,8 @@ class WithLengths(Protocol):
 
 class Sequence(NamedTuple):
     """One sequence of a batch: queries [q_begin, q_begin + q_length) of entry ``q_entry`` of q and out, and
-    its keys: [kv_begin, kv_begin + kv_length) of entry ``kv_entry`` of k and v, or the keys of its ``pages``.
+    its keys: [kv_begin, kv_begin + kv_length) of entry ``kv_entry`` of k and v, or of the rows of its
+    ``pages``. ``kv_start`` is the column of a dense mask that its first key has.
     If no query sees a key of a page, its entry of the page table may hold anything; ``pages`` has 0 there.
     """
 
@@ -47,6 +48,7 @@ class Sequence(NamedTuple):
     kv_begin: int
     kv_length: int
     pages: np.ndarray | None
+    kv_start: int = 0
 
     def queries(self) -> tuple[int, slice]:
         """Where its rows are in q and out, as an index."""
@@ -59,7 +61,7 @@ class Sequence(NamedTuple):
         if self.pages is None:
             return array[self.kv_entry, self.kv_begin : self.kv_begin + self.kv_length]
         rows = array[self.pages]
-        return rows.reshape(-1, *array.shape[2:])[: self.kv_length]
+        return rows.reshape(-1, *array.shape[2:])[self.kv_begin : self.kv_begin + self.kv_length]
 
 
 def sequences(problem: WithLengths, arrays: Mapping[str, np.ndarray | None]) -> list[Sequence]:
@@ -74,6 +76,7 @@ def sequences(problem: WithLengths, arrays: Mapping[str, np.ndarray | None]) -> 
     kv_begins, kv_lengths = _rows(arrays.get("cu_seqlens_kv"), "cu_seqlens_kv", problem, lengths.rows_kv)
     if arrays.get("kv_lengths") is not None:
         kv_lengths = arrays["kv_lengths"].tolist()
+    starts = None if arrays.get("kv_starts") is None else arrays["kv_starts"].tolist()
     index = range(problem.batch) if arrays.get("index") is None else arrays["index"].tolist()
     sequences = []
     for b in range(problem.batch):
@@ -90,6 +93,12 @@ def sequences(problem: WithLengths, arrays: Mapping[str, np.ndarray | None]) -> 
                 raise BadParam(
                     f"sequence {b} has length {length}; {arg(name)} says that none is above {bound}"
                 )
+        start = starts[b] if starts else 0
+        if not 0 <= start <= kv_length:
+            raise BadParam(
+                f"{arg('kv_starts')}[{b}] is {start}; expected 0 to {kv_length}, the length of the sequence"
+            )
+        kv_length -= start
         in_row = kv_length > 0 and not lengths.packed_kv and not lengths.paged
         if in_row and not 0 <= index[b] < lengths.batch_kv:
             raise BadParam(
@@ -102,9 +111,10 @@ def sequences(problem: WithLengths, arrays: Mapping[str, np.ndarray | None]) -> 
                 q_begins[b],
                 q_length,
                 index[b] if in_row else 0,
-                kv_begins[b],
+                kv_begins[b] + start,
                 kv_length,
-                _pages(problem, arrays.get("pages"), b, q_length, kv_length),
+                _pages(problem, arrays.get("pages"), b, q_length, kv_length, start),
+                start,
             )
         )
     return sequences
@@ -130,7 +140,7 @@ def arrays_of(
     cut = {
         "batch": slice(sequence.number, sequence.number + 1),
         "seqlen_q": slice(sequence.q_length),
-        "seqlen_kv": slice(sequence.kv_length),
+        "seqlen_kv": slice(sequence.kv_start, sequence.kv_start + sequence.kv_length),
     }
     entry, rows = sequence.queries()
     parts = dict(arrays)
@@ -164,14 +174,14 @@ def check_boundaries(cu_seqlens: np.ndarray, name: str, rows: int, of_what: str)
 
 
 def _pages(
-    problem: WithLengths, table: np.ndarray | None, b: int, q_length: int, kv_length: int
+    problem: WithLengths, table: np.ndarray | None, b: int, q_length: int, kv_length: int, start: int
 ) -> np.ndarray | None:
     if table is None:
         return None
     page_size = max(1, problem.lengths.rows_kv)
     begin, end = problem.of_sequence(q_length, kv_length).seen_keys
-    read = slice(begin // page_size, -(-end // page_size))
-    pages = np.zeros(-(-kv_length // page_size), np.int64)
+    read = slice((start + begin) // page_size, -(-(start + end) // page_size))
+    pages = np.zeros(-(-(start + kv_length) // page_size), np.int64)
     pages[read] = table[b, read]
     wrong = np.flatnonzero((pages < 0) | (pages >= problem.lengths.batch_kv))
     if wrong.size:

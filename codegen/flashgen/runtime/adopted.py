@@ -64,7 +64,9 @@ def cache_arrays(arrays: Mapping[str, Any]) -> tuple[str, ...]:
     """Which of the arrays that an operator is given, by name, a KV cache may have."""
     if arrays.get("k_cache") is not None:
         return "k_cache", "v_cache", "lengths", "pages", "index"
-    return () if arrays.get("kv_lengths") is None else ("k", "v", "kv_lengths", "pages", "index")
+    if arrays.get("kv_lengths") is None:
+        return ()
+    return "k", "v", "kv_lengths", "kv_starts", "pages", "index"
 
 
 def run_adopted(call: Any, operator: Any, arrays: dict[str, Any], stream: Any, /, **rest: Any) -> Any:

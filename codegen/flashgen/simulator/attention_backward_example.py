@@ -191,7 +191,9 @@ def _with_lengths(variant: Variant, shape: Shape, rng: np.random.Generator) -> t
         randomarrays.random_lengths(rng, batch, most) for most in (shape.seqlen_q, shape.seqlen_kv)
     )
     lengths: Arrays = {}
+    starts = variant.axis("kv_starts") == "starts"
     packed_q, packed_kv = (bool(rng.integers(2)) for _ in range(2))
+    packed_kv = packed_kv and not starts
     if packed_q:
         lengths["cu_seqlens_q"] = randomarrays.boundaries(q_lengths)
         q_rows, used_q = randomarrays.packed(rng, q_lengths, _ROWS_AFTER)
@@ -205,6 +207,9 @@ def _with_lengths(variant: Variant, shape: Shape, rng: np.random.Generator) -> t
         lengths["kv_lengths"] = kv_lengths.astype(np.int32)
         kv_rows = (batch, shape.seqlen_kv + int(rng.integers(3)))
         used_kv = np.arange(kv_rows[1]) < kv_lengths[:, None]
+        if starts:
+            lengths["kv_starts"] = randomarrays.random_starts(rng, kv_lengths)
+            used_kv &= np.arange(kv_rows[1]) >= lengths["kv_starts"][:, None]
 
     def rows(size: tuple[int, int], of: int, width: int, used: np.ndarray, spread: float = 1.0) -> np.ndarray:
         return randomarrays.used_rows(rng, (*size, of, width), used, dtype, spread, gap)

@@ -165,6 +165,9 @@ def _with_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExample
     )
     lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTH_ARRAYS)
     dense = variant.mask_type == "dense"
+    starts = variant.axis("kv_starts") == "starts"
+    if starts:
+        lengths["kv_starts"] = randomarrays.random_starts(rng, kv_lengths)
     packed_q = bool(rng.integers(2)) and not dense
     if packed_q:
         lengths["cu_seqlens_q"] = randomarrays.boundaries(q_lengths)
@@ -176,7 +179,7 @@ def _with_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExample
         boxes = [param.box.rows for param in variant.params if param.name == "k" and param.box]
         sizes = [size for size in _PAGE_SIZES if not any(size % rows for rows in boxes)]
         kv_rows, used = randomarrays.paged(rng, lengths, kv_lengths, sizes)
-    elif rng.integers(2) and not dense:
+    elif rng.integers(2) and not dense and not starts:
         lengths["cu_seqlens_kv"] = randomarrays.boundaries(kv_lengths)
         kv_rows, used = randomarrays.packed(rng, kv_lengths, _ROWS_AFTER)
     else:

@@ -115,6 +115,18 @@ def random_lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarra
     return lengths
 
 
+def random_starts(rng: np.random.Generator, kv_lengths: np.ndarray) -> np.ndarray:
+    """The first key of each sequence of these lengths: of the first one in its first half, of others some are
+    0, and some the length, so that no key is left.
+    """
+    starts = rng.integers(0, kv_lengths + 1)
+    starts[rng.random(len(starts)) < 0.15] = 0
+    ended = rng.random(len(starts)) < 0.15
+    starts[ended] = kv_lengths[ended]
+    starts[:1] = rng.integers(0, kv_lengths[:1] // 2 + 1)
+    return starts.astype(np.int32)
+
+
 def boundaries(lengths: np.ndarray) -> np.ndarray:
     """Where packed sequences of these lengths begin and end."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -135,17 +147,19 @@ def paged(
     rng: np.random.Generator, lengths: dict[str, np.ndarray | None], kv_lengths: np.ndarray, sizes: list[int]
 ) -> tuple[tuple[int, int], np.ndarray]:
     """Pages of one of the ``sizes`` in random order, one of them nobody's. Returns pages and their size, and
-    which slots are used.
+    which slots are used. Sequences begin at ``lengths["kv_starts"]``, if there is such an array.
     """
+    starts = np.zeros_like(kv_lengths) if lengths["kv_starts"] is None else lengths["kv_starts"]
     size = int(rng.choice(sizes))
     counts = -(-kv_lengths // size)
     order = rng.permutation(int(counts.sum()) + 1)
     table = np.full((len(kv_lengths), max(1, int(counts.max(initial=0)))), _GARBAGE, np.int32)
     used, first = np.zeros((len(order), size), bool), 0
-    for b, (count, length) in enumerate(zip(counts, kv_lengths, strict=True)):
+    for b, (count, start, length) in enumerate(zip(counts, starts, kv_lengths, strict=True)):
         table[b, :count] = order[first : first + count]
-        slots = np.arange(length)
+        slots = np.arange(start, length)
         used[table[b, slots // size], slots % size] = True
+        table[b, : start // size] = _GARBAGE
         first += count
     lengths["pages"], lengths["kv_lengths"] = table, kv_lengths.astype(np.int32)
     return used.shape, used
@@ -154,7 +168,9 @@ def paged(
 def cache_rows(
     rng: np.random.Generator, lengths: dict[str, np.ndarray | None], kv_lengths: np.ndarray, shape: Shape
 ) -> tuple[tuple[int, int], np.ndarray]:
-    """Rows of a cache, as many as sequences, or more, of which an index chooses."""
+    """Rows of a cache, as many as sequences, or more, of which an index chooses. Sequences begin at
+    ``lengths["kv_starts"]``, if there is such an array.
+    """
     batch = len(kv_lengths)
     rows = np.arange(batch)
     if rng.integers(2):
@@ -164,6 +180,8 @@ def cache_rows(
     capacity = shape.seqlen_kv + int(rng.integers(3))
     used = np.zeros((batch + (2 if lengths["index"] is not None else 0), capacity), bool)
     used[rows] = np.arange(capacity) < kv_lengths[:, None]
+    if lengths["kv_starts"] is not None:
+        used[rows] &= np.arange(capacity) >= lengths["kv_starts"][:, None]
     return used.shape, used
 
 
