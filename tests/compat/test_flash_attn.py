@@ -259,32 +259,67 @@ def test_a_cache_of_fewer_entries_than_q_is_refused():
         flash_attn_with_kvcache(q, k, v[:1])
 
 
-def test_a_cache_that_begins_late_is_refused_by_name(array):
-    """In host memory zeros are seen to be none."""
-    given = [array(x) for x in qkv(np.random.default_rng())]
-    with pytest.raises(NotImplementedError, match=r"^cache_leftpad "):
-        flash_attn_with_kvcache(*given, cache_leftpad=array(np.array([1, 0], np.int32)))
-    found = flash_attn_with_kvcache(*given, cache_leftpad=array(np.zeros(2, np.int32)))
-    assert np.array_equal(found, flash_attn_with_kvcache(*given))
+def test_a_cache_may_begin_late(array):
+    """Of the sequence before its leftpad nothing is read; zeros are the same as none."""
+    q, k, v = qkv(np.random.default_rng())
+    right = [
+        flash_attn_with_kvcache(q[b : b + 1], k[b : b + 1, pad:], v[b : b + 1, pad:], causal=True)
+        for b, pad in enumerate((7, 0))
+    ]
+    k[0, :7], v[0, :7] = np.nan, np.nan
+    given = [array(x) for x in (q, k, v)]
+    pad = array(np.array([7, 0], np.int32))
+    found = flash_attn_with_kvcache(*given, cache_leftpad=pad, causal=True)
+    assert np.array_equal(found, np.concatenate(right))
+    lengths = array(np.array([30, 41], np.int32))
+    out = flash_attn_with_kvcache(*given, cache_seqlens=lengths, cache_leftpad=pad, causal=True)
+    assert np.array_equal(out[1:], right[1])
+    with pytest.raises(errors.BadTensorDtype, match=r"^cache_leftpad has dtype fp32; expected int32"):
+        flash_attn_with_kvcache(*given, cache_leftpad=array(np.zeros(2, np.float32)))
+    with pytest.raises(errors.BadParam, match=r"^cache_leftpad\[0\] is 42; expected 0 to 41"):
+        flash_attn_with_kvcache(*given, cache_leftpad=array(np.array([42, 0], np.int32)))
 
 
-def test_a_leftpad_of_jax_may_be_zeros():
+def test_positions_count_from_the_leftpad(array):
+    """New tokens are rotated as in a cache without padding."""
+    q, k, v = qkv(np.random.default_rng(), seqlen_q=3, dtype=np.float32)
+    new = [x[:, :3] for x in qkv(np.random.default_rng(), dtype=np.float32)[1:]]
+    angles = np.random.default_rng().uniform(0, 6, (41, 8)).astype(np.float32)
+    tables = np.cos(angles), np.sin(angles)
+    pads, lengths = np.array([7, 0], np.int32), np.array([20, 30], np.int32)
+    rights = []
+    for b, (pad, length) in enumerate(zip(pads, lengths, strict=True)):
+        caches = [x[b : b + 1, pad:].copy() for x in (k, v)]
+        one = [x[b : b + 1] for x in new]
+        options = {"cache_seqlens": np.array([length - pad], np.int32), "causal": True}
+        rights.append(flash_attn_with_kvcache(q[b : b + 1], *caches, *one, *tables, **options))
+    k[0, :7], v[0, :7] = np.nan, np.nan
+    given = [array(x) for x in (q, k, v, *new, *tables)]
+    options = {"cache_seqlens": array(lengths), "cache_leftpad": array(pads)}
+    found = flash_attn_with_kvcache(*given, **options, causal=True)
+    np.testing.assert_allclose(found, np.concatenate(rights), rtol=1e-5, atol=1e-6)
+    with pytest.raises(NotImplementedError, match=r"^cache_leftpad and rotary_cos .* 3 queries"):
+        flash_attn_with_kvcache(*given, **options)
+    with pytest.raises(NotImplementedError, match=r"^cache_leftpad and rotary_cos .* seqlen_q 2"):
+        flash_attn_with_kvcache(given[0][:, :2], *given[1:], **options)
+
+
+def test_a_leftpad_may_be_of_jax():
     jax = pytest.importorskip("jax")
     q, k, v = map(jax.numpy.asarray, qkv(np.random.default_rng()))
     given, lengths = (q[:, :1], k, v), jax.numpy.full(len(k), 5, dtype=jax.numpy.int32)
-    with pytest.raises(NotImplementedError, match=r"^cache_leftpad "):
-        flash_attn_with_kvcache(*given, cache_seqlens=lengths, cache_leftpad=lengths)
-    found = flash_attn_with_kvcache(*given, cache_seqlens=lengths, cache_leftpad=0 * lengths)
-    assert (found == flash_attn_with_kvcache(*given, cache_seqlens=lengths)).all()
+    found = flash_attn_with_kvcache(*given, cache_seqlens=lengths, cache_leftpad=lengths - 2)
+    assert (found == flash_attn_with_kvcache(q[:, :1], k[:, 3:5], v[:, 3:5])).all()
 
 
-def test_no_leftpad_that_is_traced_is_read():
+def test_a_leftpad_may_be_traced():
     torch = pytest.importorskip("torch")
     from torch.fx.experimental.proxy_tensor import make_fx
 
     given = [torch.from_numpy(x) for x in qkv(np.random.default_rng())]
-    with pytest.raises(NotImplementedError, match=r"^cache_leftpad .*: leave it out"):
-        make_fx(lambda pad: flash_attn_with_kvcache(*given, cache_leftpad=pad))(torch.zeros(2))
+    pad = torch.tensor([3, 0], dtype=torch.int32)
+    traced = make_fx(lambda pad: flash_attn_with_kvcache(*given, cache_leftpad=pad))(torch.zeros_like(pad))
+    assert torch.equal(traced(pad), flash_attn_with_kvcache(*given, cache_leftpad=pad))
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, np.int32(4)])

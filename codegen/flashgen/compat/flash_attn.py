@@ -4,12 +4,13 @@
 
 Arrays are as in ``flashgen.attention``: PyTorch, CuPy, NumPy, JAX and others; fp16, bf16, and fp32, which
 flash-attn itself lacks. NotImplementedError names an argument that flashgen does not compute: gradients of
-caches and blocks, dropout, and caches that do not begin with their first key. Other errors are as in
+caches and blocks, and dropout. Other errors are as in
 ``flashgen.attention`` and ``flashgen.append``, with this module's names of arguments.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from flashgen.api.attention import attention
@@ -17,14 +18,15 @@ from flashgen.call.kvcache import KVCache, Rotary
 from flashgen.compat.flash_attn_arguments import (
     cache_of,
     check_cache,
+    check_leftpad,
     check_new,
     check_rank,
     contiguous,
+    leftpad_positions,
     options_of,
     splits_of,
     unpacked,
 )
-from flashgen.compat.libraries import is_zero
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, readable_rows
 from flashgen.errors import BadTensorDtype, NullPointer, arg, naming
@@ -49,6 +51,8 @@ _BLOCKS = _SEQUENCES | {"lengths": "diff(cu_seqlens_k)", "pages": "block_table"}
 _CACHES = _OPTIONS | {
     "return_lse": "return_softmax_lse",
     "lengths": "cache_seqlens",
+    "starts": "cache_leftpad",
+    "kv_starts": "cache_leftpad",
     "pages": "block_table",
     "index": "cache_batch_idx",
     "k": "k_cache",
@@ -384,8 +388,9 @@ def flash_attn_with_kvcache(
         host does not read it. Or an int, for all sequences. None, without k: the whole cache.
     cache_batch_idx: int32, (batch,): the entry of each sequence in the cache; by default its own number.
         Two sequences must not write to one.
-    cache_leftpad: None, or in host memory 0 for each sequence. Nothing reads an array on a GPU to see that,
-        nor one that torch.compile traces.
+    cache_leftpad: int32, (batch,), on the device of q: the first key of each sequence in its row of the
+        cache. cache_seqlens counts what is before it, positions of rotary_cos do not. It goes with
+        block_table, which flash-attn lacks.
     block_table: int32, (batch, max_num_blocks_per_seq): the caches are (num_blocks, page_block_size,
         nheads_k, headdim), and block block_table[b, j] has the keys of sequence b from j page_block_size. A
         block has any size; entries after the last key are not read. Not with cache_batch_idx.
@@ -398,17 +403,13 @@ def flash_attn_with_kvcache(
     Returns out, (batch, seqlen_q, nheads, headdim), or, with return_softmax_lse, (out, softmax_lse) with the
     LSE in fp32, (batch, nheads, seqlen_q).
 
-    Raises NotImplementedError for another cache_leftpad, for arrays that require a gradient, and for another
-    number of queries than new tokens where both are rotated and causal, or in a window; BadTensorShape
+    Raises NotImplementedError for arrays that require a gradient; for another number of queries than new
+    tokens where both are rotated and causal, in a window, or with a cache_leftpad, and there for several that
+    are not causal; BadTensorShape
     for a cache of another row; BadParam for an int beyond the cache, and splits that no kernel can make; and
     what ``flashgen.append`` and ``flashgen.attention`` raise, of which nothing that the host can tell without
     reading elements is raised after the cache was written to.
     """
-    if cache_leftpad is not None and not is_zero(cache_leftpad):
-        raise NotImplementedError(
-            "cache_leftpad was given, which flashgen does not serve; sequences begin where the cache does: "
-            "leave it out where it is 0"
-        )
     refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     refuse_gradients(rotary_cos=rotary_cos, rotary_sin=rotary_sin, s_aux=s_aux)
     check_rank("q", q, "batch, seqlen_q, nheads, headdim")
@@ -426,11 +427,15 @@ def flash_attn_with_kvcache(
             f"rotary_cos, and causal or with a window, flashgen takes as many: pass q and "
             f"k rotated, and no rotary_cos"
         )
+    if cache_leftpad is not None and rotary_cos is not None:
+        check_leftpad(q, seqlen_new, options)
     with naming(_CACHES):
         if cache.lengths is None:
-            return attention(q, cache.k, cache.v, **options)
+            return attention(q, cache.k, cache.v, kv_starts=cache_leftpad, **options)
+        cache = replace(cache, starts=cache_leftpad)
         if k is not None:
             options["append"] = readable_rows(k), readable_rows(v)
             if rotary_cos is not None:
-                options["rotary"] = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
+                positions = leftpad_positions(cache, seqlen_new)
+                options["rotary"] = Rotary(rotary_cos, rotary_sin, rotary_interleaved, positions)
         return attention(q, cache, **options)

@@ -6,14 +6,15 @@ import numbers
 from typing import TYPE_CHECKING, Any
 
 from flashgen.call.kvcache import KVCache
-from flashgen.compat.libraries import int32s, is_tensor, module_of, shape_of
+from flashgen.compat.libraries import counted, int32s, is_tensor, module_of, shape_of
 from flashgen.compat.refusals import refuse_gradients
 from flashgen.compat.widths import missing
 from flashgen.errors import BadParam, BadTensorShape, NullPointer, arg
 from flashgen.operators.arguments import flag, shown, shown_shape
+from flashgen.operators.maskoptions import NO_WINDOW, window_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 def options_of(
@@ -103,6 +104,36 @@ def cache_of(
                 f"cannot make an array of lengths: pass one, int32, (batch,)"
             )
     return KVCache(k_cache, v_cache, lengths, pages, contiguous(index))
+
+
+def check_leftpad(q: Any, seqlen_new: int, options: Mapping[str, Any]) -> None:
+    """That queries are rotated to the positions of new tokens, where each sequence begins at its leftpad."""
+    if q.shape[1] != seqlen_new:
+        raise NotImplementedError(
+            f"cache_leftpad and rotary_cos were given, q has seqlen_q {q.shape[1]} and k has {seqlen_new} "
+            "new tokens; flashgen takes as many: pass q and k rotated, and no rotary_cos"
+        )
+    if q.shape[1] > 1 and not options["causal"] and window_of(options["window_size"]) == NO_WINDOW:
+        raise NotImplementedError(
+            f"cache_leftpad and rotary_cos were given, and {q.shape[1]} queries that are not causal, which "
+            "flash-attn rotates to one position: pass q and k rotated, and no rotary_cos"
+        )
+
+
+def leftpad_positions(cache: KVCache, seqlen_new: int) -> Any:
+    """The positions of new tokens, (batch, seqlen_new), from the start of each sequence; None for a cache
+    without starts, whose positions count from its rows.
+    """
+    if cache.starts is None:
+        return None
+    steps = counted(seqlen_new, cache.lengths)
+    if steps is None:
+        raise NotImplementedError(
+            f"cache_leftpad was given with rotary_cos, and cache_seqlens of type "
+            f"{type(cache.lengths).__name__}, of which flashgen cannot make positions: pass q and k rotated, "
+            "and no rotary_cos"
+        )
+    return (cache.lengths - cache.starts)[:, None] + steps
 
 
 def contiguous(table: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from flashgen.errors import BadTensorDtype, FlashgenError, arg
+from flashgen.errors import BadTensorDtype, arg
 from flashgen.runtime.arrays import kind_of, tensor_kind, view
 from flashgen.runtime.dlpack import adopt
 
@@ -38,16 +38,6 @@ def shape_of(name: str, x: Any) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def is_zero(x: Any) -> bool:
-    """Whether ``x`` is an array in host memory whose elements are all 0; one that is traced has none yet."""
-    try:
-        x = adopt(x, "x")
-    except FlashgenError:  # no array, or a tracer of JAX
-        return False
-    kind = kind_of(x)
-    return kind.on_host(x) and not kind.watched(x) and not x.any()
-
-
 def int32s(count: int, value: int, like: Any) -> Any:
     """``count`` times ``value``, on the device of ``like`` and of its library; None where that is unknown."""
     if is_tensor(like):
@@ -59,3 +49,16 @@ def int32s(count: int, value: int, like: Any) -> Any:
         with like.device:
             return xp.full((count,), value, dtype=xp.int32)
     return xp.full((count,), value, dtype=xp.int32, device=like.device)
+
+
+def counted(count: int, like: Any) -> Any:
+    """0 to ``count`` - 1, int32, on the device of ``like`` and of its library; None where that is unknown."""
+    if is_tensor(like):
+        return kind_of(like).torch.arange(count, dtype=kind_of(like).torch.int32, device=like.device)
+    xp = module_of(like)
+    if xp is None:
+        return None
+    if xp.__name__ == "cupy":
+        with like.device:
+            return xp.arange(count, dtype=xp.int32)
+    return xp.arange(count, dtype=xp.int32, device=like.device)
