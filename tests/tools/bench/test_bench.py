@@ -185,6 +185,10 @@ LENGTHS = {
     "packed": {"lengths": "packed", "mask": "causal"},
     "zipf": {"lengths": "zipf", "seqlen_q": 64, "batch": 5, "mask": "causal"},
 }
+PADDED = {
+    "padded": {"lengths": "cache", "seqlen_q": 1, "left_padding": 5},
+    "padded pages": {"lengths": "cache", "seqlen_q": 1, "page_size": 16, "left_padding": 21},
+}
 
 
 @given(count=st.integers(1, 80), mean=st.integers(1, 600))
@@ -721,9 +725,9 @@ def test_flashgen_itself_is_timed_on_the_case_that_is_named(score, mask):
     np.testing.assert_allclose(out, attention64(case, inputs), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize("kind", LENGTHS | PADDED)
 def test_flashgen_itself_is_timed_on_the_lengths_that_are_named(kind):
-    case = a_case(**({"head_dim": 64, "dtype": "fp32"} | LENGTHS[kind]))
+    case = a_case(**({"head_dim": 64, "dtype": "fp32"} | (LENGTHS | PADDED)[kind]))
     arrays = astuple(FakeHost().inputs(case, 4))
     inputs = Inputs(*(x if x is None or x.dtype == np.int32 else x.astype(np.float32) for x in arrays))
     peer, rng = Flashgen(), np.random.default_rng(2)

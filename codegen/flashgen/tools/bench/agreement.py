@@ -92,9 +92,10 @@ def _one_head(
     if case.page_size:
         pages = host.numpy(inputs.pages[batch]).astype(int).tolist()
         k, v = (host.numpy(x[:, :, kv_head][pages]) for x in (inputs.k, inputs.v))
-        k, v = (x.reshape(-1, x.shape[-1])[: case.seqlen_kv] for x in (k, v))
+        k, v = (x.reshape(-1, x.shape[-1])[: case.left_padding + case.seqlen_kv] for x in (k, v))
     else:
         k, v = (host.numpy(x[batch, :, kv_head]) for x in (inputs.k, inputs.v))
+    k, v = k[case.left_padding :], v[case.left_padding :]
     if case.appends:
         k_new, v_new = (host.numpy(x[batch, :, kv_head]) for x in (inputs.k_new, inputs.v_new))
         cos, sin = (host.numpy(x) for x in (inputs.cos, inputs.sin))

@@ -36,8 +36,9 @@ class Case:
     a sink, and a backward pass its gradient; flashgen alone times such a case. ``lengths`` is one of
     ``none``; ``cache``: keys are a KV cache with lengths on the device, all of seqlen_kv, contiguous or, with
     ``page_size``, in pages in random order; ``packed``: sequences are packed, all equally long; ``zipf``:
-    packed, of lengths by Zipf's law, seqlen_q = seqlen_kv in the mean. ``appends``: the last seqlen_q keys
-    and values go into the cache in the call, rotated, as q is. ``direction`` is one of ``forward``;
+    packed, of lengths by Zipf's law, seqlen_q = seqlen_kv in the mean. ``left_padding``: as many rows of a
+    cache come before the keys of each sequence, which begin at ``kv_starts``. ``appends``: the last seqlen_q
+    keys and values go into the cache in the call, rotated, as q is. ``direction`` is one of ``forward``;
     ``backward``: the gradients of q, k and v alone, from what a forward call left; ``deterministic``: the
     same bits of them each time. ``also`` names a peer that
     times this case though it leaves cases of its kind to the others elsewhere. ``clock`` is
@@ -63,6 +64,7 @@ class Case:
     head_dim_v: int | None = None
     lengths: str = "none"
     page_size: int = 0
+    left_padding: int = 0
     appends: bool = False
     direction: str = "forward"
     deterministic: bool = False
@@ -89,8 +91,10 @@ class Case:
             raise BadParam(
                 f"bench case {self.name!r}: sequences of Zipf lengths have as many keys as queries"
             )
-        if self.lengths != "cache" and (self.page_size or self.appends):
-            raise BadParam(f"bench case {self.name!r}: only a cache has pages, or is appended to")
+        if self.lengths != "cache" and (self.page_size or self.appends or self.left_padding):
+            raise BadParam(f"bench case {self.name!r}: only a cache has pages or padding, or is appended to")
+        if self.left_padding and (self.appends or self.sinks):
+            raise BadParam(f"bench case {self.name!r}: with padding it has no sinks, and nothing to append")
         if self.is_backward and self.lengths == "cache":
             raise BadParam(f"bench case {self.name!r}: a cache has no gradients")
         if self.deterministic and not self.is_backward:

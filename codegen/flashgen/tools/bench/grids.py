@@ -20,6 +20,7 @@ _RAGGED_LENGTHS = {1000: 1024, 4095: 4096, 8191: 8192}
 _RAGGED_LOSS = 0.05
 _DETERMINISTIC_LOSS = 0.08
 _SINKS_LOSS = 0.02
+_STARTS_LOSS = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,21 @@ def _sinks() -> Grid:
         cases += [plain, replace(plain, name=f"{plain.name}, sinks", sinks=True, **against)]
     doc = "sinks against the same call without: 4k causal and in a window, its backward pass, decoding"
     return Grid("sinks", doc, tuple(cases), peers=("flashgen",))
+
+
+def _starts() -> Grid:
+    """Decoding and a chunk of a prompt on a cache whose sequences begin with their first row, or later."""
+    cases = []
+    for plain in (
+        _decoding(8, 8192, 32, 8, 128),
+        _decoding(64, 8192, 32, 8, 128),
+        replace(_decoding(64, 8192, 32, 8, 128), name="64 × 8k, 32/8, d128, pages of 16", page_size=16),
+        replace(_decoding(8, 4096, 32, 8, 128), name="8 × 128 on 4k, d128", seqlen_q=128, mask="causal"),
+    ):
+        against = {"baseline": plain.name, "loss_limit": _STARTS_LOSS}
+        cases += [plain, replace(plain, name=f"{plain.name}, padded", left_padding=1000, **against)]
+    doc = "keys that begin after 1,000 rows of padding against the same keys without: µs in a CUDA graph"
+    return Grid("starts", doc, tuple(cases), metric="µs", peers=("flashgen",))
 
 
 def _small() -> Grid:
@@ -429,7 +445,7 @@ def _backward() -> Grid:
 GRIDS: dict[str, Grid] = {
     grid.name: grid
     for grid in (
-        *(_prefill(), _head_dims(), _masks(), _scores(), _sinks(), _small(), _ragged()),
+        *(_prefill(), _head_dims(), _masks(), _scores(), _sinks(), _starts(), _small(), _ragged()),
         *(_lineage(), _decode(), _paged(), _chunked(), _append(), _varlen(), _backward()),
     )
 }

@@ -30,8 +30,8 @@ class Inputs:
     True = hidden, or None; ``slopes`` is float32 (num_heads_q,), for ALiBi, or None, and so are ``sinks``.
 
     Packed, they are (tokens, heads, ...), with ``cu_seqlens_q`` and ``cu_seqlens_kv``. A cache has
-    ``kv_lengths`` and, if k and v are (num_pages, page_size, ...), ``pages``. What is appended to it are
-    ``k_new`` and ``v_new``; ``cos`` and ``sin`` come from `quarter_turns`.
+    ``kv_lengths``, with padding ``kv_starts`` and, if k and v are (num_pages, page_size, ...), ``pages``.
+    What is appended to it are ``k_new`` and ``v_new``; ``cos`` and ``sin`` come from `quarter_turns`.
 
     For a backward pass ``dout`` is as out, and ``dq``, ``dk`` and ``dv`` are as q, k and v, ``dsinks`` as
     sinks; out and ``lse``, float32 (batch, num_heads_q, seqlen_q) or (num_heads_q, tokens), are then for the
@@ -48,6 +48,7 @@ class Inputs:
     cu_seqlens_q: Any | None = None
     cu_seqlens_kv: Any | None = None
     kv_lengths: Any | None = None
+    kv_starts: Any | None = None
     pages: Any | None = None
     k_new: Any | None = None
     v_new: Any | None = None
@@ -113,11 +114,11 @@ class Host(Clock, Protocol):
 def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
     """Shapes of q, k, v and out."""
     rows_q: tuple[int, ...] = (case.batch, case.seqlen_q)
-    rows_kv: tuple[int, ...] = (case.batch, case.seqlen_kv)
+    rows_kv: tuple[int, ...] = (case.batch, case.seqlen_kv + case.left_padding)
     if case.is_packed:
         rows_q, rows_kv = (case.batch * case.seqlen_q,), (case.batch * case.seqlen_kv,)
     elif case.page_size:
-        rows_kv = (case.batch * -(-case.seqlen_kv // case.page_size), case.page_size)
+        rows_kv = (case.batch * -(-rows_kv[1] // case.page_size), case.page_size)
     q, kv = (*rows_q, case.num_heads_q), (*rows_kv, case.num_heads_kv)
     return (*q, case.head_dim), (*kv, case.head_dim), (*kv, case.width_v), (*q, case.width_v)
 
@@ -160,8 +161,10 @@ def filled(
         ends = np.cumsum([(0, 0), *case.sequences], axis=0, dtype=np.int32)
         arrays |= {f"cu_seqlens_{name}": place(ends[:, n].copy()) for n, name in enumerate(("q", "kv"))}
     if case.lengths == "cache":
-        length = case.seqlen_kv - (case.seqlen_q if case.appends else 0)
+        length = case.seqlen_kv + case.left_padding - (case.seqlen_q if case.appends else 0)
         arrays["kv_lengths"] = place(np.full(case.batch, length, np.int32))
+    if case.left_padding:
+        arrays["kv_starts"] = place(np.full(case.batch, case.left_padding, np.int32))
     if case.page_size:
         order = rng.permutation(shapes(case)[1][0]).astype(np.int32)
         arrays["pages"] = place(order.reshape(case.batch, -1))

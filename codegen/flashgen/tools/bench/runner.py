@@ -120,8 +120,9 @@ def _prepare(
     steps: dict[str, Step] = {}
     reference = None
     for peer in peers:
-        no_sinks = "timed without sinks" if case.sinks and not peer.name.startswith(OURS) else None
-        reason = no_sinks or peer.declines(case)
+        reason = peer.declines(case)
+        if (case.sinks or case.left_padding) and not peer.name.startswith(OURS):
+            reason = "timed without sinks and padding"
         if reason is not None:
             measurements[peer.name] = Measurement(peer.name, note=reason)
             continue

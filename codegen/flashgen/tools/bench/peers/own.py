@@ -139,7 +139,8 @@ class Flashgen:
         def keys(inputs: Inputs) -> tuple[Any, ...]:
             if case.is_packed:
                 return inputs.k, inputs.v
-            return (KVCache(inputs.k, inputs.v, inputs.kv_lengths, pages=inputs.pages),)
+            starts, pages = inputs.kv_starts, inputs.pages
+            return (KVCache(inputs.k, inputs.v, inputs.kv_lengths, pages=pages, starts=starts),)
 
         def appended(inputs: Inputs) -> dict[str, Any]:
             if not case.appends:
@@ -172,7 +173,8 @@ class Flashgen:
             )
 
         def arrays(inputs: Inputs) -> dict[str, Any]:
-            lengths = named(inputs) or {"kv_lengths": inputs.kv_lengths, "pages": inputs.pages}
+            names = ("kv_lengths", "kv_starts", "pages")
+            lengths = named(inputs) or {name: getattr(inputs, name) for name in names}
             return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": inputs.out, **lengths}
 
         plan = self._changed(plan, arrays(first))
@@ -204,8 +206,8 @@ class FlashgenFixed:
             return "timed on forward passes"
         if case.lengths not in ("cache", "packed"):
             return "sequences that have lengths, and all the same"
-        if case.sinks:
-            return "no sinks"
+        if case.sinks or case.left_padding:
+            return "no sinks, and no padding"
         return "no pages, and nothing to append" if case.page_size or case.appends else None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
