@@ -649,10 +649,9 @@ __device__ __forceinline__ void copy_rows(const Params& params, shared_address b
     // A page may be as small as one key. Each lane looks up one of the warp's rows, so that all look-ups of a warp are one load.
     const int lane = threadIdx.x % 32;
     const int own_row = lane / kRowsOfWarp * kRowsPerPass + threadIdx.x / 32 * kRowsOfWarp + lane % kRowsOfWarp;
-    const int row_of_sequence = first_key + own_row;
-    const int page_of_sequence = divide(row_of_sequence, params.page_size_divisor);
+    const int page_of_sequence = divide(first_key + own_row, params.page_size_divisor);
     const int page = rows.among(kBlockN).has(own_row) ? load_clamped(params.pages, page_of_sequence, params.batch_kv - 1) : 0;
-    const int row_of_page = row_of_sequence - page_of_sequence * params.page_size;
+    const int row_of_page = first_key + own_row - page_of_sequence * params.page_size;
     const int64_t own_offset = page * page_stride + row_of_page * row_stride;
 #pragma unroll
     for (int pass = 0; pass * kRowsPerPass < kBlockN; ++pass) {

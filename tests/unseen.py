@@ -42,10 +42,10 @@ def seen_rows(example):
         if table is None:
             rows[each.kv_entry, each.kv_begin : each.kv_begin + each.kv_length] |= keys
             continue
-        (of_sequence,) = np.nonzero(keys)
-        places = of_sequence // problem.lengths.rows_kv
+        of_row = np.flatnonzero(keys) + each.kv_begin
+        places = of_row // problem.lengths.rows_kv
         entries[each.number, places] = True
-        rows[table[each.number, places], of_sequence % problem.lengths.rows_kv] = True
+        rows[table[each.number, places], of_row % problem.lengths.rows_kv] = True
     return rows, entries
 
 

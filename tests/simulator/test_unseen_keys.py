@@ -131,7 +131,16 @@ BACKWARD_VARLEN = (
     ("flash_bwd_varlen_hdim192_fp16_local_sm90", SEQUENCES),
     ("flash_bwd_varlen_hdim192_fp16_local_pair_sm90", LONG_SEQUENCES_MHA),
 )
+STARTS = (
+    ("flash_fwd_varlen_hdim32_fp16_local_paged_starts_m64_packgqa_sm80", LONG_SEQUENCES),
+    ("flash_fwd_varlen_hdim32_bf16_local_starts_sm90", LONG_SEQUENCES_MHA),
+    ("flash_varlen_decode_hdim32_fp16_local_paged_fixed_starts_sm80", FEW_SEQUENCES),
+    ("flash_varlen_decode_hdim64_bf16_local_paged_starts_c2_packgqa_sm90", FEW_SEQUENCES),
+    ("flash_bwd_varlen_hdim32_fp16_local_starts_sm80", SEQUENCES),
+    ("flash_bwd_varlen_hdim64_bf16_local_ordered_starts_gqa_sm90", LONG_SEQUENCES),
+)
 CASES = FORWARD_SM80 + DECODE + LINEAGE + FORWARD_SM90 + FORWARD_VARLEN_SM90 + BACKWARD + BACKWARD_VARLEN
+CASES += STARTS
 
 
 def simulated(variant, example, seed, source_of=render):

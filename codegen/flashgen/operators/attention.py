@@ -409,8 +409,8 @@ def normalise(
             of_lengths.refuse_arrays_of_keys(score)
             if rule is not None:
                 raise BadParam(
-                    f"{arg('kv_starts')} was given together with a Mask, whose keys are counted from the first "
-                    f"row; put the start into its line, as kv >= start[b], and leave {arg('kv_starts')} out"
+                    f"{arg('kv_starts')} was given together with a Mask, whose keys are counted from the "
+                    f"first row; put the start into its line, as kv >= start[b], and leave {arg('kv_starts')} out"
                 )
     rule_sizes = contract.check_rule_arrays(rule, lines, sizes, lengths)
     symbols = sizes | dict(score_sizes) | dict(rule_sizes)

@@ -180,7 +180,7 @@ def _pages(
         return None
     page_size = max(1, problem.lengths.rows_kv)
     begin, end = problem.of_sequence(q_length, kv_length).seen_keys
-    read = slice((start + begin) // page_size, -(-(start + end) // page_size))
+    read = slice((start + begin) // page_size, -(-(start + end) // page_size) if begin < end else 0)
     pages = np.zeros(-(-(start + kv_length) // page_size), np.int64)
     pages[read] = table[b, read]
     wrong = np.flatnonzero((pages < 0) | (pages >= problem.lengths.batch_kv))
