@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flashgen.api.merge import merge
     from flashgen.api.quantize import quantize
     from flashgen.api.weights import WeightsPlan
+    from flashgen.call.blockmask import BlockMask
     from flashgen.call.kvcache import KVCache, Rotary
     from flashgen.call.mask import Mask
     from flashgen.errors import (
@@ -54,6 +55,7 @@ __all__ = [
     "BadTensorDtype",
     "BadTensorShape",
     "BadTensorStrides",
+    "BlockMask",
     "CacheWarning",
     "CompileError",
     "DeviceTypeNotSupported",
@@ -89,6 +91,7 @@ __all__ = [
 
 _HOMES = {
     "AppendPlan": "flashgen.api.append_and_attend",
+    "BlockMask": "flashgen.call.blockmask",
     "KVCache": "flashgen.call.kvcache",
     "Mask": "flashgen.call.mask",
     "Plan": "flashgen.runtime.plans",

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypedDict, overload
 from flashgen import distributed as distributed
 from flashgen.api.append_and_attend import AppendPlan as AppendPlan
 from flashgen.api.weights import WeightsPlan as WeightsPlan
+from flashgen.call.blockmask import BlockMask as BlockMask
 from flashgen.call.kvcache import KVCache as KVCache
 from flashgen.call.kvcache import Rotary as Rotary
 from flashgen.call.mask import Mask as Mask
@@ -38,6 +39,7 @@ __all__ = [
     "BadTensorDtype",
     "BadTensorShape",
     "BadTensorStrides",
+    "BlockMask",
     "CacheWarning",
     "CompileError",
     "DeviceTypeNotSupported",
@@ -83,6 +85,8 @@ class _AttentionPlan(Plan):
         out: Any = ...,
         lse: Any = ...,
         sinks: Any = ...,
+        block_indptr: Any = ...,
+        block_indices: Any = ...,
         cu_seqlens_q: Any = ...,
         cu_seqlens_kv: Any = ...,
         kv_lengths: Any = ...,
@@ -108,6 +112,8 @@ class _GradientPlan(Plan):
         out: Any = ...,
         lse: Any = ...,
         sinks: Any = ...,
+        block_indptr: Any = ...,
+        block_indices: Any = ...,
         dlse: Any = ...,
         dq: Any = ...,
         dk: Any = ...,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flashgen.call.blockmask import BlockMask, with_arrays
 from flashgen.call.compute import compute, make_plan, planning
 from flashgen.call.kvcache import KVCache
 from flashgen.call.record import AttentionCall, call_of
@@ -80,6 +81,8 @@ attention = public("attention", AttentionCall, _attention, __name__)
 
 def _recorded(call: Call) -> Any:
     """The call as an operator of PyTorch, or recorded by autograd."""
+    if isinstance(call.mask, BlockMask):
+        call = with_arrays(call)
     call = call.replace(
         return_lse=flag("return_lse", call.return_lse),
         deterministic=flag("deterministic", call.deterministic),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flashgen.call.blockmask import BlockMask, with_arrays
 from flashgen.call.compute import compute, make_plan, planning
 from flashgen.call.fields import BY_NAME, DIFFERENTIABLE, GRADIENTS, SHORTHANDS, listed
 from flashgen.call.keywords import unexpected
@@ -28,6 +29,8 @@ def _attention_backward(call: Call) -> tuple[Any, ...]:
     kind = arrays.kind_of(call.dout)
     try:
         call = _repeatable(call, kind)
+        if isinstance(call.mask, BlockMask):
+            call = with_arrays(call)
         if kind is not None and kind.watched(call.dout):
             from flashgen.call import compiled
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from flashgen.call.codec import INPUTS, INPUTS_SCHEMA, SCHEMA, decode, encode, encode_score
 from flashgen.call.compute import compute
-from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, SHORTHANDS, listed
+from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, OF_BLOCK_MASK, SHORTHANDS, listed
 from flashgen.call.mask import Mask, mask_of
 from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.call.request import check_gradient, gradients_of, names_of, request_of, score_gradient_of
@@ -33,13 +33,13 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _COUNT, _GRADIENTS = len(INPUTS), len(DIFFERENTIABLE)
 # What the backward pass takes beside the inputs: the first before them, the others after them.
 OF_BACKWARD = ("dout", *INPUTS, "out", "lse", "dlse")
-# Of these the arrays whose rows are aligned, and the ones that are contiguous; lengths are as the caller has
-# them.
+# Of these the arrays whose rows are aligned, and the ones that are contiguous; lengths and lists of key
+# blocks are as the caller has them.
 _IN_ROWS, _CONTIGUOUS = (
     tuple(
         x.name
         for x in BACKWARD.arguments
-        if x.layout == layout and x.name in OF_BACKWARD and x.name not in LENGTHS
+        if x.layout == layout and x.name in OF_BACKWARD and x.name not in (*LENGTHS, *OF_BLOCK_MASK)
     )
     for layout in ("rows", "contiguous")
 )

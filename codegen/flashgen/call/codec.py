@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashgen.call.fields import BACKWARD, DIFFERENTIABLE, FORWARD, GRADIENTS, POSITIONAL, SHORTHANDS
+from flashgen.call.fields import (
+    BACKWARD,
+    DIFFERENTIABLE,
+    FORWARD,
+    GRADIENTS,
+    OF_BLOCK_MASK,
+    POSITIONAL,
+    SHORTHANDS,
+)
 from flashgen.call.generate import function
 from flashgen.call.mask import Mask, mask_of
 from flashgen.call.record import AttentionCall, GradientCall, call_of
@@ -44,6 +52,7 @@ _ENTRIES = {
     "window": ("SymInt {}_left", "SymInt {}_right"),
     "number": ("float? {}",),
     "bound": ("SymInt? {}",),
+    "block_size": ("int[]? {}",),
 }
 # What operators have of both records; that results are wanted an operator says itself.
 OPTIONS = tuple(
@@ -61,7 +70,7 @@ INPUTS = (
         for field in AttentionCall.fields
         if field.kind == "array"
         and not field.gradient
-        and set(FORWARD + BACKWARD) == {*field.functions}
+        and (set(FORWARD + BACKWARD) == {*field.functions} or field.name in OF_BLOCK_MASK)
         and field.name != "out"
     ),
 )

@@ -29,6 +29,7 @@ Kind = Literal[
     "window",  # two integers
     "bound",  # of the lengths of sequences
     "splits",
+    "block_size",  # rows and keys of the blocks of a BlockMask
     "score",  # a score modification: its names, its parameters, or shorthand for one
     "name",  # a string that is looked up
     "host",  # only for the host: where to queue, which memory to use, what to do beforehand
@@ -123,8 +124,9 @@ FIELDS = (
         doc="""bool or uint8, nonzero where a key is hidden (as in numpy.ma). Broadcasts from the right, as in
         NumPy, to (batch, num_heads_q, seqlen_q, seqlen_kv); (seqlen_q, seqlen_kv) and (seqlen_kv,) are the
         common shapes. Its last dimension is seqlen_kv itself and contiguous. Or a ``Mask``, by one line,
-        which is true where a key is visible. With causal, mask types 2 and 3, or window_size both hold: a
-        query sees a key that neither hides.""",
+        which is true where a key is visible; or a ``BlockMask``, lists of the blocks of keys that are
+        visible. With causal, mask types 2 and 3, or window_size both hold: a query sees a key that neither
+        hides.""",
     ),
     Field(
         "mask_type",
@@ -226,6 +228,10 @@ FIELDS = (
         elsewhere=("cu_seqlens_k", "kv_indptr"),
         doc="the same for k and v. Not with kv_lengths.",
     ),
+    # What a BlockMask holds.
+    Field("block_indptr", "array", ()),
+    Field("block_indices", "array", ()),
+    Field("block_size", "block_size", ()),
     # The rows and the pages of a KVCache.
     Field("index", "array", ()),
     Field("pages", "array", ()),
@@ -380,6 +386,8 @@ REQUIRED = {
     "quantize": 1,
 }
 SHORTHANDS = tuple((field.name, field.shorthand) for field in FIELDS if field.shorthand)
+# What calls and their gradients have of a BlockMask.
+OF_BLOCK_MASK = ("block_indptr", "block_indices", "block_size")
 # The arrays that say which rows each sequence has.
 LENGTHS = ("kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_kv")
 # What calls and plans, also with append=, take by name beside the arguments of the operators of attention: a

@@ -23,7 +23,7 @@ def arrays_instead(given: Mapping[str, Any]) -> str:
     return f"; of a KVCache pass cache.k, cache.v{''.join(named)}"
 
 
-class _ShapesShown:
+class ShapesShown:
     """Printed, arrays are their shapes: their elements may be gigabytes."""
 
     __slots__ = ()
@@ -35,7 +35,7 @@ class _ShapesShown:
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class KVCache(_ShapesShown):
+class KVCache(ShapesShown):
     """A cache of keys and values, as the caller holds it.
 
     k, v: (rows, capacity, num_heads_kv, head_dim), for v with head_dim_v: a row for each sequence. With pages
@@ -60,7 +60,7 @@ class KVCache(_ShapesShown):
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Rotary(_ShapesShown):
+class Rotary(ShapesShown):
     """Rotary embedding: by which angles queries and keys are rotated.
 
     cos, sin: (num_positions, rotary_dim / 2), of the dtype of q, or fp32. rotary_dim is a multiple of 16; the

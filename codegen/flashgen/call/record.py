@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from flashgen.call.fields import BACKWARD, FIELDS, FORWARD, Field
+from flashgen.call.fields import BACKWARD, FIELDS, FORWARD, OF_BLOCK_MASK, Field
 from flashgen.call.generate import function
 from flashgen.operators.arguments import flag, length_bound
+from flashgen.operators.blocklists import block_size_of
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.operators.splits import AUTO, splits_of
 
@@ -27,11 +28,13 @@ _CHECKS = {
     ),
     "splits": ("{x} is AUTO", "splits_of({x})"),
     "bound": ("({x} is None or type({x}) is int)", "length_bound({name!r}, {x})"),
+    "block_size": ("{x} is None", "block_size_of({x})"),
 }
 
 
 _NAMES = {
     "AUTO": AUTO,
+    "block_size_of": block_size_of,
     "NO_WINDOW": NO_WINDOW,
     "flag": flag,
     "length_bound": length_bound,
@@ -129,12 +132,12 @@ _OF_CACHE = ("index", "pages")
 AttentionCall = _record(
     "AttentionCall",
     "A call of ``attention`` or ``plan``; of a KVCache `request` sets k, v, and what it says of sequences.",
-    tuple(x for x in FIELDS if set(FORWARD) & {*x.functions} or x.name in _OF_CACHE),
+    tuple(x for x in FIELDS if set(FORWARD) & {*x.functions} or x.name in (*_OF_CACHE, *OF_BLOCK_MASK)),
 )
 GradientCall = _record(
     "GradientCall",
     "A call of ``attention_backward`` or ``plan_backward``.",
-    tuple(x for x in FIELDS if set(BACKWARD) & {*x.functions}),
+    tuple(x for x in FIELDS if set(BACKWARD) & {*x.functions} or x.name in OF_BLOCK_MASK),
 )
 AppendCall = _record(
     "AppendCall", "A call of ``append``.", tuple(x for x in FIELDS if "append" in x.functions)

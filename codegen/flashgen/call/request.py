@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from flashgen.call import blockmask
+from flashgen.call.blockmask import BlockMask
 from flashgen.call.fields import LENGTHS, PLAN_KEYWORDS, SHORTHANDS
 from flashgen.call.generate import function
 from flashgen.call.keywords import advice
@@ -174,6 +176,8 @@ def request_of(call: Call) -> Request:
         call = call.normalised()
     if isinstance(call.k, KVCache):
         call = of_cache(call)
+    if isinstance(call.mask, BlockMask):
+        call = blockmask.with_arrays(call)
     if (
         call.kv_lengths is None
         and call.kv_starts is None
@@ -184,6 +188,7 @@ def request_of(call: Call) -> Request:
             refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
         operators = _ATTENTION
     else:
+        blockmask.refuse(call, "a call with lengths")
         operators = _WITH_LENGTHS
     if is_plain and operators.plain is not None and not isinstance(call.mask, Mask):
         return operators.pack(call, operators.plain, None, (call.softmax_scale,))
@@ -219,6 +224,8 @@ def gradients_of(call: Call) -> Request:
         raise BadParam(
             f"{arg('k')} is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be"
         )
+    if isinstance(call.mask, BlockMask):
+        call = blockmask.with_arrays(call)
     if (
         call.kv_lengths is None
         and call.kv_starts is None
@@ -231,6 +238,7 @@ def gradients_of(call: Call) -> Request:
     else:
         if not isinstance(call.mask, Mask):
             refuse_mask(call.mask)
+        blockmask.refuse(call, "a call with lengths")
         operators = _BACKWARD_WITH_LENGTHS
     if is_plain and operators.plain is not None and not isinstance(call.mask, Mask):
         return operators.pack(call, operators.plain, None, (call.softmax_scale,))
@@ -243,6 +251,7 @@ def weights_of(call: Call, lse: Any) -> Request:
     """
     if not call.is_normal():
         call = call.normalised()
+    blockmask.refuse(call, "return_weights")
     if call.max_seqlen_q is not None or call.max_seqlen_kv is not None:
         refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
     refuse_line(call)
@@ -270,6 +279,7 @@ def score_gradient_of(call: Call, name: str) -> Request:
         call = call.normalised()
     refuse_lengths_beside(name, call)
     _refuse_line_beside(name, call)
+    blockmask.refuse(call, "a gradient of an array of a score")
     score, arrays, numbers = score_of(call)
     array = {of: shorthand.param for of, shorthand in SHORTHANDS}.get(name, name)
     there = [] if score is None else [param.name for param in score.arrays if not param.is_integer]
@@ -294,6 +304,7 @@ def check_gradient(call: Call, name: str) -> None:
     score, _, _ = score_of(call)
     if any(param.name == array for param in score.arrays):
         _refuse_line_beside(name, call)
+        blockmask.refuse(call, "a gradient of an array of a score")
         indices_of(score.with_respect_to(array))
 
 
@@ -329,6 +340,8 @@ def names_of(call: Call) -> dict[str, str]:
         names |= {"kv_lengths": "lengths"} | FIELDS
         if call.kv_starts is None:
             names["kv_starts"] = "starts"
+    if isinstance(call.mask, BlockMask) or call.block_indptr is not None:
+        names |= blockmask.FIELDS
     return names
 
 

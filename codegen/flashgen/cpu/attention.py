@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from flashgen.cpu.keyspans import block_rows, key_spans
 from flashgen.cpu.threads import for_each
 from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.masks import Band, hidden_keys
@@ -25,6 +26,7 @@ from flashgen.runtime.hostarrays import check_writable, host_array
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from flashgen.cpu.keyspans import KeySpans
     from flashgen.operators.attention import AttentionProblem
     from flashgen.operators.modification import ScoreOfCall
     from flashgen.operators.visibility import Visibility
@@ -99,14 +101,14 @@ def attention(
     if mask is not None:
         full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
         mask = np.broadcast_to(mask, full)
-    block = max(1, BLOCK_ROWS // problem.group_size)
+    block, spans = block_rows(problem, BLOCK_ROWS), key_spans(problem, arrays, BLOCK_KEYS)
     tasks = [
         (batch, head, start, min(start + block, problem.seqlen_q))
         for batch in range(problem.batch)
         for head in range(problem.num_heads_kv)
         for start in range(0, problem.seqlen_q, block)
     ]
-    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, sinks, score, first_batch, rule)
+    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, sinks, spans, score, first_batch, rule)
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     work = pairs * (problem.head_dim + problem.head_dim_v)
     # Of one product BLAS may give other bits with other threads, of which a large batch leaves it one.
@@ -124,6 +126,7 @@ def _attend(
     out: np.ndarray,
     lse: np.ndarray,
     sinks: np.ndarray | None,
+    spans: KeySpans,
     score: ScoreOfCall | None,
     first_batch: int,
     rule: Visibility | None,
@@ -145,8 +148,7 @@ def _attend(
     begin, end = band.keys_of_some(start, stop, problem.seqlen_kv)
     begin_every, end_every = band.keys_of_every(start, stop, problem.seqlen_kv)
     line = None if rule is None else LineOfRows(rule, batch, heads, range(start, stop))
-    for first in range(begin, end, BLOCK_KEYS):
-        last = min(first + BLOCK_KEYS, end)
+    for first, last in spans(batch, kv_head, start, begin, end):
         hidden = by_line = None
         if line is not None:
             seen = line.hides(range(first, last))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from flashgen.cpu.attention import BLOCK_KEYS, BLOCK_ROWS, LineOfRows, named_on_host, store
+from flashgen.cpu.keyspans import KeySpans, block_rows, key_spans
 from flashgen.cpu.threads import for_each
 from flashgen.operators.backward import LENGTH_ARRAYS
 from flashgen.operators.contract import MASK
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 class Call(NamedTuple):
     """The arrays of a call by name, each with a batch; bfloat16 elements are their bits. ``first_batch`` is
     the number that a score modification knows the first entry by. ``dsinks``, (batch, num_heads_q), has what
-    each entry adds to the gradient of sinks. ``rule`` is a mask by a line.
+    each entry adds to the gradient of sinks. ``rule`` is a mask by a line; ``spans`` are the keys that rows
+    go through.
     """
 
     arrays: Mapping[str, np.ndarray | None]
@@ -42,6 +44,7 @@ class Call(NamedTuple):
     first_batch: int = 0
     dsinks: np.ndarray | None = None
     rule: Visibility | None = None
+    spans: KeySpans | None = None
 
 
 def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
@@ -75,6 +78,7 @@ def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
 
 def gradients(problem: BackwardProblem, call: Call) -> None:
     """Fill dq, dk and dv, and add to dsinks."""
+    call = call._replace(spans=key_spans(problem, call.arrays, BLOCK_KEYS))
     total = call.arrays.get("dsinks")
     if total is not None:
         call = call._replace(dsinks=np.zeros((problem.batch, problem.num_heads_q), np.float32))
@@ -95,7 +99,7 @@ def _of_kv_head(problem: BackwardProblem, call: Call, task: tuple[int, int]) -> 
         widened(x[batch, :, kv_head], problem.dtype, np.float32) for x in (call.arrays["k"], call.arrays["v"])
     )
     dk, dv = np.zeros_like(keys), np.zeros_like(values)
-    block = max(1, BLOCK_ROWS // problem.group_size)
+    block = block_rows(problem, BLOCK_ROWS)
     for start in range(0, problem.seqlen_q, block):
         rows = range(start, min(start + block, problem.seqlen_q))
         _of_rows(problem, call, batch, kv_head, rows, keys, values, dk, dv)
@@ -150,8 +154,7 @@ def _of_rows(
     begin, end = band.keys_of_some(rows.start, rows.stop, problem.seqlen_kv)
     begin_every, end_every = band.keys_of_every(rows.start, rows.stop, problem.seqlen_kv)
     line = None if call.rule is None else LineOfRows(call.rule, batch, heads, rows)
-    for first in range(begin, end, BLOCK_KEYS):
-        last = min(first + BLOCK_KEYS, end)
+    for first, last in call.spans(batch, kv_head, rows.start, begin, end):
         some, hidden, by_line = np.arange(first, last), None, None
         if line is not None:
             seen = line.hides(range(first, last))

@@ -31,8 +31,9 @@ FEATURE = "feature"
 When = dict[str, tuple[str, ...]]
 
 _DENSE: When = {"mask_type": ("dense",)}
-_DIAGONAL: When = {"mask_type": ("causal", "local", "dense")}
-_WINDOW: When = {"mask_type": ("local", "dense")}
+_DIAGONAL: When = {"mask_type": ("causal", "local", "dense", "blocks")}
+_WINDOW: When = {"mask_type": ("local", "dense", "blocks")}
+_BLOCKS: When = {"mask_type": ("blocks",)}
 _GROUPED: When = {"gqa": ("gqa", "packed")}
 _PAGED: When = {"pages": ("paged",)}
 _UNPAGED: When = {"pages": ("none",)}
@@ -69,6 +70,8 @@ ARRAYS = {
     "sinks": Note("a logit of each query head, natural units; fp32, or bfloat16 with sink_bytes 2"),
     "dlse": Note("the gradient of lse"),
     "mask": Note("not 0 = hidden", _DENSE),
+    "block_indptr": Note("where the list of each block of queries begins, and the end", _BLOCKS),
+    "block_indices": Note("blocks of keys, ascending in each list", _BLOCKS),
     "cu_seqlens_q": Note("null where queries are padded"),
     "cu_seqlens_kv": Note("null where keys are not packed", _UNPAGED),
     "kv_lengths": Note("null where cu_seqlens_kv has them, or all have seqlen_kv"),
@@ -96,6 +99,8 @@ ARRAYS = {
     "turns": Note("(heads, blocks of queries): blocks of keys that have added to dq_accum", _ORDERED),
     "cleared": Note("(heads of the main grid): CTAs that have cleared their part of dq_accum", _CLEARS_AHEAD),
     "added": Note("(heads of the main grid): CTAs that will add no more to dq_accum", _CLEARS_AHEAD),
+    "key_list_ends": Note("(lists, num_listed_keys, 2): begin and end of each list by keys", _BLOCKS),
+    "key_lists": Note("(block_entries, 2): a block of queries; thread blocks of later keys", _BLOCKS),
     "dk_parts": Note("dK of each part of a group, in tiles of 16 rows by 8 columns", _GROUPED),
     "dv_parts": Note("dV of each part of a group, in the same tiles", _GROUPED),
     "key_blocks": Note(
@@ -116,7 +121,7 @@ ARRAYS = {
 
 # What kernels of gradients keep between steps beside arguments: no parameter of a score modification is
 # called so.
-KEPT = ("dq_accum", "delta", "lse_log2", "turns")
+KEPT = ("dq_accum", "delta", "lse_log2", "turns", "key_list_ends", "key_lists")
 
 NUMBERS = {
     # Sizes of the call. If lengths vary, sizes of a sequence are bounds for all sequences.
@@ -200,6 +205,14 @@ NUMBERS = {
     "dscore_head_step": Declared("int64_t", "the same for heads"),
     "dscore_query_step": Declared("int64_t", "for queries"),
     "dscore_key_step": Declared("int64_t", "for keys"),
+    # Lists of key blocks.
+    "block_rows_log2": Declared("int32_t", "of the queries of a block", _BLOCKS),
+    "block_keys_log2": Declared("int32_t", "of the keys of a block", _BLOCKS),
+    "num_listed_keys": Declared("int32_t", "blocks of keys that lists may have", _BLOCKS),
+    "block_entries": Declared("int32_t", "of block_indices", _BLOCKS),
+    "block_indptr_batch": Declared("int32_t", "batch entries that have lists, 1 if all share them", _BLOCKS),
+    "block_indptr_num_heads": Declared("int32_t", "kv heads that have lists, 1 if all share them", _BLOCKS),
+    "block_indptr_ends": Declared("int32_t", "blocks of queries, and one more", _BLOCKS),
     # The mask and the scale.
     "diagonal_offset": Declared("int32_t", "query i is aligned with key i + diagonal_offset", _DIAGONAL),
     "window_left": Declared("int32_t", "keys before the diagonal that a query attends to", _WINDOW),

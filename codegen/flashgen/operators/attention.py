@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, arg
-from flashgen.operators import contract
+from flashgen.operators import blocklists, contract
 from flashgen.operators import lengths as of_lengths
 from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
 from flashgen.operators.lengths import BOUNDS, LENGTH_ARRAYS, PAGES, STARTS, Lengths
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from flashgen.operators.arguments import ArrayView, Expected
+    from flashgen.operators.blocklists import BlockLists
     from flashgen.operators.rules import Rule, RuleOfCall
     from flashgen.operators.scores import Score
     from flashgen.operators.splits import Splits
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["normalise"]
 
 # What a kernel implements; see `AttentionProblem`.
-KERNEL_MASKS = ("none", "causal", "local", "dense", "lines")
+KERNEL_MASKS = ("none", "causal", "local", "dense", "lines", "blocks")
 
 ARGUMENTS = (
     Argument("q", "input", "batch_q rows_q num_heads_q head_dim", differentiable=True),
@@ -65,13 +66,16 @@ ARGUMENTS = (
         differentiable=True,
     ),
     of_lengths.KV_STARTS,
+    *blocklists.ARGUMENTS,
 )
 # The optional inputs but the mask, whose check is of its own.
 _INPUTS = tuple(x.name for x in ARGUMENTS if x.optional and not x.is_output and x.name != "mask")
 # Who splits keys: a kernel, into equal shares of all that there are, or the call; of a family that a call of
 # either kind may take, nobody ("any").
 SPLITS = ("none", "fixed")
-OPTIONS = ("causal", "mask_type", "window_size", "return_lse", "splits", *BOUNDS, "score")
+OPTIONS = ("causal", "mask_type", "window_size", "block_size", "return_lse", "splits", *BOUNDS, "score")
+# What only calls without lengths have.
+OF_PLAIN = (*blocklists.NAMES, "block_size")
 # Keys of the sequence that represents all where the kernel must not depend on their lengths.
 _STANDARD_KEYS = 4096
 SCALARS = ("softmax_scale",)
@@ -85,11 +89,12 @@ class AttentionProblem(Problem):
     Key j is visible to query i iff ``p - window_left <= j <= p + window_right``, where ``p = i +
     diagonal_offset``, and the dense mask, if any, is zero there; a side that is ``UNBOUNDED`` hides nothing.
     ``mask_type`` is what a kernel must implement: ``none``, ``causal`` (bounded on the right only,
-    ``window_right`` 0), ``local``, or ``dense`` or ``lines``, whose keys may be bounded too. ``lines`` is a
-    mask by a line, ``rule``, true where a key is visible; ``rule_sizes`` are the sizes of symbols that are
-    its own. ``score`` is the score modification, if any; ``score_scalars`` are its numbers, NaN until a call
-    gives them, and ``score_sizes`` the sizes of symbols that are its own. ``splits`` is what the call says of
-    split-KV, ``sinks_dtype`` the dtype of its sinks, None without them.
+    ``window_right`` 0), ``local``, or ``dense``, ``lines`` or ``blocks``, whose keys may be bounded too.
+    ``lines`` is a mask by a line, ``rule``, true where a key is visible; ``rule_sizes`` are the sizes of
+    symbols that are its own. Of ``blocks``, ``block_lists`` says which arrays have the lists of key blocks
+    that are visible. ``score`` is the score modification, if any; ``score_scalars`` are its numbers, NaN
+    until a call gives them, and ``score_sizes`` the sizes of symbols that are its own. ``splits`` is what the
+    call says of split-KV, ``sinks_dtype`` the dtype of its sinks, None without them.
 
     With ``lengths`` sequences have several lengths, whose bounds are ``seqlen_q`` and ``seqlen_kv``; kernels
     and grids are chosen by the bounds. Mask and window fit a sequence that is as long as the bounds, and move
@@ -116,6 +121,7 @@ class AttentionProblem(Problem):
     sinks_dtype: str | None = None
     rule: RuleOfCall | None = None
     rule_sizes: tuple[tuple[str, int], ...] = ()
+    block_lists: BlockLists | None = None
 
     @property
     def operator(self) -> Operator:
@@ -139,6 +145,8 @@ class AttentionProblem(Problem):
     def sizes(self) -> dict[str, int]:
         sizes = {name: getattr(self, name) for name in _SIZES} | dict(self.score_sizes)
         sizes |= dict(self.rule_sizes)
+        if self.block_lists is not None:
+            return sizes | self.block_lists.sizes_of(self.seqlen_q)
         return sizes | (self.lengths.sizes_of(self.batch) if self.lengths else {})
 
     def symbol_name(self, symbol: str) -> str:
@@ -183,6 +191,7 @@ class AttentionProblem(Problem):
         return (
             f"head_dim {self.head_dim}, head_dim_v {self.head_dim_v}, dtype {self.dtype}, "
             f"mask_type {self.mask_type}, gqa {grouping}"
+            + ("" if self.block_lists is None else f", {self.block_lists}")
             + ("" if self.score is None else f", score {self.score.title}")
             + (", sinks" if self.has("sinks") else "")
             + ("" if self.rule is None else f", mask {self.rule.rule.title}")
@@ -236,6 +245,8 @@ class AttentionProblem(Problem):
             "window_right": self.window_right,
             "sink_bytes": DTYPE_BYTES[self.sinks_dtype or "fp32"],
         } | self.scalar_values()
+        if self.block_lists is not None:
+            return values | self.block_lists.values(self.seqlen_kv)
         if self.lengths is None:
             return values
         return values | {
@@ -344,6 +355,7 @@ def normalise(
     causal: bool = False,
     mask_type: int | str | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    block_size: tuple[int, int] | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
     max_seqlen_q: int | Expected | None = None,
@@ -389,12 +401,16 @@ def normalise(
         if view is not None:
             check_strides(argument, view, DTYPE_BYTES[view.dtype])
     seqlens = sizes["seqlen_q"], sizes["seqlen_kv"]
+    of_blocks = {name: view for name, view in inputs.items() if name in blocklists.NAMES}
+    block_lists = blocklists.read(of_blocks, block_size, mask_type, sizes)
     if lengths is None:
         kind, *band = mask_semantics(causal, mask_type, window_size, mask is not None, *seqlens)
         kind = kind if rule is None else "lines"
         kind, offset, left, right = simplify(kind, *seqlens, *band)
         if mask is not None:
             contract.check_mask(mask, sizes)
+        if block_lists is not None:
+            kind = "blocks"
         score_sizes = contract.check_score_arrays(score, tables, sizes)
     else:
         # Where a call says how keys are split, its kernel must not depend on how many there are.
@@ -410,14 +426,16 @@ def normalise(
             if rule is not None:
                 raise BadParam(
                     f"{arg('kv_starts')} was given together with a Mask, whose keys are counted from the "
-                    f"first row; put the start into its line, as kv >= start[b], and leave {arg('kv_starts')} out"
+                    "first row; put the start into its line, as kv >= start[b], and leave "
+                    f"{arg('kv_starts')} out"
                 )
     rule_sizes = contract.check_rule_arrays(rule, lines, sizes, lengths)
     symbols = sizes | dict(score_sizes) | dict(rule_sizes)
+    symbols |= block_lists.sizes_of(sizes["seqlen_q"]) if block_lists else {}
     symbols |= lengths.sizes_of(sizes["batch"]) if lengths else {}
     batched = len(q.shape) == 4 if lengths is None else not lengths.packed_q
     operator = operator_for(score, lengths is not None, rule and rule.rule)
-    for name in inputs.keys() - arrays.keys():
+    for name in inputs.keys() - arrays.keys() - of_blocks.keys():
         argument = operator.arguments[operator.position(name)]
         missing = of_lengths.missing(argument, lengths, batched)
         contract.check_beside_q(argument, inputs[name], symbols, dtype, missing)
@@ -446,6 +464,7 @@ def normalise(
         sinks_dtype=inputs["sinks"].dtype if "sinks" in inputs else None,
         rule=rule,
         rule_sizes=rule_sizes,
+        block_lists=block_lists,
     )
     if any(value is not None for value in score_scalars):
         return problem.with_scalars((None, *score_scalars))
@@ -465,7 +484,13 @@ def _starts(problem: AttentionProblem) -> str:
 
 
 def check_elements(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> None:
-    """Raise BadParam for lengths that contradict a problem; ``arrays`` has them by name, in host memory."""
+    """Raise BadParam for lengths that contradict a problem, or lists of key blocks that are none; ``arrays``
+    has them by name, in host memory.
+    """
+    if problem.block_lists is not None:
+        blocklists.check(problem.block_lists, problem.seqlen_kv, arrays)
+    if problem.lengths is None:
+        return
     from flashgen.operators.sequences import sequences
 
     sequences(problem, arrays)
@@ -497,17 +522,18 @@ ATTENTION = Operator(
     },
     grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch", "sequence_rows"),
     contract=by_name(normalise, without=("lse",)),
-    elements_checked=LENGTH_ARRAYS,
+    elements_checked=(*LENGTH_ARRAYS, *blocklists.NAMES),
     check_elements=check_elements,
     of_lengths=(*LENGTH_ARRAYS, *BOUNDS, "sequence_rows"),
+    of_plain=OF_PLAIN,
 )
-_PLAIN = ATTENTION.without_lengths
+_WITH_LENGTHS, _PLAIN = ATTENTION.with_lengths, ATTENTION.without_lengths
 
 
 def operator_for(score: Score | None, lengths: bool = False, rule: Rule | None = None) -> Operator:
     """Attention with that score modification and that mask by a line, if any, as calls with or without
     lengths have it.
     """
-    operator = ATTENTION if lengths else _PLAIN
+    operator = _WITH_LENGTHS if lengths else _PLAIN
     operator = operator if score is None else modified(operator, score)
     return operator if rule is None else lined(operator, rule)

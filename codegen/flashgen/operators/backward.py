@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, arg
-from flashgen.operators import attention, contract, lengths
+from flashgen.operators import attention, blocklists, contract, lengths
 from flashgen.operators.arguments import Argument, check_devices, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.lengths import BOUNDS, CACHE_ARRAYS, refuse_mask
@@ -78,7 +78,9 @@ _OF_GRADIENTS = tuple(
     if argument.name not in {x.name for x in attention.ARGUMENTS if not x.is_output}
 )
 LENGTH_ARRAYS = tuple(name for name in lengths.LENGTH_ARRAYS if name not in CACHE_ARRAYS)
-OPTIONS = ("causal", "mask_type", "window_size", *BOUNDS, "score", "deterministic")
+OPTIONS = ("causal", "mask_type", "window_size", "block_size", *BOUNDS, "score", "deterministic")
+# The dimensions of grids that go over lists of key blocks.
+LISTS = ("list_columns", "list_entries")
 # In what order thread blocks add to dq: in none, or always in the same; or the one that has its rows does
 # all of them.
 DQ_ORDERS = ("none", "ordered", "direct")
@@ -119,10 +121,14 @@ class BackwardProblem(AttentionProblem):
         """With lengths ``query_rows`` and ``key_rows`` are the rows of an entry of q and k, whatever the
         bounds: all are written. ``sequence_rows`` and ``sequence_keys`` are the rows of all entries, and
         ``sequences`` counts the rows past the last sequence as one more. ``sinks`` are the query heads of a
-        call with sinks.
+        call with sinks. ``list_columns`` are the key blocks of all lists of such, ``list_entries`` their
+        entries.
         """
         extents = AttentionProblem.grid_extents(self, axes)
         extents["sinks"] = self.num_heads_q if self.has("sinks") else 0
+        lists = self.block_lists
+        columns = lists.batch * lists.heads * lists.key_blocks(self.seqlen_kv) if lists else 0
+        extents |= zip(LISTS, (columns, lists.entries if lists else 0), strict=True)
         if self.lengths is None:
             return extents
         return extents | {
@@ -226,13 +232,13 @@ BACKWARD = Operator(
         **{name: axis for name, axis in ATTENTION.axes.items() if name not in (*CACHE_ARRAYS, "sinks")},
         "dq_order": Axis(_serves_order, DQ_ORDERS, default="none"),
     },
-    grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_keys", "sequences", "sinks"),
+    grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_keys", "sequences", "sinks", *LISTS),
     contract=by_name(normalise),
-    elements_checked=LENGTH_ARRAYS,
+    elements_checked=(*LENGTH_ARRAYS, *blocklists.NAMES),
     check_elements=attention.check_elements,
     differentiates=True,
     of_lengths=(*LENGTH_ARRAYS, *BOUNDS, "sequence_rows", "sequence_keys", "sequences"),
-    of_plain=("mask",),
+    of_plain=("mask", *LISTS, *attention.OF_PLAIN),
 )
 _WITH_LENGTHS, _PLAIN = BACKWARD.with_lengths, BACKWARD.without_lengths
 

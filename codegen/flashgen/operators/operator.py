@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.blocklists import BlockLists
     from flashgen.operators.rules import Rule
     from flashgen.operators.scores import Score
     from flashgen.operators.splits import Splits
@@ -46,6 +47,8 @@ class Problem:
     lengths_on_device: ClassVar[bool] = False
     # The score modification of the call, for operators that have one; `scores.Score`.
     score: ClassVar[Score | None] = None
+    # The lists of key blocks of the call, for operators that have some; `blocklists.BlockLists`.
+    block_lists: ClassVar[BlockLists | None] = None
     # How the keys of a sequence are split, for operators that have them; `splits.Splits`.
     splits: ClassVar[Splits] = AUTO
 
@@ -220,14 +223,19 @@ class Operator:
             argument._replace(shape=" ".join(_WITHOUT_LENGTHS.get(x, x) for x in argument.symbols))
             for argument in plain.arguments
         )
+        checked = tuple(name for name in self.elements_checked if name in plain.positions)
         return dataclasses.replace(
-            plain, arguments=tuple(arguments), elements_checked=(), check_elements=None
+            plain,
+            arguments=tuple(arguments),
+            elements_checked=checked,
+            check_elements=self.check_elements if checked else None,
         )
 
     def _without(self, names: Sequence[str]) -> Operator:
         """This operator without arguments, options, axes and grid dimensions of these names."""
         return dataclasses.replace(
             self,
+            elements_checked=tuple(name for name in self.elements_checked if name not in names),
             arguments=tuple(argument for argument in self.arguments if argument.name not in names),
             options=tuple(name for name in self.options if name not in names),
             axes={name: axis for name, axis in self.axes.items() if name not in names},

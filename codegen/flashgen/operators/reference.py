@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from flashgen.operators.blocklists import hidden_by_lists
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
@@ -133,7 +134,7 @@ def judge(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) ->
     left out or None. bfloat16 elements may be of ml_dtypes, their bits in uint16, or numbers.
     """
     q, k, v, out = (batched(widened(arrays[name], problem.dtype), 4) for name in ("q", "k", "v", "out"))
-    mask, lse = arrays.get("mask"), arrays.get("lse")
+    mask, lse = dense_mask(problem, arrays), arrays.get("lse")
     expected = attention(
         *(q, k, v, problem.dtype, problem.softmax_scale, Band.of(problem), mask),
         modification=modification_of(problem, arrays),
@@ -142,6 +143,13 @@ def judge(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) ->
     )
     of_lse = None if lse is None else largest(batched(lse, 3), expected.lse, expected.lse_bound)
     return Verdict(largest(out, expected.out, expected.out_bound), of_lse)
+
+
+def dense_mask(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> np.ndarray | None:
+    """The dense mask of a call among its arrays by name, or its lists of key blocks as one; None if it has
+    neither.
+    """
+    return arrays.get("mask") if problem.block_lists is None else hidden_by_lists(problem, arrays)
 
 
 def sinks_of(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> np.ndarray | None:

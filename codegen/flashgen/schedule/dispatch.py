@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from flashgen.families.arch import Device
     from flashgen.families.model import Spec
     from flashgen.families.variant import Variant
+    from flashgen.operators.blocklists import BlockLists
     from flashgen.operators.operator import Problem, Value
 
 __all__ = ["offers", "select"]
@@ -391,7 +392,8 @@ def _serving(problem: Problem, spec: Spec) -> Iterator[dict[str, Value]]:
 
 def misfit(problem: Problem, variant: Variant) -> str:
     """What keeps the variant from computing such problems, on any GPU, of any size and wherever their arrays
-    lie: "operator", an axis, "score", or "rows", of which a head has too many. "" if nothing does.
+    lie: "operator", an axis, "blocks" of lists that its tile does not divide, "score", or "rows", of which a
+    head has too many. "" if nothing does.
     """
     operator = problem.operator
     if not variant.is_main or not computes(variant, problem):
@@ -400,11 +402,24 @@ def misfit(problem: Problem, variant: Variant) -> str:
     for name, axis in operator.axes.items():
         if not axis.serves(problem, values[name]):
             return name
+    if problem.block_lists is not None and not divides(variant, problem.block_lists):
+        return "blocks"
     if {step.score for step in variant.steps} - {None} != {problem.score} - {None}:
         return "score"
     if variant.dispatch.rows_at_most is not None and rows(problem, variant) > variant.dispatch.rows_at_most:
         return "rows"
     return ""
+
+
+def divides(variant: Variant, lists: BlockLists) -> bool:
+    """Whether the rows and the keys that a tile of the variant visits at once are a block of the lists, or a
+    part of one.
+    """
+    if variant.grid.tile(KEYS):
+        rows_at_once, keys_at_once = variant.grid.step_rows, variant.grid.tile(KEYS)
+    else:
+        rows_at_once, keys_at_once = variant.grid.tile(ROWS), variant.visits.keys
+    return lists.rows % rows_at_once == 0 and lists.keys % keys_at_once == 0
 
 
 def _preference(variant: Variant) -> tuple[int, int]:

@@ -167,6 +167,8 @@ def explain(
 def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool) -> Judged | None:
     """Why the variant cannot serve; None where it can."""
     rule = misfit(problem, variant)
+    if rule == "blocks":
+        return Judged(variant, rule, f"its tile does not divide {problem.block_lists}")
     if rule == "score":
         return Judged(variant, rule, f"{variant.family} has no seam for score modifications")
     if rule == "rows":
@@ -190,6 +192,6 @@ def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool)
 
 def _ordered(others: list[Judged], axes: Iterable[str]) -> tuple[Judged, ...]:
     """Those that came furthest first."""
-    order = [*axes, "score", "rows", "length", "GPU", "tensor maps", "on request", "split-KV"]
+    order = [*axes, "blocks", "score", "rows", "length", "GPU", "tensor maps", "on request", "split-KV"]
     place = {rule: at for at, rule in enumerate(order)}
     return tuple(sorted(others, key=lambda judged: -place.get(judged.rule, len(order))))

@@ -15,9 +15,9 @@ from flashgen.operators.gradients import GradientVerdict, expected, judge
 from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.reference import Largest, attention, largest, sinks_of
+from flashgen.operators.reference import Largest, attention, dense_mask, largest, sinks_of
 from flashgen.operators.sequences import arrays_of, sequences
-from flashgen.simulator import randomarrays
+from flashgen.simulator import randomarrays, randomlists
 from flashgen.simulator.attention_example import (
     check_sizes,
     described,
@@ -98,7 +98,7 @@ class BackwardExample:
                 part.dtype,
                 part.softmax_scale,
                 Band.of(part),
-                arrays.get("mask"),
+                dense_mask(part, arrays),
                 modification=modification_of(part, arrays),
                 sinks=sinks_of(part, arrays),
             )
@@ -249,7 +249,8 @@ def _normalised(
 ) -> tuple[BackwardProblem, Arrays]:
     """The problem of a call with these arrays, and all of its arrays by name."""
     score_arrays = randomarrays.score_arrays_of(rng, variant.score, sizes_of_scores(shape))
-    others = inputs_read(rng, variant, shape)
+    lists, block_size = randomlists.lists_of(rng, variant, shape, check_sizes(variant, shape)[2])
+    others = inputs_read(rng, variant, shape) | lists
     if not shape.sinks:
         others.pop("sinks", None)
     gradients = {
@@ -260,6 +261,7 @@ def _normalised(
         **{name: view_of(x, dtypes[name]) for name, x in (arrays | gradients).items() if x is not None},
         **randomarrays.array_views(others),
         **options,
+        **block_size,
         deterministic=variant.axis("dq_order") != "none",
         score=variant.score,
         score_arrays=randomarrays.score_views(score_arrays),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.errors import BadParam
+from flashgen.operators import blocklists
 from flashgen.operators.arguments import Expected
 from flashgen.operators.attention import AttentionProblem, normalise
 from flashgen.operators.lengths import LENGTH_ARRAYS
@@ -16,7 +17,7 @@ from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.reference import Largest, Verdict, judge
 from flashgen.operators.sequences import arrays_of, sequences
 from flashgen.operators.splits import AUTO
-from flashgen.simulator import randomarrays
+from flashgen.simulator import randomarrays, randomlists
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
@@ -140,9 +141,11 @@ def _without_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExam
     mask = randomarrays.random_mask(rng, shape) if variant.mask_type == "dense" else None
     views = [view_of(x, variant.dtype) for x in (q, k, v, out)]
     score_arrays = randomarrays.score_arrays_of(rng, variant.score, sizes_of_scores(shape))
-    others = inputs_read(rng, variant, shape)
+    lists, block_size = randomlists.lists_of(rng, variant, shape, kv_heads)
+    others = inputs_read(rng, variant, shape) | lists
     problem = normalise(
         *views[:3],
+        **block_size,
         out=views[3],
         mask=None if mask is None else view_of(mask, "uint8"),
         return_lse=shape.return_lse,
@@ -226,7 +229,7 @@ def _with_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExample
 
 def inputs_read(rng: np.random.Generator, variant: Variant, shape: Shape) -> dict[str, np.ndarray]:
     """Random arrays for the optional inputs that a problem of attention draws by their row of the table."""
-    drawn_apart = ("mask", "dlse", *LENGTH_ARRAYS)
+    drawn_apart = ("mask", "dlse", *LENGTH_ARRAYS, *blocklists.NAMES)
     return randomarrays.inputs_read(rng, variant, sizes_of_scores(shape), drawn_apart)
 
 
@@ -260,10 +263,10 @@ def _kv_heads(variant: Variant, shape: Shape) -> int:
 def _check_window(variant: Variant, window: Window | None) -> None:
     if window is None:
         return
-    if variant.mask_type not in ("local", "dense"):
+    if variant.mask_type not in ("local", "dense", "blocks"):
         raise BadParam(
             f"window is {window}, and {variant.name} has mask type {variant.mask_type}; "
-            "a window needs a variant of mask type local or dense"
+            "a window needs a variant of mask type local, dense or blocks"
         )
     if min(window) < -1:
         raise BadParam(f"window is {window}; each side must be -1 (no bound), 0 or more")
@@ -295,7 +298,7 @@ def masked(problem: AttentionProblem, variant: Variant, shape: Shape) -> Attenti
         if problem.mask_type == variant.mask_type:
             return problem
         offset, left, right = end, problem.window_left, window_for(variant, shape)[1]
-    elif variant.mask_type == "none" or (variant.mask_type == "dense" and shape.window is None):
+    elif variant.mask_type == "none" or (variant.mask_type in ("dense", "blocks") and shape.window is None):
         return problem
     else:
         window = (-1, 0) if variant.mask_type == "causal" else shape.window

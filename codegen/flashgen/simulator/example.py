@@ -44,7 +44,8 @@ class Shape:
     and ``mask_alignment`` the bytes to which its rows are aligned. Queries are ``spread`` times normal
     numbers. ``gap`` is the bytes between rows, a multiple of 16. ``splits`` is as in ``attention``; "auto"
     means a number of splits for a variant that takes no other call. ``sinks`` is whether gradients are of a
-    call with sinks; a forward variant says it itself.
+    call with sinks; a forward variant says it itself. ``block`` is the size of the blocks of a ``blocks``
+    variant, (rows, keys).
     """
 
     seqlen_q: int = 128
@@ -63,6 +64,7 @@ class Shape:
     return_lse: bool = True
     splits: Splits = AUTO
     sinks: bool = False
+    block: tuple[int, int] | None = None
 
 
 class Example(Protocol):
