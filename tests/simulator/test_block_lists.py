@@ -1,0 +1,234 @@
+"""Lists of key blocks in the simulator: kernels of both families, forward and backward, lists that are none,
+and planted faults.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flashgen.families.load import load_specs
+from flashgen.simulator import hardware
+from flashgen.simulator.example import Shape, make
+from flashgen.source.render import render
+from simulator.calls import check_on, simulated
+from simulator.edits import replace
+from simulator.faults import WRONG
+
+MAIN = {
+    variant.name: variant
+    for spec in load_specs()
+    if spec.operator.startswith("attention") and "blocks" in spec.axes.get("mask_type", ())
+    for variant in spec.variants()
+    if variant.is_main and variant.mask_type == "blocks"
+}
+# Ragged blocks of queries and keys; ranges beside lists; the last 128 keys have one block of 64.
+WHOLE = Shape(200, 300, 4, 4, batch=2)
+GROUPS = dataclasses.replace(WHOLE, kv_heads=2)
+CAUSAL = dataclasses.replace(GROUPS, window=(-1, 0))
+WINDOW = dataclasses.replace(GROUPS, window=(90, 20))
+SHORT = Shape(70, 90, 4, 2, window=(-1, 0))
+FORWARD = (
+    ("flash_fwd_hdim32_fp16_blocks_sm80", WHOLE),
+    ("flash_fwd_hdim32_bf16_blocks_m64_gqa_sm80", CAUSAL),
+    ("flash_fwd_hdim32_fp32_blocks_sink_m64_gqa_sm80", WINDOW),
+    ("flash_fwd_hdim256_fp16_blocks_gqa_sm86", SHORT),
+    ("flash_fwd_hdim64_fp16_blocks_sm90", WHOLE),
+    ("flash_fwd_hdim64_bf16_blocks_n64_gqa_sm90", CAUSAL),
+    ("flash_fwd_hdim32_fp16_blocks_sink_m64_gqa_sm90", WINDOW),
+    ("flash_fwd_hdim256_bf16_blocks_gqa_sm90", SHORT),
+)
+BACKWARD = (
+    ("flash_bwd_hdim32_fp16_blocks_sm80", WHOLE),
+    ("flash_bwd_hdim32_bf16_blocks_n64_gqa_sm80", CAUSAL),
+    ("flash_bwd_hdim32_fp16_blocks_ordered_n64_gqa_sm86", dataclasses.replace(WINDOW, sinks=True)),
+    ("flash_bwd_hdim64_fp32_blocks_ordered_sm80", dataclasses.replace(WHOLE, batch=1, heads=2, kv_heads=2)),
+    ("flash_bwd_hdim192_128_bf16_blocks_gqa_sm80", SHORT),
+    ("flash_bwd_hdim32_fp16_blocks_gqa_sm90", CAUSAL),
+    ("flash_bwd_hdim64_bf16_blocks_ordered_sm90", WHOLE),
+    ("flash_bwd_hdim96_bf16_blocks_ordered_gqa_sm90", SHORT),
+    ("flash_bwd_hdim128_fp16_blocks_sm90", dataclasses.replace(WHOLE, batch=1, heads=2, kv_heads=2)),
+)
+
+
+def device_of(variant):
+    """A GPU so small that a thread block of a persistent grid takes several tiles."""
+    gpu = hardware.pretend_for(variant)
+    return dataclasses.replace(gpu, num_sms=3) if variant.grid.persistent else gpu
+
+
+@pytest.mark.parametrize(("name", "shape"), [*FORWARD, *BACKWARD], ids=lambda x: x if type(x) is str else "")
+def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
+    example = make(MAIN[name], shape, fresh_seed)
+    simulated(MAIN[name], example, fresh_seed, device=device_of(MAIN[name]))
+    assert example.judge().ok, f"{name}, {example.problem.block_lists}: {example.judge()}"
+
+
+@pytest.mark.parametrize("name", ["flash_bwd_hdim32_bf16_blocks_ordered_n64_gqa_sm80", BACKWARD[6][0]])
+def test_gradients_in_order_repeat_to_the_bit(name, compiler, fresh_seed):
+    results = []
+    for order in (fresh_seed, fresh_seed + 1):
+        example = make(MAIN[name], GROUPS if MAIN[name].gqa == "gqa" else WHOLE, fresh_seed)
+        simulated(MAIN[name], example, order)
+        results.append([example.array(gradient).copy() for gradient in example.gradients])
+    for first, second in zip(*results, strict=True):
+        assert first.tobytes() == second.tobytes()
+
+
+# Kernels check no list, but whatever lists hold, they stay within the arrays, and end.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flash_fwd_hdim32_bf16_blocks_m64_gqa_sm80",
+        "flash_fwd_hdim64_bf16_blocks_n64_gqa_sm90",
+        "flash_bwd_hdim32_bf16_blocks_n64_gqa_sm80",
+        "flash_bwd_hdim32_fp16_blocks_gqa_sm90",
+    ],
+)
+@pytest.mark.parametrize("array", ["block_indptr", "block_indices"])
+def test_lists_that_are_none_touch_no_other_memory(name, array, compiler, fresh_seed):
+    example = make(MAIN[name], GROUPS, fresh_seed)
+    arrays = dict(zip(example.problem.operator.positions, example.arrays, strict=True))
+    lists = arrays[array]
+    rng = np.random.default_rng(fresh_seed)
+    lists[...] = rng.integers(-9, 40, lists.shape)
+    extremes = np.array([1 << 30, -(1 << 31), (1 << 31) - 1], np.int32)
+    lists[rng.random(lists.shape) < 0.3] = extremes[rng.integers(3)]
+    simulated(MAIN[name], example, fresh_seed)
+
+
+FWD80, FWD90, FWD90_ONE, BWD80, BWD80_ORDERED = (
+    "flash_fwd_hdim32_bf16_blocks_m64_gqa_sm80",
+    "flash_fwd_hdim64_bf16_blocks_n64_gqa_sm90",
+    "flash_fwd_hdim32_fp16_blocks_m64_gqa_sm90",
+    "flash_bwd_hdim32_bf16_blocks_n64_gqa_sm80",
+    "flash_bwd_hdim32_bf16_blocks_ordered_n64_gqa_sm80",
+)
+WIDE, SQUARE = dataclasses.replace(GROUPS, block=(64, 128)), dataclasses.replace(GROUPS, block=(64, 64))
+FAULTS = {
+    "the last entry left out": (
+        FWD80,
+        SQUARE,
+        "",
+        "(entries.end << visits_log2(params)) - 1",
+        "((entries.end - 1) << visits_log2(params)) - 1",
+    ),
+    "the first entry left out": (
+        FWD80,
+        SQUARE,
+        "",
+        "{entries.begin << visits_log2(params),",
+        "{(entries.begin + 1) << visits_log2(params),",
+    ),
+    "the list of the query head": (
+        FWD80,
+        SQUARE,
+        "",
+        "visits_of(params, tile.batch, tile.kv_head,",
+        "visits_of(params, tile.batch, tile.head,",
+    ),
+    "the list of the block of queries before": (
+        FWD80,
+        SQUARE,
+        "",
+        "const int row_block = first_row >> params.block_rows_log2;",
+        "const int row_block = max(0, first_row - 64) >> params.block_rows_log2;",
+    ),
+    "one KV block for an entry of two": (
+        FWD80,
+        WIDE,
+        "",
+        "<< visits_log2(params)) + within;",
+        "<< visits_log2(params));",
+    ),
+    "an empty list that skips a barrier": (
+        FWD80,
+        SQUARE,
+        "",
+        "} else { barrier_sync(kThreads);",
+        "} else {",
+    ),
+    "the block of the diagonal left out": (
+        FWD80,
+        dataclasses.replace(SQUARE, window=(-1, 0)),
+        "",
+        "(keys.end + block_keys - 1) >> params.block_keys_log2",
+        "keys.end >> params.block_keys_log2",
+    ),
+    "a producer that visits the blocks of fewer rows": (
+        FWD90,
+        dataclasses.replace(GROUPS, window=(20, 0), block=(128, 64)),
+        "",
+        "tile.first_row, kBlockM);\n        int next",
+        "tile.first_row, 1);\n        int next",
+    ),
+    "an empty list that keeps Q": (
+        FWD90_ONE,
+        SQUARE,
+        "",
+        "if (!visible) release(shared.q_empty(q_ring.stage));",
+        "",
+    ),
+    "an entry missing by keys": (
+        BWD80,
+        SQUARE,
+        "lists",
+        "place < entries.end && listed_block",
+        "place < entries.end - 1 && listed_block",
+    ),
+    "lists by keys that overlap": (
+        BWD80,
+        SQUARE,
+        "lists",
+        "column.kv_head, 0) + warp_sum(before)",
+        "column.kv_head, 0) + before",
+    ),
+    "the lists by keys of the query head": (
+        BWD80,
+        SQUARE,
+        "main",
+        "> 1 ? kv_head_of(params, block) : 0;",
+        "> 1 ? first_head_of(params, block) : 0;",
+    ),
+    "the lists of an earlier call": (BWD80, SQUARE, "main", "griddepcontrol_wait();", ""),
+    "turns that count entries": (
+        BWD80_ORDERED,
+        WIDE,
+        "lists",
+        "return count * of_block - (has_last ? missing : 0);",
+        "return count;",
+    ),
+    "turns of thread blocks past the last key": (
+        BWD80_ORDERED,
+        WIDE,
+        "lists",
+        "return count * of_block - (has_last ? missing : 0);",
+        "return count * of_block;",
+    ),
+}
+FOUND_BY = {
+    WRONG,
+    "race",
+    "deadlock",
+    "global bounds",
+    "uninitialised shared memory",
+    "uninitialised global memory",
+    "dependency",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
+    name, shape, step, old, new = FAULTS[fault]
+    variant, checks = MAIN[name], set()
+
+    def planted(of_step):
+        is_it = of_step.step == step or not step
+        return replace(render(of_step), old, new, fault) if is_it else render(of_step)
+
+    for seed in range(fresh_seed, fresh_seed + 8):
+        checks.add(check_on(variant, make(variant, shape, seed), seed, planted, device=device_of(variant)))
+        if checks - {None}:
+            break
+    assert checks - {None} <= FOUND_BY
+    assert checks - {None}
