@@ -266,6 +266,7 @@ def test_the_grid_of_gradients_has_its_cells_and_each_deterministic_one_beside_t
         (16, 1, "causal", 8192, "bf16", "stream"),
         (16, 16, "window", 8192, "bf16", "stream"),
         (16, 16, "random", 4096, "bf16", "stream"),
+        (16, 16, "blocks", 16_384, "bf16", "stream"),
         (16, 16, "none", 4096, "bf16", "stream"),  # with a softcap
         (16, 16, "causal", 4096, "bf16", "stream"),  # with ALiBi
         (16, 16, "none", 4096, "fp32", "stream"),
@@ -609,6 +610,23 @@ def test_sampled_rows_accept_the_formula_and_reject_another_mask(mask):
     other = replace(case, mask="none" if mask == "causal" else "causal")
     wrong = attention64(other, replace(inputs, mask=None))
     assert agreement.sampled_share(case, inputs, (wrong,), host, np.random.default_rng(2)) > 10
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_flashgen_takes_blocks_as_lists(direction, monkeypatch):
+    taken = []
+    monkeypatch.setattr(Flashgen, "_changed", lambda self, plan, examples: taken.append(plan) or plan)
+    case = a_case(mask="blocks", seqlen_q=300, seqlen_kv=400, direction=direction)
+    assert case.pairs == np.count_nonzero(visible(case)) > 0
+    inputs = FakeHost().inputs(case, 1)
+    half = {x: getattr(inputs, x).astype(np.float16) for x in ("q", "k", "v", "out")}
+    more = ("dout", "dq", "dk", "dv") if case.is_backward else ()
+    inputs = replace(inputs, **half, **{x: getattr(inputs, x).astype(np.float16) for x in more})
+    Flashgen().prepare(case, [inputs])(0)
+    assert taken[0].problem.mask_type == "blocks"
+    right = gradients64(case, inputs) if case.is_backward else (attention64(case, inputs),)
+    for result, expected in zip(inputs.results, right, strict=True):
+        np.testing.assert_allclose(result, expected, atol=0.02)
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])

@@ -14,7 +14,9 @@ from flashgen.operators.masks import UNBOUNDED, Band
 
 __all__ = ["Case"]
 
-MASKS = ("none", "causal", "window", "random", "random_causal", "documents")
+MASKS = ("none", "causal", "window", "random", "random_causal", "documents", "blocks")
+# Queries, and keys, of a block of the mask "blocks", and the share of its blocks that are visible.
+BLOCK, VISIBLE_BLOCKS = 128, 0.1
 SCORES = ("none", "softcap", "alibi")
 LENGTH_KINDS = ("none", "cache", "packed", "zipf")
 DIRECTIONS = ("forward", "backward")
@@ -31,7 +33,8 @@ class Case:
 
     ``mask`` is one of ``none``; ``causal``; ``window``: causal, and ``window`` keys back at most;
     ``random``: a dense mask that hides each key with probability 1/8; ``random_causal``: that and causal
-    together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal. ``score`` is
+    together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal; ``blocks``:
+    one that keeps VISIBLE_BLOCKS of the blocks of BLOCK by BLOCK, which flashgen takes as lists. ``score`` is
     one of ``none``; ``softcap``, of SOFTCAP; ``alibi``, with the usual slopes. ``sinks``: each query head has
     a sink, and a backward pass its gradient; flashgen alone times such a case. ``lengths`` is one of
     ``none``; ``cache``: keys are a KV cache with lengths on the device, all of seqlen_kv, contiguous or, with
@@ -113,7 +116,7 @@ class Case:
     @property
     def is_dense(self) -> bool:
         """Whether the case needs a mask array."""
-        return self.mask in ("random", "random_causal", "documents")
+        return self.mask in ("random", "random_causal", "documents", "blocks")
 
     @property
     def is_causal(self) -> bool:
@@ -156,8 +159,8 @@ class Case:
         """Query-key pairs of one head that count as work, in the mean of the sequences.
 
         Where sequences have lengths, the visible ones. Else half of all for ``causal``, the exact number of
-        visible pairs for ``window`` and ``documents``, all for ``random``: no tile of a random mask is empty,
-        so no kernel can leave any out. ``random_causal`` counts as ``causal``.
+        visible pairs for ``window``, ``documents`` and ``blocks``, all for ``random``: no tile of a random
+        mask is empty, so no kernel can leave any out. ``random_causal`` counts as ``causal``.
         """
         everything = self.seqlen_q * self.seqlen_kv
         if self.lengths != "none":
@@ -167,6 +170,10 @@ class Case:
         if self.mask == "window":
             ranges = (self.band.keys_of_every(row, row + 1, self.seqlen_kv) for row in range(self.seqlen_q))
             return sum(end - begin for begin, end in ranges)
+        if self.mask == "blocks":
+            sizes = (np.diff(np.append(np.arange(0, n, BLOCK), n)) for n in (self.seqlen_q, self.seqlen_kv))
+            rows, keys = sizes
+            return int(rows @ self.listed_blocks() @ keys)
         if self.mask == "documents":
             return everything - int(np.count_nonzero(self.hidden(np.random.default_rng(0))))
         return everything
@@ -218,7 +225,19 @@ class Case:
             document_q = np.arange(self.seqlen_q) * self.documents // self.seqlen_q
             document_kv = np.arange(self.seqlen_kv) * self.documents // self.seqlen_kv
             return document_q[:, None] != document_kv[None, :]
+        if self.mask == "blocks":
+            hidden = ~self.listed_blocks().repeat(BLOCK, 0)[: self.seqlen_q]
+            return hidden.repeat(BLOCK, 1)[:, : self.seqlen_kv]
         raise BadParam(f"bench case {self.name!r} has no mask array: its mask is {self.mask!r}")
+
+    def listed_blocks(self) -> np.ndarray:
+        """The visible blocks of the mask "blocks", always the same: bool (blocks of rows, blocks of keys).
+        Blocks on the diagonal are among them.
+        """
+        rows, keys = -(-self.seqlen_q // BLOCK), -(-self.seqlen_kv // BLOCK)
+        listed = np.random.default_rng(0).random((rows, keys)) < VISIBLE_BLOCKS
+        listed[np.arange(rows), np.arange(rows) * keys // rows] = True
+        return listed
 
 
 def zipf_lengths(count: int, mean: int) -> list[int]:

@@ -28,6 +28,7 @@ class Inputs:
     ``q`` is (batch, seqlen_q, num_heads_q, head_dim), ``k`` (batch, seqlen_kv, num_heads_kv, head_dim),
     ``v`` and ``out`` the same with head_dim_v, all contiguous; ``mask`` is bool (seqlen_q, seqlen_kv),
     True = hidden, or None; ``slopes`` is float32 (num_heads_q,), for ALiBi, or None, and so are ``sinks``.
+    ``block_indptr`` and ``block_indices``, int32, are the mask "blocks" as lists.
 
     Packed, they are (tokens, heads, ...), with ``cu_seqlens_q`` and ``cu_seqlens_kv``. A cache has
     ``kv_lengths``, with padding ``kv_starts`` and, if k and v are (num_pages, page_size, ...), ``pages``.
@@ -45,6 +46,8 @@ class Inputs:
     mask: Any | None
     slopes: Any | None = None
     sinks: Any | None = None
+    block_indptr: Any | None = None
+    block_indices: Any | None = None
     cu_seqlens_q: Any | None = None
     cu_seqlens_kv: Any | None = None
     kv_lengths: Any | None = None
@@ -143,6 +146,11 @@ def filled(
     """
     rng = np.random.default_rng(seed)
     arrays: dict[str, Any] = {"mask": place(case.hidden(rng)) if case.is_dense else None}
+    if case.mask == "blocks":
+        listed = case.listed_blocks()
+        ends = np.append(0, np.cumsum(listed.sum(1))).astype(np.int32)
+        arrays["block_indptr"] = place(ends[None, None])
+        arrays["block_indices"] = place(np.nonzero(listed)[1].astype(np.int32))
     *of_inputs, of_out = shapes(case)
     arrays |= {name: normal(shape) for name, shape in zip("qkv", of_inputs, strict=True)}
     arrays["out"] = empty(of_out)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flashgen.tools.bench.cases import SOFTCAP
+from flashgen.tools.bench.cases import BLOCK, SOFTCAP
 from flashgen.tools.bench.hosts import Inputs, shapes
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ class Flashgen:
             return self._with_lengths(case, sets)
         operands = first.q, first.k, first.v
         plan = make_plan(*operands, out=first.out, algorithm=self.algorithm, **_options(case, first))
-        examples = {"q": first.q, "k": first.k, "v": first.v, "mask": first.mask, "out": first.out}
-        examples["sinks"] = first.sinks
+        examples = {"q": first.q, "k": first.k, "v": first.v, "out": first.out, "sinks": first.sinks}
+        examples |= _mask_arrays(case, first)
         if first.slopes is not None:
             examples["slope"] = first.slopes
         plan = self._changed(plan, examples)
@@ -89,7 +89,8 @@ class Flashgen:
             inputs = sets[index]
             named = {} if inputs.slopes is None else {"slope": inputs.slopes}
             operands = inputs.q, inputs.k, inputs.v
-            named |= {"mask": inputs.mask, "sinks": inputs.sinks, "out": inputs.out}
+            named |= _mask_arrays(case, inputs)
+            named |= {"sinks": inputs.sinks, "out": inputs.out}
             return plan(*operands, workspace=workspace, **named)
 
         return run
@@ -99,9 +100,10 @@ class Flashgen:
         from flashgen import plan_backward
 
         def arrays(inputs: Inputs, *names: str) -> dict[str, Any]:
-            lengths = ("cu_seqlens_q", "cu_seqlens_kv") if case.is_packed else ("mask",)
+            lengths = ("cu_seqlens_q", "cu_seqlens_kv") if case.is_packed else ()
             names = ("q", "k", "v", "out", "lse", "sinks", *lengths, *names)
             named = {name: getattr(inputs, name) for name in names}
+            named |= {} if case.is_packed else _mask_arrays(case, inputs)
             return named if inputs.slopes is None else named | {"slope": inputs.slopes}
 
         first = sets[0]
@@ -224,12 +226,24 @@ class FlashgenFixed:
         return lambda index: call(index).reshape(sets[index].out.shape)
 
 
+def _mask_arrays(case: Case, inputs: Inputs) -> dict[str, Any]:
+    """The arrays by which a plan takes the mask of a case."""
+    if case.mask != "blocks":
+        return {"mask": inputs.mask}
+    return {"block_indptr": inputs.block_indptr, "block_indices": inputs.block_indices}
+
+
 def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
     """The options of a call without lengths."""
+    from flashgen import BlockMask
+
+    mask = inputs.mask
+    if case.mask == "blocks":
+        mask = BlockMask(inputs.block_indptr, inputs.block_indices, (BLOCK, BLOCK))
     return {
         "causal": case.is_causal,
         "window_size": (case.window, 0) if case.mask == "window" else (-1, -1),
-        "mask": inputs.mask,
+        "mask": mask,
         "softcap": SOFTCAP if case.score == "softcap" else None,
         "alibi_slopes": inputs.slopes,
         "sinks": inputs.sinks,
