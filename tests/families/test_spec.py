@@ -835,10 +835,17 @@ def test_shipped_specs_are_complete():
     forward = [v for v in variants if v.spec == "flash_fwd_sm80"]
     points = {((v.head_dim, v.head_dim_v), v.dtype, v.mask_type, v.gqa, v.target) for v in forward}
     alike = [(width, width) for width in (32, 64, 96, 128, 192, 256)]
-    rest = (("none", "causal", "local", "dense"), ("mha", "gqa", "packed"), ("sm80", "sm86"))
+    masks = {
+        *itertools.product(("none", "causal", "local", "dense"), ("mha", "gqa", "packed")),
+        *itertools.product(("blocks",), ("mha", "gqa")),
+    }
+    widths = {
+        *itertools.product(alike, ("fp16", "bf16", "fp32")),
+        *itertools.product([(80, 80), (112, 112), (160, 160), (192, 128)], ("fp16", "bf16")),
+    }
     assert points == {
-        *itertools.product(alike, ("fp16", "bf16", "fp32"), *rest),
-        *itertools.product([(80, 80), (112, 112), (160, 160), (192, 128)], ("fp16", "bf16"), *rest),
+        (*of_width, *mask, target)
+        for of_width, mask, target in itertools.product(widths, masks, ("sm80", "sm86"))
     }
 
 

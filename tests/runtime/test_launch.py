@@ -13,6 +13,7 @@ from flashgen.call.backends import prepare
 from flashgen.errors import BadTensorShape, NoBindingError, SpecError
 from flashgen.families.load import load_spec, load_specs
 from flashgen.families.params import Param, vector_width
+from flashgen.operators.blocklists import BlockLists
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import launch, tensormap
 from flashgen.schedule.grid import heads, launch_of, rows, tiles
@@ -58,6 +59,8 @@ def test_the_struct_of_every_shipped_variant_holds_the_problem(variant):
     # A tensor map has no negative strides.
     mappable = {"q_strides": (2**33, 640, 40), "v_strides": (480000, 160, 40)}
     call = replace(PROBLEM, **mappable) if variant.target == "sm90" else PROBLEM
+    if variant.mask_type == "blocks":
+        call = replace(call, block_lists=BlockLists(128, 128, 1, 1, 99))
     made = pack(call, variant, H200)
     members = unpacked(variant, made.template)
     expected = {"q_batch_stride": 2**33, "q_row_stride": -640, "v_head_stride": 0, "out_row_stride": 640}

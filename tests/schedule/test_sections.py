@@ -9,6 +9,7 @@ from fake_gpu import H200
 from flashgen.families.load import load_specs
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
+from flashgen.operators.blocklists import BlockLists
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.grid import heads, row_blocks, rows
 from flashgen.schedule.sections import clear_distance, sections
@@ -59,6 +60,7 @@ def call_for(variant, batch, kv_heads, seqlen, group=1):
         window_left=1024 if variant.mask_type == "local" else UNBOUNDED,
         window_right=0 if variant.mask_type in ("causal", "local") else UNBOUNDED,
         mask_strides=(0, 0, 4096) if variant.mask_type == "dense" else None,
+        block_lists=BlockLists(128, 128, 1, 1, 99) if variant.mask_type == "blocks" else None,
     )
 
 

@@ -16,7 +16,11 @@ ORDINARY = [
     for spec in load_specs()
     if spec.operator == "attention" and not spec.has_lengths
     for v in spec.variants()
-    if v.is_main and not v.tile_name and v.target != "sm86" and v.axis("sinks") == "none"
+    if v.is_main
+    and not v.tile_name
+    and v.target != "sm86"
+    and v.axis("sinks") == "none"
+    and v.mask_type != "blocks"
 ]
 
 
