@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from flashgen.operators.rules import Rule
     from flashgen.operators.scores import Score
 
 # A parameter of this type describes an array to TMA (``schedule.tensormap``).
@@ -84,6 +85,18 @@ def score_params(score: Score, dtype: str, differentiated: bool = False) -> tupl
         params.append(Param("softmax_scale", "float"))
     params += [Param(name, "float", short_text(it)) for name, it in lowered.constants.items()]
     return tuple(params)
+
+
+def rule_params(rule: Rule) -> tuple[Param, ...]:
+    """What kernels take besides for a mask by a line: its arrays, with strides and sizes, and integers."""
+    params: list[Param] = []
+    for array in rule.arrays:
+        argument = array.argument()
+        params.append(Param(argument.name, "const int32_t*", f"({', '.join(array.symbols)})"))
+        params += [Param(name, "int64_t") for name in argument.stride_names()]
+        own = (symbol for symbol in array.symbols if symbol.startswith(f"{argument.name}_"))
+        params += [Param(symbol, "int32_t") for symbol in own]
+    return (*params, *(Param(f"mask_{param.name}", "int32_t") for param in rule.scalars))
 
 
 def vector_width(*numbers: int) -> int:

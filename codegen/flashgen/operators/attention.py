@@ -19,7 +19,7 @@ from flashgen.operators.lengths import BOUNDS, LENGTH_ARRAYS, PAGES, STARTS, Len
 from flashgen.operators.maskoptions import mask_semantics, simplify
 from flashgen.operators.masks import Band
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, by_name, lined, modified
-from flashgen.operators.rules import sizes_of_tokens
+from flashgen.operators.rules import PREFIX, sizes_of_tokens
 from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
@@ -245,6 +245,8 @@ class AttentionProblem(Problem):
             "window_right": self.window_right,
             "sink_bytes": DTYPE_BYTES[self.sinks_dtype or "fp32"],
         } | self.scalar_values()
+        if self.rule is not None:
+            values |= {PREFIX + name: number for name, number in self.rule.by_name().items()}
         if self.block_lists is not None:
             return values | self.block_lists.values(self.seqlen_kv)
         if self.lengths is None:

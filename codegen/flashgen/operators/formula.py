@@ -38,8 +38,10 @@ _COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: 
 
 
 # Bounds of what a mask computes: of positions, of heads and batch entries, of elements and of numbers; and of
-# any value, so that the difference of two fits in 64 bits.
-POSITIONS, _COUNTS, ELEMENTS = Interval(-(2**30), 2**30), Interval(0, 2**30), Interval(-(2**31), 2**31 - 1)
+# any value, so that the difference of two fits in 64 bits. Rows and keys of a last tile may be past
+# the longest sequence, by less than 2048.
+POSITIONS, _COUNTS = Interval(2048 - 2**30, 2**30 - 2048), Interval(0, 2**30)
+ELEMENTS = Interval(-(2**31), 2**31 - 1)
 MAX_VALUE = 2**61
 
 

@@ -180,9 +180,9 @@ class _Writer:
 
     def _modify(self) -> list[str]:
         """The function of one score."""
-        result = _bare(self._code(self._body))
-        head = _arguments(_OF_SCORE, _used(_OF_SCORE, result))
-        opening = _wrapped("float modified_score", head)
+        result = bare(self._code(self._body))
+        head = arguments(_OF_SCORE, used(_OF_SCORE, result))
+        opening = wrapped("float modified_score", head)
         return [*self._about_score("The modified score"), *opening, f"    return {result};", "}"]
 
     def _about_score(self, what: str) -> list[str]:
@@ -199,16 +199,16 @@ class _Writer:
         lines = []
         for node in self._shared():
             name = f"{node.value if node.op == 'load' else _WORDS.get(node.op, node.op)}_{len(self._named)}"
-            lines.append(f"    const {node.type} {name} = {_bare(self._code(node))};")
+            lines.append(f"    const {node.type} {name} = {bare(self._code(node))};")
             self._named[node] = name
         lines += [
             "    ModifiedScore modified;",
-            f"    modified.score = {_bare(self._code(self._body))};",
-            f"    modified.derivative = {_bare(self._code(self._lowered.derivative))};",
+            f"    modified.score = {bare(self._code(self._body))};",
+            f"    modified.derivative = {bare(self._code(self._lowered.derivative))};",
             "    return modified;",
         ]
         self._named = {}
-        head = _arguments(_OF_SCORE, _used(_OF_SCORE, "\n".join(lines)))
+        head = arguments(_OF_SCORE, used(_OF_SCORE, "\n".join(lines)))
         return [
             "struct ModifiedScore {",
             "    float score;",
@@ -216,7 +216,7 @@ class _Writer:
             "};",
             "",
             *self._about_score("The modified score and the derivative"),
-            *_wrapped("ModifiedScore differentiated_score", head),
+            *wrapped("ModifiedScore differentiated_score", head),
             *lines,
             "}",
         ]
@@ -242,11 +242,11 @@ class _Writer:
         return [node for node, times in uses.items() if times > 1]
 
     def _offset_function(self) -> list[str]:
-        code = _bare(self._code(self._offset, at_first_key=True))
+        code = bare(self._code(self._offset, at_first_key=True))
         types = {"params": "const Params&", "row": "const ScoreRow&", "first_key": "int"}
         return [
             "// What is still to be added to the modified scores of a row.",
-            *_wrapped("float score_offset", _arguments(types, _used(types, code))),
+            *wrapped("float score_offset", arguments(types, used(types, code))),
             f"    return {code};",
             "}",
         ]
@@ -270,7 +270,7 @@ class _Writer:
             return _joined(node, [self._int(arg) for arg in node.args])
         args = [self._code(arg, at_first_key) for arg in node.args]
         if node.op in _CALLS:
-            return f"{_CALLS[node.op]}({', '.join(map(_bare, args))})"
+            return f"{_CALLS[node.op]}({', '.join(map(bare, args))})"
         if node.op == "where":
             return f"({args[0]} ? {args[1]} : {args[2]})"
         if node.op == "neg":
@@ -286,8 +286,8 @@ class _Writer:
         slope = key_slope(node)
         if at_first_key or not slope:
             key = "first_key" if at_first_key or slope == 0 else _KEY
-            return f"float({_bare(self._int(node, key))})"
-        base = f"float({_bare(self._int(node, 'first_key'))})"
+            return f"float({bare(self._int(node, key))})"
+        base = f"float({bare(self._int(node, 'first_key'))})"
         if abs(slope) == 1:
             return f"({base} {'+' if slope > 0 else '-'} float{_STEP})"
         return f"({base} + {_literal(float(slope))} * float{_STEP})"
@@ -309,7 +309,7 @@ class _Writer:
         if node.type == "bool":
             return f"!{args[0]}" if node.op == "not" else _joined(node, args)
         if node.op in _INT_CALLS:
-            return f"{_INT_CALLS[node.op]}({', '.join(map(_bare, args))})"
+            return f"{_INT_CALLS[node.op]}({', '.join(map(bare, args))})"
         if node.op == "where":
             return f"({args[0]} ? {args[1]} : {args[2]})"
         return _negative(args[0]) if node.op == "neg" else _joined(node, args)
@@ -319,11 +319,11 @@ class _Writer:
         array = self._arrays[str(node.value)]
         positions = {"b": names["b"], "h": names["h"], "q": query}
         if "kv" in names:
-            positions["kv"] = f"min({_bare(names['kv'])}, params.seqlen_kv - 1)"
+            positions["kv"] = f"min({bare(names['kv'])}, params.seqlen_kv - 1)"
         indices = [
             positions[dimension]
             if dimension in positions
-            else f"min(max({_bare(self.integer(index, names, query))}, 0), params.{symbol} - 1)"
+            else f"min(max({bare(self.integer(index, names, query))}, 0), params.{symbol} - 1)"
             for dimension, symbol, index in zip(array.dimensions, array.symbols, node.args, strict=True)
         ]
         return _element(array, indices)
@@ -343,7 +343,7 @@ _STEP = "(step)"
 _KEY = "(first_key + step)"
 
 
-def _used(types: dict[str, str], code: str) -> dict[str, bool]:
+def used(types: dict[str, str], code: str) -> dict[str, bool]:
     return {name: bool(re.search(rf"\b{name}\b", code)) for name in types}
 
 
@@ -358,7 +358,7 @@ def _struct(name: str, of: str, members: list[tuple[str, str]]) -> list[str]:
 def _maker(
     type: str, name: str, variable: str, types: dict[str, str], uses: dict[str, bool], values: list[str]
 ) -> list[str]:
-    opening = _wrapped(f"{type} {name}", _arguments(types, uses))
+    opening = wrapped(f"{type} {name}", arguments(types, uses))
     if not values:
         return [*opening, "    return {};", "}"]
     return [
@@ -370,11 +370,11 @@ def _maker(
     ]
 
 
-def _arguments(types: dict[str, str], uses: dict[str, bool]) -> str:
+def arguments(types: dict[str, str], uses: dict[str, bool]) -> str:
     return ", ".join(f"{type} {name}" if uses[name] else type for name, type in types.items())
 
 
-def _wrapped(name: str, arguments: str) -> list[str]:
+def wrapped(name: str, arguments: str) -> list[str]:
     """The opening line of a function, in two where it is long."""
     opening = f"__device__ __forceinline__ {name}({arguments}) {{"
     if len(opening) <= 132:
@@ -405,7 +405,7 @@ def _literal(value: float) -> str:
     return f"{digits}f" if any(c in digits for c in ".e") else f"{digits}.0f"
 
 
-def _bare(code: str) -> str:
+def bare(code: str) -> str:
     """Without parentheses around all of it."""
     if not (code.startswith("(") and code.endswith(")")):
         return code
@@ -420,4 +420,4 @@ def _bare(code: str) -> str:
 def integer(score: Score, node: Node) -> str:
     """An integer of a formula, of variables ``b``, ``h``, ``q``, ``kv`` and numbers of ``params``."""
     writer = _Writer(score, score.lowered("fp32"), differentiated=False)
-    return _bare(writer.integer(node, {name: name for name in ("b", "h", "q", "kv")}, "query"))
+    return bare(writer.integer(node, {name: name for name in ("b", "h", "q", "kv")}, "query"))
