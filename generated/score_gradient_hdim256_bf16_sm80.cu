@@ -51,7 +51,6 @@ struct Params {
     const float* delta;                   // (heads, unit_rows): sum(dout * out) - dlse
     const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
     float* dscore;                        // (batch, num_heads_q, seqlen_q, seqlen_kv); the gradient, contiguous
-    float* tile_sums;                     // sums of dS of each tile of scores, rows of tiles first
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
@@ -481,18 +480,18 @@ __device__ __forceinline__ void leave_sums(const Params& params, const Tile& til
 static_assert(kWarpRows == 16, "a warp has one 16-row MMA tile");
 static_assert(kBlockN % 16 == 0, "ldmatrix brings 16 keys at a time");
 static_assert(sizeof(SharedStorage) == 98304, "launcher and kernel agree on shared memory");
-static_assert(sizeof(Params) == 240 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
+static_assert(sizeof(Params) == 232 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
 static_assert(offsetof(Params, v) == 24 && offsetof(Params, delta) == 32 && offsetof(Params, lse_log2) == 40);
-static_assert(offsetof(Params, dscore) == 48 && offsetof(Params, tile_sums) == 56 && offsetof(Params, dout_batch_stride) == 64);
-static_assert(offsetof(Params, dout_row_stride) == 72 && offsetof(Params, dout_head_stride) == 80);
-static_assert(offsetof(Params, q_batch_stride) == 88 && offsetof(Params, q_row_stride) == 96);
-static_assert(offsetof(Params, q_head_stride) == 104 && offsetof(Params, k_batch_stride) == 112);
-static_assert(offsetof(Params, k_row_stride) == 120 && offsetof(Params, k_head_stride) == 128);
-static_assert(offsetof(Params, v_batch_stride) == 136 && offsetof(Params, v_row_stride) == 144);
-static_assert(offsetof(Params, v_head_stride) == 152 && offsetof(Params, dscore_batch_step) == 160);
-static_assert(offsetof(Params, dscore_head_step) == 168 && offsetof(Params, dscore_query_step) == 176);
-static_assert(offsetof(Params, dscore_key_step) == 184 && offsetof(Params, batch_size) == 192);
-static_assert(offsetof(Params, num_heads_q) == 196 && offsetof(Params, group_size) == 200 && offsetof(Params, kept_batch) == 204);
-static_assert(offsetof(Params, kept_heads) == 208 && offsetof(Params, seqlen_q) == 212 && offsetof(Params, seqlen_kv) == 216);
-static_assert(offsetof(Params, head_dim) == 220 && offsetof(Params, head_dim_v) == 224);
-static_assert(offsetof(Params, num_row_blocks) == 228 && offsetof(Params, scale_log2) == 232);
+static_assert(offsetof(Params, dscore) == 48 && offsetof(Params, dout_batch_stride) == 56);
+static_assert(offsetof(Params, dout_row_stride) == 64 && offsetof(Params, dout_head_stride) == 72);
+static_assert(offsetof(Params, q_batch_stride) == 80 && offsetof(Params, q_row_stride) == 88);
+static_assert(offsetof(Params, q_head_stride) == 96 && offsetof(Params, k_batch_stride) == 104);
+static_assert(offsetof(Params, k_row_stride) == 112 && offsetof(Params, k_head_stride) == 120);
+static_assert(offsetof(Params, v_batch_stride) == 128 && offsetof(Params, v_row_stride) == 136);
+static_assert(offsetof(Params, v_head_stride) == 144 && offsetof(Params, dscore_batch_step) == 152);
+static_assert(offsetof(Params, dscore_head_step) == 160 && offsetof(Params, dscore_query_step) == 168);
+static_assert(offsetof(Params, dscore_key_step) == 176 && offsetof(Params, batch_size) == 184);
+static_assert(offsetof(Params, num_heads_q) == 188 && offsetof(Params, group_size) == 192 && offsetof(Params, kept_batch) == 196);
+static_assert(offsetof(Params, kept_heads) == 200 && offsetof(Params, seqlen_q) == 204 && offsetof(Params, seqlen_kv) == 208);
+static_assert(offsetof(Params, head_dim) == 212 && offsetof(Params, head_dim_v) == 216);
+static_assert(offsetof(Params, num_row_blocks) == 220 && offsetof(Params, scale_log2) == 224);

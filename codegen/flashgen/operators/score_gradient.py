@@ -201,7 +201,7 @@ SCORE_GRADIENT = Operator(
     axes={
         **{name: ATTENTION.axes[name] for name in ("head_dim", "head_dim_v", "dtype", "mask_type")},
         # One kernel serves all groupings: num_heads_q / num_heads_kv is a parameter.
-        "gqa": Axis(lambda problem, value: True, ("gqa",), default="gqa"),
+        "gqa": Axis(lambda problem, value: True, ATTENTION.axes["gqa"].choices, default="gqa"),
         "sums": Axis(lambda problem, value: value == problem.reduction.sums, SUMS),
     },
     grid_dimensions=(
