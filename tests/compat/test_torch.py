@@ -279,12 +279,20 @@ def test_autocast_leaves_what_pytorchs_leaves():
             scaled_dot_product_attention(*given)
 
 
-def test_the_gradient_of_a_mask_is_refused():
-    mask = torch.randn(23, 41, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"^attn_mask requires a gradient"):
-        scaled_dot_product_attention(*qkv(), attn_mask=mask)
-    with torch.no_grad():
-        same(*qkv(), attn_mask=mask)
+@pytest.mark.parametrize("shape", [(23, 41), (2, 1, 1, 41), (4, 23, 1)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mask_has_a_gradient(dtype, shape):
+    mask = torch.randn(shape, dtype=dtype, requires_grad=True)
+    query, key, value = qkv(dtype=torch.float32)
+    found = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    exact = mask.detach().double().requires_grad_()
+    tensors = (x.double() for x in (query, key, value))
+    right = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=exact)
+    (gradient,) = torch.autograd.grad(found.square().sum(), mask)
+    (expected,) = torch.autograd.grad(right.square().sum(), exact)
+    assert gradient.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(gradient.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashgen.compat.libraries import is_tensor, shape_of
-from flashgen.compat.refusals import refuse_dropout, refuse_gradients
+from flashgen.compat.refusals import refuse_dropout
 from flashgen.compat.widths import attention_of_any_width
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, FlashgenError, arg
 from flashgen.operators.arguments import flag
@@ -50,8 +50,8 @@ def scaled_dot_product_attention(
     They are read by their strides. One whose rows are not contiguous, are no multiple of 16 bytes long, or do
     not start at multiples of 16 bytes, is copied. A batch or a head of 1 serves all of the other tensors.
     attn_mask: broadcasts to (batch, heads, seqlen_q, seqlen_kv). bool: True where a key takes part; it is
-        inverted, which copies it. fp32: added to the scaled scores, read in place; -inf hides a key.
-        fp16, bf16: the same, converted to fp32, which copies it. If the most negative float instead of -inf
+        inverted, which copies it. fp32, fp16 or bf16: added to the scaled scores, read in place; -inf hides a
+        key. Such a mask may require a gradient. If the most negative float instead of -inf
         hides every key of a query, the query may get 0, too; PyTorch gives it the mean of value. A
         ``CausalBias`` of torch.nn.attention.bias is the causal mask of its alignment; no element is read.
     dropout_p: 0 alone.
@@ -67,11 +67,11 @@ def scaled_dot_product_attention(
     Returns (batch, heads, seqlen_q, Ev), a transposed view of (batch, seqlen_q, heads, Ev), as PyTorch's own
     flash kernels do. A query that sees no key is 0.
 
-    Raises NotImplementedError for a dropout_p above 0, for an attn_mask that requires a gradient or is of
-    another dtype, and for any number of dimensions but 3 and 4; BadParam for is_causal with attn_mask, and
-    for a nested or a sparse tensor; BadTensorShape for sizes that do not go together, such as a number of
-    heads that enable_gqa would allow; BadTensorDtype for anything but a tensor; and what
-    ``flashgen.attention`` raises, under the names that arguments have here.
+    Raises NotImplementedError for a dropout_p above 0, for an attn_mask of another dtype, and for any number
+    of dimensions but 3 and 4; BadParam for is_causal with attn_mask, and for a nested or a sparse tensor;
+    BadTensorShape for sizes that do not go together, such as a number of heads that enable_gqa would allow;
+    BadTensorDtype for anything but a tensor; and what ``flashgen.attention`` raises, under the names that
+    arguments have here.
     """
     refuse_dropout(dropout_p)
     tensors = {"query": query, "key": key, "value": value}
@@ -80,7 +80,6 @@ def scaled_dot_product_attention(
             if not isinstance(x, torch.Tensor):
                 raise BadTensorDtype(f"{arg(name)} has type {type(x).__name__}; expected a torch.Tensor")
             shape_of(name, x)  # raises for a nested or a sparse one
-    refuse_gradients(attn_mask=attn_mask)
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         raise BadParam("is_causal is True and attn_mask was given; they are not allowed together")
@@ -185,9 +184,7 @@ def _masked(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> dict[str, A
         _check_mask(attn_mask, query, key)
     if attn_mask.dtype == torch.bool:
         return {"mask": _rows(~attn_mask, key.shape[-2])}
-    if attn_mask.dtype in (torch.float16, torch.bfloat16):
-        attn_mask = attn_mask.float()
-    if attn_mask.dtype == torch.float32:
+    if attn_mask.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return {"score": "bias", "params": {"bias": _rows(attn_mask, key.shape[-2])}}
     # As floats, integers that say which keys take part would be added to scores.
     dtype = "float" if attn_mask.is_floating_point() else "bool"
