@@ -255,6 +255,9 @@ def test_ranks_that_agree_compute(pool):
         (GATHER, {"softmax_scale": -1.0}, "BadParam", "softmax_scale is -1.0"),
         (GATHER, {"group": "all"}, "BadParam", "group has type str"),
         (GATHER, {"kv_heads_per_step": 0}, "BadParam", "kv_heads_per_step is 0"),
+        (GATHER, {"kv_heads_per_step": 1.5}, "BadParam", "kv_heads_per_step is 1.5; expected an integer"),
+        (GATHER, {"softcap": -2.0}, "BadParam", "softcap is -2.0; it must be a number above 0"),
+        (GATHER, {"softcap": "much"}, "BadParam", "softcap is 'much'; expected a number"),
         (GATHER | {"cu_seqlens": CU}, {"seqlen": 5}, "BadParam", "padding is a document of its own"),
     ],
 )

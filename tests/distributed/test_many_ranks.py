@@ -35,9 +35,6 @@ def on_threads(function):
         except BaseException as error:  # noqa: BLE001  # the test raises it
             errors.append(error)
             threaded.ProcessLocalGroup.exception_handle(error)
-        finally:
-            if not errors:
-                dist.destroy_process_group()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(WORLD)]
     try:

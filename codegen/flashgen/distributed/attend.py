@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from flashgen.distributed import operators
 from flashgen.distributed.groups import Names, names_of, resolved
 from flashgen.distributed.model import H200, bounds_of, check_method, partition
 from flashgen.errors import BadParam, arg
-from flashgen.operators.arguments import flag
+from flashgen.operators.arguments import flag, shown
 from flashgen.operators.contract import scale_of
 from flashgen.operators.maskoptions import window_of
 
@@ -110,12 +111,26 @@ def attention(
         left,
         right,
         None if softmax_scale is None else scale_of(softmax_scale, q.shape[-1]),
-        None if softcap is None else float(softcap),
-        None if seqlen is None else int(seqlen),
+        None if softcap is None else number("softcap", softcap),
+        None if seqlen is None else whole("seqlen", seqlen),
         flag("deterministic", deterministic),
-        kv_heads_per_step,
+        None if kv_heads_per_step is None else whole("kv_heads_per_step", kv_heads_per_step),
     )
     return (out, lse) if flag("return_lse", return_lse) else out
+
+
+def number(name: str, value: Any) -> float:
+    """A number of a call. Raises BadParam."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise BadParam(f"{arg(name)} is {shown(value)}; expected a number or None")
+    return float(value)
+
+
+def whole(name: str, value: Any) -> int:
+    """An integer of a call, which may be a symbol of torch.compile. Raises BadParam."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise BadParam(f"{arg(name)} is {shown(value)}; expected an integer or None")
+    return value
 
 
 def _documents(cu_seqlens: Any) -> Tensor | None:

@@ -5,6 +5,7 @@ an error on all of them. Without the check such ranks would wait for each other 
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from flashgen.distributed.groups import Ranks
+
+_LONGEST = 60
 
 
 def agreed(ranks: Ranks, facts: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -33,13 +36,23 @@ def agreed(ranks: Ranks, facts: Callable[[], Mapping[str, Any]]) -> Mapping[str,
         error = raised
     for group in ranks.groups:
         everyone: list[Any] = [None] * group.size()
-        told = {name: repr(value) for name, value in values.items()}, None if error is None else str(error)
+        told = {name: _digest(value) for name, value in values.items()}, None if error is None else str(error)
         dist.all_gather_object(everyone, told, group=group)
         if error is None:
             error = _difference(everyone)
     if error is not None:
         raise error
     return values
+
+
+def _digest(value: Any) -> str:
+    """A value as text; of a long one the begin, and a hash of all."""
+    text = repr(value)
+    if len(text) <= _LONGEST:
+        return text
+    return (
+        f"{text[:_LONGEST]}... ({len(text)} characters, {blake2b(text.encode(), digest_size=8).hexdigest()})"
+    )
 
 
 def _difference(everyone: list[tuple[dict[str, str], str | None]]) -> BadParam | None:

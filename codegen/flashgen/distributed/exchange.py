@@ -1,7 +1,7 @@
 """Exchanges of rows between the ranks of a group: the collectives of PyTorch, on shards of unequal length.
 
-Rows are the first dimension of contiguous tensors. Every rank knows how many each rank has, from the layout,
-so nothing is asked for at run time.
+Rows are the first dimension of contiguous tensors. Every rank knows from the layout how many rows any rank
+has, so ranks exchange no sizes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Gather: keys and values of all ranks, some kv heads at a time, one step ahead of the kernels; and back, the
-gradients of keys and values, summed over ranks in fp32.
+"""Gather: keys and values of all ranks, some kv heads at a time, while the kernels compute the step before;
+and back, the gradients of keys and values, summed over ranks in fp32.
 
 A row of a gathered buffer has K and V of one token beside each other, so a step is one collective. Rows are
 in the order of ranks; indices take them in the order of tokens.
@@ -53,7 +53,8 @@ class KeyRows(NamedTuple):
     layers: tuple[tuple[Any, Tensor], ...]
 
 
-@lru_cache(maxsize=16)
+# An index has 8 bytes for each token, so these caches are small: the layers of a model share an entry.
+@lru_cache(maxsize=4)
 def token_rows(units: Units, device: torch.device) -> Tensor:
     """The row of each token in a gathered buffer."""
     most = units.most
@@ -66,7 +67,7 @@ def token_rows(units: Units, device: torch.device) -> Tensor:
     return places
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def key_rows(launch: Launch, units: Units, device: torch.device) -> KeyRows:
     """Where the keys of a launch are in a gathered buffer."""
     rows = token_rows(units, device)
@@ -113,7 +114,7 @@ def cu_seqlens_of(launch: Launch, device: torch.device) -> tuple[Tensor, Tensor]
     return of_q.clone(), of_kv.clone()  # each in memory of its own, as arrays of lengths are
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def row_tokens(units: Units, device: torch.device) -> Tensor:
     """The token of each row in a gathered buffer; 0 for rows that only pad."""
     tokens = torch.zeros(units.most * len(units.runs), dtype=torch.int64, device=device)

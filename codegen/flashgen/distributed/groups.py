@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported, arg
 
@@ -56,7 +57,7 @@ def names_of(group: Any, mesh: Any) -> Names:
             "prepares it"
         )
     if mesh is not None:
-        if not hasattr(mesh, "get_group"):
+        if not isinstance(mesh, DeviceMesh):
             raise BadParam(f"{arg('mesh')} has type {type(mesh).__name__}; expected a DeviceMesh")
         if mesh.ndim > 2:
             raise BadParam(
@@ -67,7 +68,7 @@ def names_of(group: Any, mesh: Any) -> Names:
         return Names(names[0], names[-1])
     if group is None:
         group = dist.group.WORLD
-    if not hasattr(group, "group_name"):
+    if not isinstance(group, dist.ProcessGroup):
         raise BadParam(
             f"{arg('group')} has type {type(group).__name__}; expected a ProcessGroup, for example of "
             "torch.distributed.new_group, that this rank is in"

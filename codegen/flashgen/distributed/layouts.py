@@ -6,8 +6,8 @@ all ranks do the same work under a causal mask. No length has to be a multiple o
 ranks differ by one token at most. ``documents`` does so within each document, for packed documents whose
 lengths differ; it cuts documents at whole tiles, so shards differ by about a tile.
 
-A kernel raises the maxima of a tile's rows together. So the bits of a row are those of one GPU where the rows
-of its tile are on the same rank: where cuts are at multiples of ``TILE_ROWS`` in their document.
+A kernel raises the maxima of a tile's rows together. So a row has the bits of one GPU where all rows of its
+tile are on one rank: where cuts are at multiples of ``TILE_ROWS`` in their document.
 """
 
 from __future__ import annotations

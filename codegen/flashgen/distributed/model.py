@@ -2,8 +2,8 @@
 group.
 
 The model: a rank computes at the rate of one GPU, and waits for the bytes that it receives at the rate of the
-link, as far as they are not on their way while it computes. Gathers run one step ahead of the kernels, so
-only the first step is exposed, and in the backward pass the last reduction; exchanges of heads are exposed.
+link, unless it computes meanwhile. A gather runs while the kernels compute the step before, so only the first
+step is exposed, and in the backward pass the last reduction. Exchanges of heads are exposed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METHODS = ("auto", "gather", "ulysses")
 _BACKWARD_WORK = 2.5
 # How much faster than gather another method has to be to be chosen: gather gives the bits of one GPU.
 _WORTH = 1.05
-# A step of a gather has rows for so many tiles: seven waves of an H200.
+# The least number of tiles of a step: seven waves of an H200.
 _TILES_OF_STEP = 7 * 132
 
 
@@ -159,7 +159,7 @@ def partition(
     world: the number of ranks. inner: with two dimensions, the ranks of the inner one, which exchange heads.
     heads: (num_heads_q, num_heads_kv).
     rates: of the GPU and its links; `H200` by default.
-    The other arguments are those of ``attention``. Raises BadParam.
+    The other arguments are as in ``attention``. Raises BadParam.
     """
     cu = bounds_of(cu_seqlens)
     # Of lists and tensors the cache has no use.

@@ -6,7 +6,7 @@ as in a call of ``attention``: the last row with the last key. A window that loo
 rows, so its keys end later; ``shift`` is by how much, and the window of the segment makes up for it.
 
 Keys start where the document starts, also where a window hides the first ones: kernels walk keys in blocks
-from the first key, so blocks are those of a call on one GPU, and so are the bits.
+from the first key, so a rank has the same blocks as one GPU, and the same bits.
 """
 
 from __future__ import annotations

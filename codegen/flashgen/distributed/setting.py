@@ -4,6 +4,7 @@ arguments of an operator, with all checks of its contract; see `checks` for agre
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -194,6 +195,8 @@ def check_options(options: Options, has_slopes: bool, ranks: Ranks) -> None:
             f"{arg('window_size')} is {(left, right)}, but causal hides every later key: right must be 0 or "
             "-1"
         )
+    if options.softcap is not None and not 0 < options.softcap < math.inf:
+        raise BadParam(f"{arg('softcap')} is {options.softcap}; it must be a number above 0, or None")
     per_step = options.kv_heads_per_step
     if per_step is not None and per_step < 1:
         raise BadParam(f"{arg('kv_heads_per_step')} is {per_step}; expected 1 or more, or None")

@@ -32,7 +32,7 @@ class Members(NamedTuple):
         return [tokens_of(runs) for runs in self.runs]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def ascending(members: Members, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Which rows to take of those in the order of ranks, so that tokens ascend; and the way back. None where
     they do.
@@ -75,8 +75,12 @@ def for_ranks(x: Tensor, split: HeadShares) -> Tensor:
     """The kv heads that each rank needs, one rank after another, of (batch, tokens, kv heads, head_dim)."""
     if not split.replicated:
         return x
-    heads = torch.tensor([head for kv in split.kv for head in kv], device=x.device)
-    return x.index_select(2, heads)
+    return x.index_select(2, _kv_heads(split, x.device))
+
+
+@lru_cache(maxsize=16)
+def _kv_heads(split: HeadShares, device: torch.device) -> Tensor:
+    return torch.tensor([head for kv in split.kv for head in kv], device=device)
 
 
 def summed(gradient: Tensor, split: HeadShares, heads: int) -> Tensor:
