@@ -12,6 +12,7 @@ from flashgen.compat.widths import missing
 from flashgen.errors import BadParam, BadTensorShape, NullPointer, arg
 from flashgen.operators.arguments import flag, shown, shown_shape
 from flashgen.operators.maskoptions import NO_WINDOW, window_of
+from flashgen.runtime.arrays import tensor_kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -144,6 +145,18 @@ def contiguous(table: Any) -> Any:
     if not strides or module_of(table) is None:  # an array of JAX has none, and is contiguous
         return table
     return table if table.shape[-1] < 2 or strides[-1] == table.itemsize else table.copy()
+
+
+def pages_of_packed(cu_seqlens_k: Any, most_keys: int) -> Any:
+    """The page table of packed keys, which are pages of one key: (batch, most_keys). It serves sequences that
+    have only the first keys of their parts. A number past the last key of a sequence has no meaning.
+    """
+    kind = tensor_kind(cu_seqlens_k)
+    if kind is not None:
+        positions = kind.torch.arange(most_keys, dtype=cu_seqlens_k.dtype, device=cu_seqlens_k.device)
+    else:
+        positions = module_of(cu_seqlens_k).arange(most_keys, dtype=cu_seqlens_k.dtype)
+    return cu_seqlens_k[:-1, None] + positions
 
 
 def check_new(k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, cache_seqlens: Any) -> None:

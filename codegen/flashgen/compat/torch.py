@@ -1,6 +1,10 @@
-"""``torch.nn.functional.scaled_dot_product_attention``, under its signature.
+"""``torch.nn.functional.scaled_dot_product_attention``, under its signature; and flashgen in PyTorch's
+registry, where that function itself finds it.
 
 >>> from flashgen.compat.torch import scaled_dot_product_attention
+
+>>> flashgen.compat.torch.register()
+>>> torch.nn.attention.activate_flash_attention_impl("flashgen")
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from flashgen.runtime.arrays import is_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["register", "scaled_dot_product_attention"]
 
 # What errors of ``attention`` call arguments, in the words of here.
 _NAMES = {
@@ -31,6 +35,34 @@ _NAMES = {
     "softmax_scale": "scale",
     "the negated q": "negate query",
 }
+
+
+def register(name: str = "flashgen", *, cpu: bool = False) -> None:
+    """Add flashgen to PyTorch's implementations of flash attention, under ``name``; PyTorch 2.11 and later.
+
+    ``torch.nn.attention.activate_flash_attention_impl(name)`` then replaces PyTorch's flash attention in this
+    process, and ``restore_flash_attention_impl()`` brings it back. What PyTorch does not give to flash
+    attention, for example calls with a mask on a GPU, stays with PyTorch.
+    cpu: also replace flash attention for tensors in host memory, masks included; for tests.
+
+    Raises NotImplementedError if PyTorch has no registry. An active flashgen raises NotImplementedError for
+    dropout and for alibi_slopes, and what ``flashgen.attention`` raises, before anything runs.
+    """
+    from torch.nn import attention as registry
+
+    cpu = flag("cpu", cpu)
+    if not hasattr(registry, "register_flash_attention_impl"):
+        raise NotImplementedError(
+            f"PyTorch {torch.__version__} has no registry of flash attention, which comes with 2.11; call "
+            "flashgen.compat.torch.scaled_dot_product_attention"
+        )
+
+    def activate() -> Any:
+        from flashgen.compat.torch_registry import library
+
+        return library(cpu)
+
+    registry.register_flash_attention_impl(name, register_fn=activate)
 
 
 def scaled_dot_product_attention(
@@ -94,7 +126,7 @@ def scaled_dot_product_attention(
                 f"{arg(name)} has shape {tuple(x.shape)} but query has {tuple(query.shape)}; expected as "
                 "many dimensions"
             )
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     query, key, value = _broadcast(query, key, value, enable_gqa)
     options = {"mask_type": "causal_top_left"} if is_causal else _masked(attn_mask, query, key)
     q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
@@ -108,7 +140,7 @@ def scaled_dot_product_attention(
     return out.transpose(-3, -2)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as autocast gives them to PyTorch's own attention."""
     device = tensors[0].device.type
     # Not torch.amp.is_autocast_available(), which torch.compile of PyTorch 2.11 does not trace.

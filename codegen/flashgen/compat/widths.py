@@ -1,10 +1,13 @@
-"""``attention`` at any head dim, and of arrays whose rows kernels could not read: padded or copied."""
+"""``attention`` and its gradients at any head dim, and of arrays whose rows kernels could not read: padded or
+copied.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
+from flashgen.api.backward import attention_backward
 from flashgen.compat.libraries import is_tensor, module_of
 from flashgen.errors import BadTensorShape, arg
 from flashgen.operators.arguments import ROW_ALIGNMENT
@@ -44,6 +47,46 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
     return (out, *lse) if lse else out
 
 
+def gradients_of_any_width(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    into: Sequence[Any] = (None, None, None),
+    softmax_scale: float | None,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """dq, dk and dv of ``attention_of_any_width``, by ``attention_backward``.
+
+    ``into`` receives them: tensors of the shapes of q, k and v in any layout. None: a new array, or a view of
+    one without the columns that padding made. Raises what ``attention_backward`` raises.
+    """
+    if softmax_scale is None and q.shape[-1]:
+        softmax_scale = q.shape[-1] ** -0.5
+    direct = {
+        name: x
+        for name, x, of in zip(("dq", "dk", "dv"), into, (q, k, v), strict=True)
+        if x is not None and not missing(of) and kernels_write(x)
+    }
+    inputs = [_fitted(x) for x in (dout, q, k, v, out)]
+    gradients = attention_backward(*inputs, lse, softmax_scale=softmax_scale, **direct, **options)
+    results = []
+    for name, gradient, x, target in zip(("dq", "dk", "dv"), gradients, (q, k, v), into, strict=True):
+        narrow = gradient if gradient.shape == x.shape else gradient[..., : x.shape[-1]]
+        if target is not None and name not in direct:
+            narrow = target.copy_(narrow)
+        results.append(narrow)
+    return tuple(results)
+
+
+def kernels_write(x: Any) -> bool:
+    """Whether kernels can write into the tensor ``x`` as it is in memory."""
+    return _has_rows(x, x.stride(), 1, x.element_size()) and _is_aligned(x)
+
+
 def readable_rows(x: Any) -> Any:
     """``x``, or a copy if its rows are not contiguous, or do not start at multiples of ROW_ALIGNMENT.
     Anything but an array stays as it is: ``attention`` raises for it.
@@ -60,7 +103,7 @@ def readable_rows(x: Any) -> Any:
 
 
 def _readable_tensor(x: Any) -> Any:
-    if _has_rows(x, x.stride(), 1, x.element_size()) and _is_aligned(x):
+    if kernels_write(x):  # then they can read it, too
         return x
     return x.clone(memory_format=kind_of(x).torch.contiguous_format)
 

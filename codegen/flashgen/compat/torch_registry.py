@@ -1,0 +1,349 @@
+"""flashgen as an implementation in PyTorch's registry of flash attention (``torch.nn.attention``).
+
+`library` registers kernels for PyTorch's own operators of flash attention, forward and backward. Whatever
+dispatches to these operators then runs flashgen: ``scaled_dot_product_attention``, ``varlen_attn``, and what
+is built on them. The kernels are called below autograd, with tensors in memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashgen.api.attention import attention
+from flashgen.call.kvcache import KVCache
+from flashgen.compat.flash_attn_arguments import contiguous, pages_of_packed, splits_of
+from flashgen.compat.refusals import refuse_dropout
+from flashgen.compat.widths import (
+    attention_of_any_width,
+    gradients_of_any_width,
+    kernels_write,
+    missing,
+    readable_rows,
+)
+from flashgen.errors import naming
+from flashgen.operators.arguments import Expected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+# What errors of ``attention`` call arguments, in the words of PyTorch's operators.
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "dout": "grad_out",
+    "lse": "logsumexp",
+    "softmax_scale": "scale",
+    "window_size": "window_size_left, window_size_right",
+    "cu_seqlens_q": "cum_seq_q",
+    "cu_seqlens_kv": "cum_seq_k",
+    "kv_lengths": "seqused_k",
+    "lengths": "seqused_k",
+    "pages": "block_table",
+    "max_seqlen_q": "max_q",
+    "max_seqlen_kv": "max_k",
+    "splits": "num_splits",
+    "one split": "1, or None to let flashgen choose",
+    "mask": "attn_mask",
+    "bias": "attn_mask",
+}
+
+
+class Handle:
+    """What the registry keeps while flashgen is active."""
+
+    def __init__(self, kernels: torch.library.Library) -> None:
+        self._kernels: torch.library.Library | None = kernels
+
+    def remove(self) -> None:
+        """Give the operators back to PyTorch's kernels."""
+        self._kernels = None  # a Library removes its kernels with itself
+
+
+def library(cpu: bool) -> Handle:
+    """The kernels for CUDA tensors; with ``cpu`` also for tensors in host memory."""
+    kernels = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        _implement(kernels, cpu)
+    return Handle(kernels)
+
+
+def _implement(kernels: torch.library.Library, cpu: bool) -> None:
+    for name, function in _KERNELS.items():
+        if not hasattr(torch.ops.aten, name):  # the one in place comes with 2.12
+            continue
+        kernels.impl(name, function, "CUDA")
+        if cpu:
+            kernels.impl(name, function, "CPU")
+    if cpu:
+        for name, function in _CPU_KERNELS.items():
+            kernels.impl(name, function, "CPU")
+
+
+def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as a kernel: it records nothing, and errors have the names of PyTorch's operators."""
+
+    def kernel(*args: Any, **options: Any) -> Any:
+        with torch.no_grad(), naming(_NAMES):
+            return function(*args, **options)
+
+    kernel.__name__ = function.__name__
+    return kernel
+
+
+def _refuse(dropout_p: float, return_debug_mask: bool = False, alibi_slopes: Tensor | None = None) -> None:
+    """Raise NotImplementedError for options of the operators that flashgen does not serve."""
+    refuse_dropout(dropout_p)
+    if return_debug_mask:
+        raise NotImplementedError(
+            "return_debug_mask is True; flashgen returns no mask of dropout: pass False"
+        )
+    if alibi_slopes is not None:
+        raise NotImplementedError(
+            "alibi_slopes was given, for which PyTorch's operator has no gradient; call flashgen.attention"
+        )
+
+
+def _options(
+    scale: float | None,
+    is_causal: bool,
+    window: tuple[int | None, int | None] = (None, None),
+    cum_seq_q: Tensor | None = None,
+    max_q: int = 0,
+    max_k: int = 0,
+) -> dict[str, Any]:
+    """The options of both passes; causal is aligned bottom right."""
+    left, right = (-1 if side is None else max(side, -1) for side in window)
+    options = {"softmax_scale": scale, "causal": is_causal, "window_size": (left, 0 if is_causal else right)}
+    if cum_seq_q is not None:
+        options |= {"max_seqlen_q": Expected(max_q), "max_seqlen_kv": Expected(max_k)}
+    return options
+
+
+def _attend(out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Write the result into ``out``, in any layout; returns the LSE."""
+    if missing(query) or missing(value) or not kernels_write(out):
+        result, lse = attention_of_any_width(query, key, value, return_lse=True, **options)
+        out.copy_(result)
+        return lse
+    return attention_of_any_width(query, key, value, out=out, return_lse=True, **options)[1]
+
+
+def _attend_varlen(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    """``_flash_attention_forward_no_dropout_inplace``: (batch, seqlen, heads, head_dim), or packed.
+
+    Keys are packed (cum_seq_k), in pages (block_table and seqused_k), or padded (seqused_k alone). With
+    cum_seq_k and seqused_k a sequence has the first seqused_k keys of its part: they are read as pages of
+    one key.
+    """
+    _refuse(dropout_p, return_debug_mask, alibi_slopes)
+    window = window_size_left, window_size_right
+    options = _options(scale, is_causal, window, cum_seq_q, max_q, max_k)
+    if cum_seq_q is not None:
+        options["cu_seqlens_q"] = contiguous(cum_seq_q)
+    if num_splits is not None:
+        options["splits"] = splits_of(num_splits)
+    if block_table is not None and seqused_k is None:
+        raise NotImplementedError(
+            "block_table was given without seqused_k; pass the number of keys of each sequence there"
+        )
+    if seqused_k is None:
+        if cum_seq_k is not None:
+            options["cu_seqlens_kv"] = contiguous(cum_seq_k)
+        return _attend(out, query, key, value, **options)
+    pages, lengths = block_table, contiguous(seqused_k)
+    if pages is None and cum_seq_k is not None:
+        pages = pages_of_packed(cum_seq_k, max_k)
+        key, value = readable_rows(key).unsqueeze(1), readable_rows(value).unsqueeze(1)
+        options["max_seqlen_kv"] = None  # no key is past the table
+    cache = KVCache(key, value, lengths, pages=contiguous(pages))
+    query = readable_rows(query)
+    if kernels_write(out):
+        return attention(query, cache, out=out, return_lse=True, **options)[1]
+    result, lse = attention(query, cache, return_lse=True, **options)
+    out.copy_(result)
+    return lse
+
+
+def _auxiliary(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What stands for the state of dropout and its mask."""
+    state = torch.zeros(2, dtype=torch.uint64, device=x.device)
+    return state, torch.zeros((), dtype=torch.uint64, device=x.device), x.new_empty(0)
+
+
+def _flash_attention_forward(query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+    out = torch.empty_like(query)
+    lse = _attend_varlen(out, query, *args, **options)
+    return out, lse, *_auxiliary(query)
+
+
+def _flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    _refuse(dropout_p)
+    window = window_size_left, window_size_right
+    options = _options(scale, is_causal, window, cum_seq_q, max_q, max_k)
+    for name, x in (("cu_seqlens_q", cum_seq_q), ("cu_seqlens_kv", cum_seq_k)):
+        if x is not None:
+            options[name] = contiguous(x)
+    into = [torch.empty_like(x) for x in (query, key, value)]
+    return gradients_of_any_width(
+        grad_out, query, key, value, out, logsumexp.contiguous(), into=into, **options
+    )
+
+
+def _scaled_dot_product_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """(batch, heads, seqlen, head_dim), and the result in the layout of query."""
+    _refuse(dropout_p, return_debug_mask)
+    out = torch.empty_like(query)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    lse = _attend(out.transpose(1, 2), q, k, v, **_options(scale, is_causal))
+    state, offset, mask = _auxiliary(query)
+    return out, lse, None, None, query.shape[2], key.shape[2], state, offset, mask
+
+
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    _refuse(dropout_p)
+    gradients = [torch.empty_like(x) for x in (query, key, value)]
+    _differentiate(
+        gradients, grad_out, query, key, value, out, logsumexp.contiguous(), **_options(scale, is_causal)
+    )
+    return tuple(gradients)
+
+
+def _differentiate(gradients: list[Tensor], *arrays: Any, **options: Any) -> None:
+    """Write the gradients; tensors are (batch, heads, seqlen, head_dim), the last one is the LSE."""
+    *tensors, lse = arrays
+    tensors = [x.transpose(1, 2) for x in tensors]
+    gradients_of_any_width(*tensors, lse, into=[x.transpose(1, 2) for x in gradients], **options)
+
+
+def _options_on_cpu(scale: float | None, is_causal: bool, attn_mask: Tensor | None) -> dict[str, Any]:
+    """On the CPU causal is aligned top left, and a mask, which PyTorch has made a float one, is added."""
+    options: dict[str, Any] = {"softmax_scale": scale, "mask_type": 2 if is_causal else None}
+    if attn_mask is not None:
+        mask = attn_mask.float()
+        mask = mask if mask.shape[-1] == 1 or mask.stride(-1) == 1 else mask.contiguous()
+        options |= {"score": "bias", "params": {"bias": mask}}
+    return options
+
+
+def _for_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    _refuse(dropout_p)
+    out = torch.empty_like(query)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    lse = _attend(out.transpose(1, 2), q, k, v, **_options_on_cpu(scale, is_causal, attn_mask))
+    return out, lse.transpose(1, 2).contiguous().transpose(1, 2)  # the layout of PyTorch's own kernel
+
+
+def _for_cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    _refuse(dropout_p)
+    gradients = [x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (query, key, value)]
+    gradients = [x.transpose(1, 2) for x in gradients]
+    options = _options_on_cpu(scale, is_causal, attn_mask)
+    _differentiate(gradients, grad_out, query, key, value, out, logsumexp.contiguous(), **options)
+    return tuple(gradients)
+
+
+# PyTorch's operators of flash attention, for tensors of any device, and those for tensors in host memory.
+_KERNELS = {
+    "_flash_attention_forward": _kernel(_flash_attention_forward),
+    "_flash_attention_forward_no_dropout_inplace": _kernel(_attend_varlen),
+    "_flash_attention_backward": _kernel(_flash_attention_backward),
+    "_scaled_dot_product_flash_attention": _kernel(_scaled_dot_product_flash_attention),
+    "_scaled_dot_product_flash_attention_backward": _kernel(_scaled_dot_product_flash_attention_backward),
+}
+_CPU_KERNELS = {
+    "_scaled_dot_product_flash_attention_for_cpu": _kernel(_for_cpu),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _kernel(_for_cpu_backward),
+}

@@ -1,0 +1,76 @@
+"""flashgen in PyTorch's registry of flash attention on a GPU, beside PyTorch's attention in float64."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch.nn import attention as registry  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
+
+from flashgen.compat.torch import register  # noqa: E402
+
+if not hasattr(registry, "register_flash_attention_impl"):
+    pytest.skip("PyTorch 2.11 and later have the registry", allow_module_level=True)
+
+from torch.nn.attention.varlen import varlen_attn  # noqa: E402
+
+from flashgen.compat import torch_registry  # noqa: E402
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Activates flashgen, and lists the calls of its forward and backward passes."""
+    seen = []
+    for name in ("attention_of_any_width", "gradients_of_any_width"):
+        function = getattr(torch_registry, name)
+
+        def spy(*args, _name=name, _function=function, **options):
+            seen.append("backward" if "gradients" in _name else "forward")
+            return _function(*args, **options)
+
+        monkeypatch.setattr(torch_registry, name, spy)
+    register()
+    registry.activate_flash_attention_impl("flashgen")
+    yield seen
+    registry.restore_flash_attention_impl()
+
+
+def with_gradients(function, inputs):
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    (out.float() * torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape)).sum().backward()
+    return [out.detach(), *(x.grad for x in inputs)]
+
+
+def near(found, right):
+    for x, y in zip(found, right, strict=True):
+        assert (x.double() - y.double()).norm() < 0.02 * y.double().norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sdpa_and_its_gradients_are_flashgens(dtype, is_causal, compiled, calls):
+    inputs = [torch.randn(2, 8, 300, 100, device="cuda", dtype=dtype) for _ in "qkv"]
+
+    def attend(q, k, v):
+        return sdpa(q, k, v, is_causal=is_causal)
+
+    function = torch.compile(attend) if compiled else attend
+    with registry.sdpa_kernel(registry.SDPBackend.FLASH_ATTENTION):
+        found = with_gradients(function, inputs)
+    assert calls == ["forward", "backward"]
+    with registry.sdpa_kernel(registry.SDPBackend.MATH):
+        near(found, with_gradients(attend, [x.double() for x in inputs]))
+
+
+def test_packed_sequences_and_their_gradients(calls):
+    ends = torch.tensor([0, 100, 100, 350], device="cuda", dtype=torch.int32)
+    inputs = [torch.randn(350, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
+    found = with_gradients(lambda *x: varlen_attn(*x, ends, ends, 250, 250, window_size=(-1, 0)), inputs)
+    assert calls == ["forward", "backward"]
+
+    def one_by_one(q, k, v):
+        sequences = [[x[rows].transpose(0, 1) for x in (q, k, v)] for rows in (slice(100), slice(100, 350))]
+        return torch.cat([sdpa(*sequence, is_causal=True).transpose(0, 1) for sequence in sequences])
+
+    near(found, with_gradients(one_by_one, [x.double() for x in inputs]))
