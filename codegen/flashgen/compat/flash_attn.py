@@ -439,3 +439,17 @@ def flash_attn_with_kvcache(
                 positions = leftpad_positions(cache, seqlen_new)
                 options["rotary"] = Rotary(rotary_cos, rotary_sin, rotary_interleaved, positions)
         return attention(q, cache, **options)
+
+
+def __getattr__(name: str) -> Any:
+    # These need PyTorch, and its import takes seconds.
+    if name in (
+        "_flash_attn_forward",
+        "_flash_attn_backward",
+        "_flash_attn_varlen_forward",
+        "_flash_attn_varlen_backward",
+    ):
+        from flashgen.compat import flash_attn_passes
+
+        return getattr(flash_attn_passes, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
