@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         BadTensorStrides,
         CacheWarning,
         CompileError,
+        CompileWarning,
         DeviceTypeNotSupported,
         FlashgenError,
         InsufficientWorkspace,
@@ -43,9 +44,11 @@ if TYPE_CHECKING:
         SpecError,
         TemplateWarning,
         TunedWarning,
+        UnexpectedCompile,
     )
     from flashgen.operators.splits import SplitEvery
     from flashgen.runtime.plans import Plan
+    from flashgen.toolchain.policy import compiling
 
 __version__ = "0.1.0"
 
@@ -58,6 +61,7 @@ __all__ = [
     "BlockMask",
     "CacheWarning",
     "CompileError",
+    "CompileWarning",
     "DeviceTypeNotSupported",
     "FlashgenError",
     "InsufficientWorkspace",
@@ -75,11 +79,13 @@ __all__ = [
     "SplitEvery",
     "TemplateWarning",
     "TunedWarning",
+    "UnexpectedCompile",
     "WeightsPlan",
     "append",
     "attention",
     "attention_backward",
     "cascade",
+    "compiling",
     "distributed",
     "explain",
     "merge",
@@ -102,6 +108,7 @@ _HOMES = {
     "attention": "flashgen.api.attention",
     "attention_backward": "flashgen.api.backward",
     "cascade": "flashgen.api.cascade",
+    "compiling": "flashgen.toolchain.policy",
     "explain": "flashgen.api.explain",
     "merge": "flashgen.api.merge",
     "plan": "flashgen.api.attention",

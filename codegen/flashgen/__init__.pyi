@@ -16,6 +16,7 @@ from flashgen.errors import BadTensorShape as BadTensorShape
 from flashgen.errors import BadTensorStrides as BadTensorStrides
 from flashgen.errors import CacheWarning as CacheWarning
 from flashgen.errors import CompileError as CompileError
+from flashgen.errors import CompileWarning as CompileWarning
 from flashgen.errors import DeviceTypeNotSupported as DeviceTypeNotSupported
 from flashgen.errors import FlashgenError as FlashgenError
 from flashgen.errors import InsufficientWorkspace as InsufficientWorkspace
@@ -28,9 +29,11 @@ from flashgen.errors import SimulationError as SimulationError
 from flashgen.errors import SpecError as SpecError
 from flashgen.errors import TemplateWarning as TemplateWarning
 from flashgen.errors import TunedWarning as TunedWarning
+from flashgen.errors import UnexpectedCompile as UnexpectedCompile
 from flashgen.operators.splits import SplitEvery as SplitEvery
 from flashgen.runtime.plans import Plan as Plan
 from flashgen.schedule.explain import Explanation
+from flashgen.toolchain.policy import compiling as compiling
 
 __version__: str
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "BlockMask",
     "CacheWarning",
     "CompileError",
+    "CompileWarning",
     "DeviceTypeNotSupported",
     "FlashgenError",
     "InsufficientWorkspace",
@@ -59,11 +63,13 @@ __all__ = [
     "SplitEvery",
     "TemplateWarning",
     "TunedWarning",
+    "UnexpectedCompile",
     "WeightsPlan",
     "append",
     "attention",
     "attention_backward",
     "cascade",
+    "compiling",
     "distributed",
     "explain",
     "merge",

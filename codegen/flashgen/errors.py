@@ -24,6 +24,7 @@ __all__ = [
     "BadTensorStrides",
     "CacheWarning",
     "CompileError",
+    "CompileWarning",
     "DeviceTypeNotSupported",
     "FlashgenError",
     "InsufficientWorkspace",
@@ -36,6 +37,7 @@ __all__ = [
     "SpecError",
     "TemplateWarning",
     "TunedWarning",
+    "UnexpectedCompile",
 ]
 
 
@@ -177,6 +179,10 @@ class CompileError(InternalError):
     """NVRTC rejected a kernel; the message carries its log."""
 
 
+class UnexpectedCompile(FlashgenError, RuntimeError):
+    """A call had to compile a kernel, which FLASHGEN_COMPILE=error or ``compiling("error")`` forbids."""
+
+
 class NoCompilerError(InternalError):
     """CuPy or NVRTC cannot be imported or loaded, so nothing can be compiled or launched."""
 
@@ -232,6 +238,10 @@ class SpecError(FlashgenError, ValueError):
 
 class CacheWarning(UserWarning):
     """The disk cache is damaged or cannot be used; results stay right, only slower to come by."""
+
+
+class CompileWarning(UserWarning):
+    """A call compiles a kernel, of which FLASHGEN_COMPILE=warn or ``compiling("warn")`` tells."""
 
 
 class TemplateWarning(UserWarning):

@@ -153,9 +153,11 @@ def warmup(
         in_parallel(partial(_compile, device=device), steps, jobs)
         return tuple(main.name for main in mains)
     from flashgen.schedule.plan import choices
+    from flashgen.toolchain.policy import compiling
 
-    in_parallel(partial(_load, device=device), steps, jobs)
-    runners = (prepare(choices(problem, device, variants), device) for problem, variants in problems)
+    with compiling("allow"):
+        in_parallel(partial(_load, device=device), steps, jobs)
+        runners = [prepare(choices(problem, device, variants), device) for problem, variants in problems]
     return tuple(runner.variant.name for runner in runners)
 
 

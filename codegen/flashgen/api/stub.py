@@ -38,7 +38,8 @@ def text() -> str:
     """The stub."""
     errors = sorted(set(flashgen.__all__) - flashgen._HOMES.keys() - {"distributed"})
     homes = flashgen._HOMES.items()
-    imports = [f"from {home} import {name} as {name}" for name, home in homes if name[0].isupper()]
+    classes = [(name, home) for name, home in homes if inspect.isclass(getattr(flashgen, name))]
+    imports = [f"from {home} import {name} as {name}" for name, home in classes]
     imports += [f"from flashgen.errors import {name} as {name}" for name in errors]
     imports.append("from flashgen import distributed as distributed")
     imports.append("from flashgen.schedule.explain import Explanation")
@@ -49,7 +50,7 @@ def text() -> str:
         ("AppendPlan", {"k": "KVCache", "append": "tuple[Any, Any]", "return_weights": "Literal[False]"}),
         ("WeightsPlan", {"append": "None", "rotary": "None", "return_weights": "Literal[True]"}),
     )
-    classes = (
+    plan_classes = (
         _plan_class(forward, (ATTENTION.without_lengths, ATTENTION)),
         _plan_class(backward, (BACKWARD.without_lengths, BACKWARD.with_lengths)),
         _warmup_call(),
@@ -67,7 +68,7 @@ def text() -> str:
         _written(warmup, {"calls": "Iterable[_WarmupCall]"}),
     )
     head = (_HEAD, "\n".join(sorted(imports)) + "\n", f"__version__: str\n__all__ = [\n{names}]\n")
-    return "\n".join((*head, *classes, "".join(functions)))
+    return "\n".join((*head, *plan_classes, "".join(functions)))
 
 
 def _function(name: str, result: str, changes: dict[str, str] | None = None) -> str:

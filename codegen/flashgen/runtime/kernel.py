@@ -18,6 +18,7 @@ from flashgen.toolchain import cache as caches
 from flashgen.toolchain import compile as compiler
 from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
 from flashgen.toolchain.parallel import in_parallel
+from flashgen.toolchain.policy import before_compiling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,7 +123,7 @@ def _recalled(variant: Variant, device: Device) -> Found | None:
 def _obtained(variant: Variant, device: Device) -> Found:
     """`obtain` for a device. Raises what it does, and says which bundles lack the kernel."""
     try:
-        return obtain(variant, arch_for(variant, device))
+        return obtain(variant, arch_for(variant, device), before_compiling)
     except NoCompilerError as error:
         held = ", ".join(str(bundle.path) for bundle in caches.default().bundles)
         if not held:

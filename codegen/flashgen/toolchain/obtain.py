@@ -15,7 +15,7 @@ from flashgen.toolchain.compile import Compiled
 from flashgen.toolchain.origins import template_lines_named
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from flashgen.families.arch import Device
     from flashgen.families.variant import Variant
@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 _log = logs.logger("toolchain")
 
 
-def obtain(variant: Variant, arch: str) -> tuple[Compiled, bool]:
+def obtain(
+    variant: Variant, arch: str, before: Callable[[Variant, str], None] | None = None
+) -> tuple[Compiled, bool]:
     """The machine code of ``variant`` for ``arch``, and whether the disk cache had it. Needs no GPU.
 
-    Raises CompileError, NoCompilerError, and InternalError or SpecError where the template does not render.
+    ``before`` is called before it is compiled. Raises what that raises, CompileError, NoCompilerError, and
+    InternalError or SpecError where the template does not render.
     """
     while True:
         try:
-            return _obtained(variant, arch, cache_key(variant, arch))
+            return _obtained(variant, arch, cache_key(variant, arch), before)
         except _Edited:
             continue
 
@@ -39,11 +42,15 @@ class _Edited(Exception):
     """A template was written between the key and the source."""
 
 
-def _obtained(variant: Variant, arch: str, key: str) -> tuple[Compiled, bool]:
+def _obtained(
+    variant: Variant, arch: str, key: str, before: Callable[[Variant, str], None] | None
+) -> tuple[Compiled, bool]:
     compiled: list[Compiled] = []
     cache = caches.default()
 
     def build() -> bytes:
+        if before is not None:
+            before(variant, arch)
         source = render.render(variant)
         headers = render.headers(source, render.include_dirs(variant))
         if cache_key(variant, arch) != key:
