@@ -454,8 +454,8 @@ def test_parts_of_a_packed_array_are_named_by_it():
         errors.BadTensorShape, match=r"^q has 4 heads, kv has 3; .* a positive multiple of the heads of kv$"
     ):
         flash_attn_kvpacked_func(Q, KV[..., :3, :])
-    with pytest.raises(errors.BadTensorDtype, match=r"^qkv has dtype float64; supported"):
-        flash_attn_qkvpacked_func(X.astype(np.float64))
+    with pytest.raises(errors.BadTensorDtype, match=r"^qkv has dtype int64; supported"):
+        flash_attn_qkvpacked_func(X.astype(np.int64))
     with pytest.raises(errors.BadTensorDtype, match=r"^kv has dtype fp32 but q has fp16"):
         flash_attn_varlen_kvpacked_func(
             Q.reshape(18, 4, 32), KV.reshape(18, 2, 4, 32).astype(np.float32), ENDS, ENDS, 9, 9

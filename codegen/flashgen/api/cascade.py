@@ -317,7 +317,7 @@ def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, cau
             if width != first:
                 raise BadTensorShape(f"{arg('v')} has head_dim_v {width[0]} but v of parts[0] has {first[0]}")
             if is_cache[index]:
-                element = check_dtypes({"q": view, "k": views[0], "v": views[1]})
+                element = check_dtypes({"q": view, "k": views[0], "v": views[1]}, double=False)
                 for name, each in zip(("k", "v"), views, strict=True):
                     check_strides(ATTENTION.arguments[ATTENTION.position(name)], each, DTYPE_BYTES[element])
                 check_out(out_view, view, views[1])

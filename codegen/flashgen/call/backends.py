@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.errors import (
     BadParam,
+    BadTensorDtype,
     CompileError,
     DeviceTypeNotSupported,
     InternalError,
@@ -18,6 +19,7 @@ from flashgen.errors import (
 from flashgen.families.arch import KNOWN_ARCHS, typical
 from flashgen.host import logs
 from flashgen.operators.arguments import on_device, shown
+from flashgen.operators.contract import DOUBLE
 from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
@@ -77,6 +79,11 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
             any_gpu = typical(KNOWN_ARCHS[0])
             candidates(problem, any_gpu, offers(problem, any_gpu, _specs(folders), algorithm))
         return runner_of(problem.operator.name)
+    if problem.dtype == DOUBLE:
+        raise BadTensorDtype(
+            f"{arg('q')} has dtype {DOUBLE}, which no kernel computes; backend {chosen!r} takes fp16, bf16 "
+            "and fp32: cast, or use backend 'cpu'"
+        )
     if chosen == "simulator":
         from flashgen.simulator.backend import prepare as simulated
 

@@ -89,9 +89,9 @@ FIELDS = (
         "array",
         (*FORWARD, *BACKWARD, "append"),
         gradient=True,
-        doc="""(batch, seqlen_q, num_heads_q, head_dim), or without batch; fp16, bf16 or fp32. head_dim is at
-        most 256 and a multiple of 8 (of 4 for fp32). Any strides, but the last dimension is contiguous and
-        rows are 16-byte aligned.""",
+        doc="""(batch, seqlen_q, num_heads_q, head_dim), or without batch; fp16, bf16 or fp32, and on the CPU
+        path float64. head_dim is at most 256 and a multiple of 8 (of 4 for fp32). Any strides, but the last
+        dimension is contiguous and rows are 16-byte aligned.""",
     ),
     Field(
         "k",

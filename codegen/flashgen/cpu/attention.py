@@ -1,4 +1,4 @@
-"""Attention on the CPU: blockwise online softmax in float32 over BLAS.
+"""Attention on the CPU: blockwise online softmax in float32 over BLAS, or in float64 of such arrays.
 
 Rows of queries are cut into blocks, and for each the keys are walked in blocks with a running maximum and
 sum, as in Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; memory beyond inputs and outputs is that
@@ -15,6 +15,7 @@ import numpy as np
 
 from flashgen.cpu.keyspans import block_rows, key_spans
 from flashgen.cpu.threads import for_each
+from flashgen.operators.contract import DOUBLE
 from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.modification import modification_of
@@ -67,7 +68,12 @@ def named_on_host(
         argument.name: None if x is None else bits(host_array(x))
         for argument, x in zip(arguments, arrays, strict=True)
     }
-    return named, modification_of(problem, named, single=True)
+    return named, modification_of(problem, named, single=problem.dtype != DOUBLE)
+
+
+def number_of(problem: AttentionProblem) -> type[np.floating]:
+    """The type of the numbers that a problem is computed in."""
+    return np.float64 if problem.dtype == DOUBLE else np.float32
 
 
 def attention(
@@ -77,7 +83,7 @@ def attention(
     first_batch: int = 0,
     rule: Visibility | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``(out, lse)`` of a problem, computed in float32.
+    """``(out, lse)`` of a problem, computed in float32, or in float64 if its elements are.
 
     ``arrays`` has arguments of the operator by name, in the shapes of the contract; one that is absent may be
     left out or None. bfloat16 elements are of ml_dtypes, or their bits in uint16. ``out``
@@ -94,7 +100,7 @@ def attention(
     sinks = (
         None
         if arrays.get("sinks") is None
-        else widened(bits(arrays["sinks"]), problem.sinks_dtype, np.float32)
+        else widened(bits(arrays["sinks"]), problem.sinks_dtype, number_of(problem))
     )
     q4, k4, v4, out4 = (bits(x) if problem.batched else bits(x)[None] for x in whole)
     lse3 = lse if problem.batched else lse[None]
@@ -134,15 +140,15 @@ def _attend(
 ) -> None:
     """One block of query rows of the heads that share one kv head."""
     batch, kv_head, start, stop = task
-    group, count = problem.group_size, stop - start
+    group, count, number = problem.group_size, stop - start, number_of(problem)
     width, width_v = problem.head_dim, problem.head_dim_v
     heads = slice(kv_head * group, (kv_head + 1) * group)
-    queries = widened(q[batch, start:stop, heads], problem.dtype, np.float32)
-    queries = queries.transpose(1, 0, 2).reshape(group * count, width) * np.float32(problem.softmax_scale)
+    queries = widened(q[batch, start:stop, heads], problem.dtype, number)
+    queries = queries.transpose(1, 0, 2).reshape(group * count, width) * number(problem.softmax_scale)
 
-    row_max = np.full(group * count, -np.inf, np.float32)
-    row_sum = np.zeros(group * count, np.float32)
-    result = np.zeros((group * count, width_v), np.float32)
+    row_max = np.full(group * count, -np.inf, number)
+    row_sum = np.zeros(group * count, number)
+    result = np.zeros((group * count, width_v), number)
     band = Band.of(problem)
     rows = np.arange(start, stop)[:, None]
     begin, end = band.keys_of_some(start, stop, problem.seqlen_kv)
@@ -160,7 +166,7 @@ def _attend(
             hidden = hidden_keys(band, dense, rows, np.arange(first, last), by_line)
             if hidden.all():
                 continue
-        keys = widened(k[batch, first:last, kv_head], problem.dtype, np.float32)
+        keys = widened(k[batch, first:last, kv_head], problem.dtype, number)
         scores = queries @ keys.T
         if score is not None:
             group_heads = np.arange(heads.start, heads.stop)[:, None, None]
@@ -171,19 +177,19 @@ def _attend(
             np.copyto(scores.reshape(group, count, last - first), -np.inf, where=hidden)
         raised = np.maximum(row_max, scores.max(axis=1))
         # A row that has seen no key yet keeps -inf, which must not be subtracted from itself.
-        finite = np.where(np.isneginf(raised), np.float32(0), raised)
+        finite = np.where(np.isneginf(raised), number(0), raised)
         scores -= finite[:, None]
         np.exp(scores, out=scores)
         decay = np.exp(row_max - finite)
         row_sum = row_sum * decay + scores.sum(axis=1)
         result *= decay[:, None]
-        result += scores @ widened(v[batch, first:last, kv_head], problem.dtype, np.float32)
+        result += scores @ widened(v[batch, first:last, kv_head], problem.dtype, number)
         row_max = raised
 
     if sinks is not None:
         sink = np.repeat(sinks[heads], count)
         raised = np.maximum(row_max, sink)
-        finite = np.where(np.isneginf(raised), np.float32(0), raised)
+        finite = np.where(np.isneginf(raised), number(0), raised)
         decay = np.exp(row_max - finite)
         row_sum = row_sum * decay + np.exp(sink - finite)
         result *= decay[:, None]

@@ -1,4 +1,4 @@
-"""The gradients of attention on the CPU: blockwise in float32 over BLAS.
+"""The gradients of attention on the CPU: blockwise in float32 over BLAS, or in float64 of such arrays.
 
 For each block of query rows the keys are walked in blocks, whose P is computed again from the log-sum-exp of
 the forward call. What a block adds to dk and dv is summed in float32 over all blocks and query heads of a kv
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flashgen.cpu.attention import BLOCK_KEYS, BLOCK_ROWS, LineOfRows, named_on_host, store
+from flashgen.cpu.attention import BLOCK_KEYS, BLOCK_ROWS, LineOfRows, named_on_host, number_of, store
 from flashgen.cpu.keyspans import KeySpans, block_rows, key_spans
 from flashgen.cpu.threads import for_each
 from flashgen.operators.backward import LENGTH_ARRAYS
@@ -96,7 +96,8 @@ def _of_kv_head(problem: BackwardProblem, call: Call, task: tuple[int, int]) -> 
     """dk and dv of a kv head, and dq of the query heads that share it."""
     batch, kv_head = task
     keys, values = (
-        widened(x[batch, :, kv_head], problem.dtype, np.float32) for x in (call.arrays["k"], call.arrays["v"])
+        widened(x[batch, :, kv_head], problem.dtype, number_of(problem))
+        for x in (call.arrays["k"], call.arrays["v"])
     )
     dk, dv = np.zeros_like(keys), np.zeros_like(values)
     block = block_rows(problem, BLOCK_ROWS)
@@ -126,11 +127,12 @@ def _of_rows(
     dv: np.ndarray,
 ) -> None:
     """dq of some rows of the heads that share a kv head, and what these rows add to its dk and dv."""
-    group, count, scale = problem.group_size, len(rows), np.float32(problem.softmax_scale)
+    group, count, number = problem.group_size, len(rows), number_of(problem)
+    scale = number(problem.softmax_scale)
     heads, part = slice(kv_head * group, (kv_head + 1) * group), slice(rows.start, rows.stop)
 
     def of_heads(x: np.ndarray) -> np.ndarray:
-        some = widened(x[batch, part, heads], problem.dtype, np.float32)
+        some = widened(x[batch, part, heads], problem.dtype, number)
         return some.transpose(1, 0, 2).reshape(group * count, x.shape[-1])
 
     arrays, mask, dlse = call.arrays, call.arrays.get("mask"), call.arrays["dlse"]
@@ -174,7 +176,7 @@ def _of_rows(
             at = call.score.at(call.first_batch + batch, group_heads, positions, some)
             slope = at.derived().value(np, p.reshape(whole))
             modified = np.broadcast_to(at.value(np, p.reshape(whole)), whole)  # a constant is one number
-            p = np.array(modified, np.float32).reshape(p.shape)
+            p = np.array(modified, number).reshape(p.shape)
         p -= lse[:, None]
         np.minimum(p, 0, out=p)  # a score may be larger here than in the forward pass, by its rounding
         np.exp(p, out=p)

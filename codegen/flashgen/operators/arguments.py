@@ -25,7 +25,16 @@ from flashgen.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "bool": 1, "uint8": 1, "int32": 4, "e4m3": 1}
+DTYPE_BYTES = {
+    "fp16": 2,
+    "bf16": 2,
+    "fp32": 4,
+    "float64": 8,
+    "e4m3": 1,
+    "bool": 1,
+    "uint8": 1,
+    "int32": 4,
+}
 # Usual names of dtypes, which specs do not use.
 DTYPE_NAMES = {
     "float16": "fp16",
@@ -62,8 +71,8 @@ _STRIDE_WORDS = {
 @dataclass(frozen=True, slots=True)
 class ArrayView:
     """The memory of an array. ``strides`` are in elements, ``pointer`` is an address, ``device`` a CUDA
-    ordinal or None for host memory, ``dtype`` one of fp16, bf16, fp32, e4m3, bool, uint8, int32, or else the
-    library's own name of an unsupported type."""
+    ordinal or None for host memory, ``dtype`` one of fp16, bf16, fp32, float64, e4m3, bool, uint8, int32, or
+    else the library's own name of an unsupported type."""
 
     kind: str
     pointer: int

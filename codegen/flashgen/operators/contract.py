@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from flashgen.operators.scores import Score
 
 DTYPES = ("fp16", "bf16", "fp32")
+# The CPU path alone computes it, so that gradients can be checked by differences.
+DOUBLE = "float64"
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = UNBOUNDED - 4096
 # Smallest normal fp32: a scale of zero would turn the -inf of a masked score into NaN.
@@ -49,11 +51,14 @@ MASK = Argument(
 )
 
 
-def check_dtypes(views: dict[str, ArrayView]) -> str:
-    """The dtype of q, which all of the arrays must have. Raises BadTensorDtype."""
+def check_dtypes(views: dict[str, ArrayView], double: bool = True) -> str:
+    """The dtype of q, which all of the arrays must have; ``double`` is whether it may be DOUBLE in host
+    memory. Raises BadTensorDtype.
+    """
     dtype = views["q"].dtype
-    if dtype not in DTYPES:
-        raise BadTensorDtype(f"{arg('q')} has dtype {dtype}; supported are {', '.join(DTYPES)}")
+    if dtype not in DTYPES and not (dtype == DOUBLE and double and views["q"].device is None):
+        supported = ", ".join(DTYPES) + (f", and {DOUBLE} in host memory" if double else "")
+        raise BadTensorDtype(f"{arg('q')} has dtype {dtype}; supported are {supported}")
     for name, view in views.items():
         if view.dtype != dtype:
             raise BadTensorDtype(
