@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flashgen.call.blockmask import BlockMask
     from flashgen.call.kvcache import KVCache, Rotary
     from flashgen.call.mask import Mask
+    from flashgen.call.recorded import record
     from flashgen.errors import (
         BadParam,
         BadTensorDtype,
@@ -92,6 +93,7 @@ __all__ = [
     "plan",
     "plan_backward",
     "quantize",
+    "record",
     "warmup",
 ]
 
@@ -114,6 +116,7 @@ _HOMES = {
     "plan": "flashgen.api.attention",
     "plan_backward": "flashgen.api.backward",
     "quantize": "flashgen.api.quantize",
+    "record": "flashgen.call.recorded",
     "warmup": "flashgen.api.explain",
 }
 

@@ -1,6 +1,7 @@
 # Written by `python -m flashgen.api.stub` from the fields of a call; not to be edited.
 
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, Literal, TypedDict, overload
 
 from flashgen import distributed as distributed
@@ -10,6 +11,7 @@ from flashgen.call.blockmask import BlockMask as BlockMask
 from flashgen.call.kvcache import KVCache as KVCache
 from flashgen.call.kvcache import Rotary as Rotary
 from flashgen.call.mask import Mask as Mask
+from flashgen.call.recorded import record as record
 from flashgen.errors import BadParam as BadParam
 from flashgen.errors import BadTensorDtype as BadTensorDtype
 from flashgen.errors import BadTensorShape as BadTensorShape
@@ -76,6 +78,7 @@ __all__ = [
     "plan",
     "plan_backward",
     "quantize",
+    "record",
     "warmup",
 ]
 
@@ -456,7 +459,7 @@ def explain(
     cu_seqlens_new: Any = None,
 ) -> Explanation: ...
 def warmup(
-    calls: Iterable[_WarmupCall],
+    calls: Iterable[_WarmupCall] | str | PathLike[str],
     *,
     arch: str | None = None,
     jobs: int | None = None,

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from numbers import Integral
 from operator import index
+from os import PathLike, fspath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
 from flashgen.call.backends import prepare, specs_for
@@ -16,6 +18,7 @@ from flashgen.call.fields import POSITIONAL, REQUIRED, defaults, parameters
 from flashgen.call.keywords import advice, unexpected
 from flashgen.call.kvcache import FIELDS, KVCache
 from flashgen.call.record import AttentionCall, GradientCall, call_of
+from flashgen.call.recorded import is_recorded, problem_of, read
 from flashgen.call.request import Request, names_of
 from flashgen.call.signature import with_options
 from flashgen.errors import (
@@ -99,7 +102,7 @@ def explain(
     from flashgen.schedule.explain import explain as explained
     from flashgen.source.render import check_files
 
-    device = _device_of(arch)
+    device = device_of(arch)
     algorithm = options.pop("algorithm", None)
     of_arrays = {name: x for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
     problem = _shaped(operator, of_arrays | options, dtype)
@@ -109,7 +112,7 @@ def explain(
 
 
 def warmup(
-    calls: Iterable[Mapping[str, Any]],
+    calls: Iterable[Mapping[str, Any]] | str | PathLike[str],
     *,
     arch: str | None = None,
     jobs: int | None = None,
@@ -118,7 +121,8 @@ def warmup(
     """Compile, and on this machine's GPU load, the kernels of calls to come, in parallel; without arrays.
 
     calls: for each call the arguments of ``explain`` by name: ``{"q": (1, 4096, 16, 128), "causal": True}``;
-        ``dtype`` is "fp16" and ``operator`` "attention" where it is not given.
+        ``dtype`` is "fp16" and ``operator`` "attention" where it is not given. Or the path of a file that
+        ``flashgen.record`` wrote.
     arch: the architecture to compile for, such as "sm_90", on a machine with or without it; nothing is loaded
         then. None: GPU 0 of this machine.
     jobs: how many kernels to compile at once; by default one for each processor.
@@ -134,10 +138,14 @@ def warmup(
     wanted = _calls(calls)
     if jobs is not None and (not isinstance(jobs, Integral) or isinstance(jobs, bool) or jobs < 1):
         raise BadParam(f"jobs is {shown(jobs)}; expected an integer of 1 or more, or None")
-    device = _device_of(arch)
+    device = device_of(arch)
     specs = specs_for(device)
     problems = []
     for call in wanted:
+        if is_recorded(call):
+            problem = problem_of(call)
+            problems.append((problem, offers(problem, device, specs, call["algorithm"])))
+            continue
         options = dict(call)
         dtype = options.pop("dtype", "fp16")
         operator, algorithm = options.pop("operator", "attention"), options.pop("algorithm", None)
@@ -180,7 +188,7 @@ def _load(variant: Variant, device: Device) -> None:
             raise
 
 
-def _device_of(arch: str | None) -> Device:
+def device_of(arch: str | None) -> Device:
     """This machine's GPU, or a typical one of an architecture that it does not have."""
     from flashgen.families.arch import typical
     from flashgen.runtime import device as devices
@@ -288,6 +296,13 @@ def _shape(name: str, extents: tuple[Any, ...] | list[Any] | str) -> tuple[int, 
 def _calls(calls: Any) -> list[Mapping[str, Any]]:
     """The calls of a warmup. Raises BadParam."""
     example = "{'q': (1, 4096, 16, 128), 'causal': True}"
+    if isinstance(calls, str | PathLike):
+        if not Path(calls).is_file():
+            raise BadParam(
+                f"calls is {shown(fspath(calls))}, and there is no such file; expected one that "
+                f"flashgen.record() wrote, or a list with the arguments of each call, such as [{example}]"
+            )
+        calls = read(calls)
     try:
         iterator = None if isinstance(calls, Mapping) else iter(calls)
     except TypeError:

@@ -30,6 +30,7 @@ _HEAD = """\
 # Written by `python -m flashgen.api.stub` from the fields of a call; not to be edited.
 
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, Literal, TypedDict, overload
 """
 
@@ -65,7 +66,7 @@ def text() -> str:
         _function("merge", "tuple[Any, Any]"),
         _function("quantize", "tuple[Any, Any]"),
         _written(explain),
-        _written(warmup, {"calls": "Iterable[_WarmupCall]"}),
+        _written(warmup, {"calls": "Iterable[_WarmupCall] | str | PathLike[str]"}),
     )
     head = (_HEAD, "\n".join(sorted(imports)) + "\n", f"__version__: str\n__all__ = [\n{names}]\n")
     return "\n".join((*head, *plan_classes, "".join(functions)))

@@ -17,7 +17,11 @@ from flashgen.runtime.adopted import adopted, run_adopted, viewed
 from flashgen.runtime.plans import Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from flashgen.call.request import Request
+    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.operator import Problem
     from flashgen.runtime.plans import Ready
     from flashgen.runtime.torchkind import Expecting
 
@@ -29,6 +33,8 @@ _plans: dict[Any, Plan] = {}
 # other, what gives the pointers of such arrays.
 _recent: dict[Any, tuple[Plan, Expecting | None]] = {}
 _plans_lock = forks.guard()
+# Called with each new plan's request, views and problem, while calls are recorded.
+observer: Callable[[Request, Mapping[str, ArrayView | None], Problem], None] | None = None
 
 
 def compute(request: Request, kind: arrays.Kind | None) -> Any:
@@ -112,6 +118,13 @@ def _remember(key: Any, plan: Plan) -> None:
         _plans[key] = plan
 
 
+def forget() -> None:
+    """Drop all kept plans: the next call of each layout makes one."""
+    with _plans_lock:
+        _plans.clear()
+        _recent.clear()
+
+
 def ready(request: Request) -> tuple[Plan, Ready]:
     """The kept plan of a request, and its call: checked, with memory for its results, not yet queued."""
     kind = arrays.kind_of(request.arrays[0])
@@ -154,6 +167,8 @@ def make_plan(request: Request, keeps_scalars: bool = True) -> Plan:
     arrays, views = viewed(operator, request.by_name())
     problem = operator.normalise(tuple(views.values()), request.options, (None,) * len(scalars))
     called = problem.with_scalars(scalars)  # raises what is wrong with them, before compiling
+    if observer is not None:
+        observer(request, views, called)
     begin = time.perf_counter()
     runner = runner_for(problem, request.backend, request.algorithm)
     plan = Plan(called if keeps_scalars else problem, runner, arrays, arrays_instead(views))

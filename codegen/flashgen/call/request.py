@@ -471,4 +471,23 @@ def _chain(folders: str, names: tuple[str, ...], types: tuple[tuple[str, str], .
             there = ", ".join(map(repr, sorted(scores)))
             raise BadParam(f"{arg('score')} is {name!r}; there are {there}, and formulas that read `score`")
         chain.append(score)
-    return chained(chain).with_types(dict(types))
+    score = chained(chain).with_types(dict(types))
+    _sources[score] = names, types
+    return score
+
+
+# The names and types from which `_chain` made a score modification.
+_sources: dict[Score, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {}
+
+
+def names_of_score(score: Score) -> list[Any]:
+    """What `score_named` makes the score modification of a call from, as JSON holds it."""
+    names, types = _sources[score]
+    return [list(names), [list(pair) for pair in types]]
+
+
+def score_named(source: list[Any]) -> Score:
+    """A score modification of `names_of_score`. Raises BadParam."""
+    names, types = source
+    pairs = tuple((name, kind) for name, kind in types)
+    return _chain(os.environ.get("FLASHGEN_SPECS", ""), tuple(names), pairs)

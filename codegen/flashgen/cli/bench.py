@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flashgen.cli.calls import calls_option
 from flashgen.cli.options import OutputFile, json_option, refuse_beside
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ Examples:
   flashgen bench                           the grid `prefill`, every peer
   flashgen bench masks --save masks.json --chart masks.png
   flashgen bench --dtype bf16 --where head_dim=64,128 --where mask=causal
+  flashgen bench --calls calls.json        the calls of a run
   flashgen bench small --peer torch-flash --json > small.json
 
 All peers run in one process, in interleaved rounds, timed with CUDA events on inputs that have left L2;
@@ -33,6 +35,7 @@ figures are medians. Compare ratios, not rates. Needs a GPU.
 """,
 )
 @click.argument("grid", required=False)
+@calls_option
 @click.option("--list", "listing", is_flag=True, help="Print the grids and the peers, and run nothing.")
 @click.option(
     "--peer", "peers", multiple=True, metavar="NAME", help="Only this peer, beside flashgen. Repeatable."
@@ -69,6 +72,7 @@ figures are medians. Compare ratios, not rates. Needs a GPU.
 @json_option
 def command(
     grid: str | None,
+    calls: Path | None,
     listing: bool,
     peers: tuple[str, ...],
     dtypes: tuple[str, ...],
@@ -84,16 +88,19 @@ def command(
 
     Exit code 1 if a result disagrees with its reference.
     """
+    from flashgen.cli.calls import grid as calls_grid
     from flashgen.cli.output import console, note, print_json
     from flashgen.tools.bench import run
 
     if listing:
-        options = {"GRID": grid, "--peer": peers, "--dtype": dtypes, "--where": where}
+        options = {"GRID": grid, "--calls": calls, "--peer": peers, "--dtype": dtypes, "--where": where}
         refuse_beside("--list prints all grids and peers", options | {"--save": save, "--chart": chart})
         _list(as_json)
         return
+    if calls is not None:
+        refuse_beside("--calls has the cases", {"GRID": grid})
     report = run(
-        grid or _GRID,
+        calls_grid(calls) if calls is not None else grid or _GRID,
         peers=peers or None,
         dtypes=dtypes or None,
         where=_conditions(where),

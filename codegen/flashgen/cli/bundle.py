@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flashgen.cli.calls import calls_option
 from flashgen.cli.options import (
     Architecture,
     OutputFile,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 Examples:
   flashgen bundle --select 'head_dim=128 dtype=bf16' -o kernels.zip
   flashgen bundle --select head_dim=128 --score softcap -o softcap.zip
+  flashgen bundle --calls calls.json --arch sm_90 -o kernels.zip
   flashgen bundle --show kernels.zip
   FLASHGEN_BUNDLE=kernels.zip python serve.py
 
@@ -49,6 +51,7 @@ compile, or with --show the bundle cannot be used.
 """,
 )
 @select_option
+@calls_option
 @click.option(
     "--arch",
     "archs",
@@ -75,6 +78,7 @@ compile, or with --show the bundle cannot be used.
 @json_option
 def command(
     selections: tuple[str, ...],
+    calls: Path | None,
     archs: tuple[str, ...],
     out: Path | None,
     show: Path | None,
@@ -83,7 +87,9 @@ def command(
     score: str | None,
     as_json: bool,
 ) -> None:
-    """Compile the kernels of --select and put them into one file; or show what a bundle holds."""
+    """Compile the kernels of --select, or of --calls, and put them into one file; or show what a bundle
+    holds.
+    """
     from flashgen.host import paths
     from flashgen.toolchain import atomic
 
@@ -92,6 +98,7 @@ def command(
     if show is not None:
         options = {
             "--select": selections,
+            "--calls": calls,
             "--arch": archs,
             "--jobs": jobs,
             "--specs": specs,
@@ -100,12 +107,20 @@ def command(
         refuse_beside("--show prints what a bundle holds", options)
         _show(show, as_json)
         return
-    if not selections:
+    if calls is not None:
+        refuse_beside(
+            "--calls says which kernels", {"--select": selections, "--specs": specs, "--score": score}
+        )
+        if not archs:
+            raise click.UsageError("say for which GPU the calls are: --arch sm_90, or native")
+    elif not selections:
         raise click.UsageError("say which kernels: --select 'head_dim=128 dtype=bf16 mask_type=causal'")
     # What other bundles hold is not read: one that no longer serves is what this command is to replace.
     os.environ.pop(paths.BUNDLE_VARIABLE, None)
     atomic.check(out)
-    results, loaded = _built(selections, archs, jobs, specs, score)
+    results, loaded = (
+        _built(selections, archs, jobs, specs, score) if calls is None else _of_calls(calls, archs, jobs)
+    )
     failed = [built for built in results if built.failure]
     if failed:
         raise click.ClickException(
@@ -132,6 +147,19 @@ def _built(
     chosen = chosen_variants(specs, selections, score=score)
     steps = dict.fromkeys(step for variant in chosen for step in variant.steps)
     return compiled([*steps], archs, jobs), loaded
+
+
+def _of_calls(calls: Path, archs: Sequence[str], jobs: int | None) -> tuple[list[Built], tuple[Spec, ...]]:
+    """Every kernel that the calls launch on the architectures, compiled; and the specs."""
+    from flashgen.cli.calls import kernels
+    from flashgen.cli.kernels import compiled
+    from flashgen.families.load import load_specs
+
+    results = []
+    for arch in dict.fromkeys(archs):
+        steps = dict.fromkeys(step for main in kernels(calls, arch) for step in main.steps)
+        results += compiled([*steps], [arch], jobs)
+    return results, load_specs()
 
 
 def _write(out: Path, results: Sequence[Built], specs: Sequence[Spec]) -> None:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import OutputFolder, jobs_option, json_option, select_option, specs_option
+from flashgen.cli.calls import calls_option
+from flashgen.cli.options import (
+    OutputFolder,
+    jobs_option,
+    json_option,
+    refuse_beside,
+    select_option,
+    specs_option,
+)
 from flashgen.cli.output import say
 
 if TYPE_CHECKING:
@@ -29,6 +37,7 @@ Examples:
   flashgen tune --select 'head_dim=128 dtype=fp16 mask_type=causal' --write
   flashgen tune --select head_dim=64 --shapes 1k,4k,8x2000x6000 --write
   flashgen tune --select 'gqa=packed dtype=bf16' --shapes 32x16x16k@32/4
+  flashgen tune --calls calls.json --write
   flashgen tune --spec my-specs/mine.yaml --select head_dim=96 --write
 
 Without --write nothing changes.
@@ -50,6 +59,7 @@ Needs a GPU that nothing else uses, and some tens of seconds for each kernel.
 """,
 )
 @select_option
+@calls_option
 @click.option(
     "--write", is_flag=True, help="Keep the winners, for this GPU; or in the spec file, with --spec."
 )
@@ -79,6 +89,7 @@ Needs a GPU that nothing else uses, and some tens of seconds for each kernel.
 @json_option
 def command(
     selections: tuple[str, ...],
+    calls: Path | None,
     write: bool,
     out: Path | None,
     spec_file: Path | None,
@@ -99,6 +110,9 @@ def command(
     from flashgen.tools.tune.candidates import fields
     from flashgen.tools.tune.shapes import Unsuited, suited
 
+    if calls is not None:
+        refuse_beside("--calls says what to tune", {"--select": selections, "--spec": spec_file})
+        selections, shapes = _of_calls(calls, shapes)
     if not selections:
         raise click.UsageError("say what to tune: --select 'head_dim=128 dtype=fp16 mask_type=causal'")
     if out is not None and (spec_file is not None or not write):
@@ -129,6 +143,19 @@ def command(
         print_json({"gpu": here.name, "kernels": report, "written": [str(path) for path in written]})
     elif not write and any(ranking.winner is not ranking.ordinary for ranking in rankings):
         say("nothing was written; --write keeps the winners", err=True)
+
+
+def _of_calls(calls: Path, shapes: str | None) -> tuple[tuple[str, ...], str]:
+    """The kernels that calls take on this GPU, as selections, and their shapes."""
+    from flashgen.cli.calls import kernels
+    from flashgen.cli.calls import shapes as shapes_of
+    from flashgen.errors import DeviceTypeNotSupported
+    from flashgen.runtime import device
+
+    if not device.available():
+        raise DeviceTypeNotSupported(f"tuning needs a GPU: {device.why_unavailable()}")
+    plain = (variant for variant in kernels(calls, device.device(0).arch) if variant.score is None)
+    return tuple(variant.name for variant in plain), shapes or shapes_of(calls)
 
 
 def _subjects(

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flashgen.tools.bench.cases import Case
+    from flashgen.tools.bench.grids import Grid
     from flashgen.tools.bench.hosts import Host, Inputs
     from flashgen.tools.bench.peers.base import Peer
 
 
 def run(
-    grid: str = "prefill",
+    grid: str | Grid = "prefill",
     *,
     peers: Sequence[str] | None = None,
     dtypes: Sequence[str] | None = None,
@@ -42,7 +43,7 @@ def run(
     png_path: str | Path | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Time flashgen and its peers on a named grid, on the current device.
+    """Time flashgen and its peers on a grid, by its name or itself, on the current device.
 
     ``peers`` are names out of ``all_peers()``, by default the grid's peers, or every peer that can be used
     here; ``flashgen`` itself always runs. ``dtypes`` and ``where`` (field of a Case to the values kept, as in
@@ -58,7 +59,7 @@ def run(
         raise BadParam(
             f"rounds must be at least 1 and sample_ms positive; they were {rounds} and {sample_ms}"
         )
-    chosen_grid = find_grid(grid).choose(dtypes, where)
+    chosen_grid = (find_grid(grid) if isinstance(grid, str) else grid).choose(dtypes, where)
     chosen, left_out = choose_peers(peers or chosen_grid.peers or None)
     host = _host(chosen)
     seed = int(np.random.SeedSequence().entropy % 2**32) if seed is None else seed
