@@ -109,6 +109,16 @@ def test_autograd_and_other_threads_are_recorded(path):
     assert [call["operator"] for call in read(path)] == ["attention", "attention_backward"]
 
 
+def test_a_call_that_the_file_cannot_hold_is_told(path, monkeypatch):
+    monkeypatch.setattr("flashgen.call.recorded._encoded", lambda value: object())
+    told = pytest.warns(
+        UserWarning, match="leaves out a call of attention, which its file cannot hold: Object"
+    )
+    with told, flashgen.record(path):
+        flashgen.attention(Q, K, V)
+    assert read(path) == []
+
+
 def test_what_is_wrong_is_named(path):
     with pytest.raises(errors.BadParam, match="path is 3; expected the path of a file"):
         flashgen.record(3)

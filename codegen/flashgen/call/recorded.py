@@ -11,6 +11,7 @@ import atexit
 import json
 import os
 import threading
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,8 @@ class record:
     Calls of all threads are kept: of ``attention``, ``attention_backward``, ``append``, ``merge``, of plans
     as they are made, and by autograd and the drop-ins. Only the first call of each layout is looked at; what
     was called before is looked at again. Raises BadParam for a path of another type, and while another
-    recording is active; OSError where nothing can be written to the path.
+    recording is active; OSError where nothing can be written to the path. A call that the file cannot hold is
+    left out, with a warning.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -68,7 +70,14 @@ class record:
     def _add(self, request: Request, views: Mapping[str, ArrayView | None], problem: Problem) -> None:
         if problem.dtype == DOUBLE:  # which no kernel computes
             return
-        entry = json.dumps(_entry(request, views, problem))
+        try:
+            entry = json.dumps(_entry(request, views, problem))
+        except TypeError as error:
+            warnings.warn(
+                f"record() leaves out a call of {request.operator.name}, which its file cannot hold: {error}",
+                stacklevel=2,
+            )
+            return
         with _lock:
             self._entries.setdefault(entry)
 
@@ -95,7 +104,7 @@ class record:
 
 
 def _entry(request: Request, views: Mapping[str, ArrayView | None], problem: Problem) -> dict[str, Any]:
-    """A call as JSON holds it."""
+    """A call as JSON holds it. Raises TypeError for an option of another type."""
     options = dict(zip(request.operator.options, request.options, strict=True))
     score = options.pop("score", None)
     scalars = [None if x is None else float(x) for x in request.scalars]

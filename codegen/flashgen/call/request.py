@@ -481,7 +481,11 @@ _sources: dict[Score, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {}
 
 
 def names_of_score(score: Score) -> list[Any]:
-    """What `score_named` makes the score modification of a call from, as JSON holds it."""
+    """What `score_named` makes the score modification of a call from, as JSON holds it. Raises TypeError for
+    one that no name or formula made.
+    """
+    if score not in _sources:
+        raise TypeError(f"its score {score.title} has neither a name nor a formula")
     names, types = _sources[score]
     return [list(names), [list(pair) for pair in types]]
 
