@@ -2,7 +2,7 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, gqa mha, dq_order none
+// axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, dropout none, gqa mha, dq_order none
 // tile      block_m 64, block_n 64, stages 2, dout_stages 2, cluster 2, dq early, held_k 128, held_v 64,
 //           producer_registers 24, consumer_registers 240 (pair)
 // block     1024 threads, 128 bytes of dynamic shared memory

@@ -2,7 +2,7 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, sinks none, gqa mha
+// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, sinks none, dropout none, gqa mha
 // tile      block_m 128, block_n 128, q_stages 1, stages 2, panel 64, producer_registers 88
 // block     384 threads, 173232 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
@@ -546,6 +546,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
+
             for (kv_block = next_block(); kv_block.index >= 0; kv_block = next_block()) {
                 // 1. S = Q K^T of this block: wait for K, issue.
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
@@ -972,7 +973,7 @@ __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
 
-// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. `factor` becomes 1 / row_sum, by which O is multiplied.
+// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. `factor` becomes what O is multiplied by, 1 / row_sum.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll

@@ -2,7 +2,7 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type causal, sinks none, gqa packed, score alibi
+// axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type causal, sinks none, dropout none, gqa packed, score alibi
 // tile      block_m 256, block_n 96, warps 8, loop turns, min_blocks 1
 // block     256 threads, 81936 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory

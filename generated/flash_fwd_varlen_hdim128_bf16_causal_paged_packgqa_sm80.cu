@@ -2,8 +2,8 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages paged, kv_starts none, sinks none, gqa
-//           packed
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages paged, kv_starts none, sinks none, dropout
+//           none, gqa packed
 // tile      block_m 128, block_n 32, warps 4, loop stages, min_blocks 2
 // block     128 threads, 49168 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory

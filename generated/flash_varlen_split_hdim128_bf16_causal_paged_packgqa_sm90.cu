@@ -676,6 +676,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
+
             await_clear_tail(kv_block);
             for (--kv_block; kv_block >= first_block; --kv_block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
@@ -1223,7 +1224,7 @@ __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
 
-// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. `factor` becomes 1 / row_sum, by which O is multiplied.
+// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. `factor` becomes what O is multiplied by, 1 / row_sum.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll

@@ -96,6 +96,7 @@ class _AttentionPlan(Plan):
         sinks: Any = ...,
         block_indptr: Any = ...,
         block_indices: Any = ...,
+        dropout_seed: Any = ...,
         cu_seqlens_q: Any = ...,
         cu_seqlens_kv: Any = ...,
         kv_lengths: Any = ...,
@@ -123,6 +124,7 @@ class _GradientPlan(Plan):
         sinks: Any = ...,
         block_indptr: Any = ...,
         block_indices: Any = ...,
+        dropout_seed: Any = ...,
         dlse: Any = ...,
         dq: Any = ...,
         dk: Any = ...,
@@ -154,6 +156,8 @@ class _WarmupCall(TypedDict, total=False):
     score: str | Sequence[str] | None
     params: Mapping[str, Any] | None
     sinks: Any
+    dropout_p: float
+    dropout_seed: Any
     kv_lengths: Any
     kv_starts: Any
     cu_seqlens_q: Any
@@ -195,6 +199,8 @@ def attention(
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
     kv_lengths: Any = None,
     kv_starts: Any = None,
     cu_seqlens_q: Any = None,
@@ -228,6 +234,8 @@ def plan(
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
     kv_lengths: Any = None,
     kv_starts: Any = None,
     cu_seqlens_q: Any = None,
@@ -259,6 +267,8 @@ def plan(
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
     kv_lengths: Any = None,
     kv_starts: Any = None,
     cu_seqlens_q: Any = None,
@@ -290,6 +300,8 @@ def plan(
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
     kv_lengths: Any = None,
     kv_starts: Any = None,
     cu_seqlens_q: Any = None,
@@ -323,6 +335,8 @@ def attention_backward(
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
     kv_lengths: Any = None,
     kv_starts: Any = None,
     cu_seqlens_q: Any = None,
@@ -358,6 +372,8 @@ def plan_backward(
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
     kv_lengths: Any = None,
     kv_starts: Any = None,
     cu_seqlens_q: Any = None,
@@ -432,6 +448,8 @@ def explain(
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
     kv_lengths: Any = None,
     kv_starts: Any = None,
     cu_seqlens_q: Any = None,

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.call.blockmask import BlockMask, with_arrays
 from flashgen.call.compute import compute, make_plan, planning
+from flashgen.call.dropout import seeded
 from flashgen.call.kvcache import KVCache
 from flashgen.call.record import AttentionCall, call_of
 from flashgen.call.request import Request, names_of, request_of
 from flashgen.call.signature import described, public
 from flashgen.errors import FlashgenError, naming
 from flashgen.operators.arguments import flag
+from flashgen.operators.dropout import NO_DROPOUT
 from flashgen.runtime import arrays, torchkind
 
 if TYPE_CHECKING:
@@ -27,6 +29,13 @@ def _attention(call: Call) -> Any:
 
         try:
             return attention_with_weights(call, _attention)
+        except FlashgenError as error:
+            error.rename(names_of(call))
+            raise
+    dropout_p = call.dropout_p
+    if type(dropout_p) is not float or dropout_p != NO_DROPOUT:
+        try:
+            call = seeded(call)
         except FlashgenError as error:
             error.rename(names_of(call))
             raise
@@ -124,6 +133,7 @@ def _plan(call: Call) -> Plan | AppendPlan | WeightsPlan:
     others.
     """
     with naming(names_of(call)), planning("plan", call.q):
+        call = seeded(call)
         if flag("return_weights", call.return_weights):
             from flashgen.api.weights import weights_plan
 

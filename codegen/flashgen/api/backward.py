@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.call.blockmask import BlockMask, with_arrays
 from flashgen.call.compute import compute, make_plan, planning
+from flashgen.call.dropout import seeded
 from flashgen.call.fields import BY_NAME, DIFFERENTIABLE, GRADIENTS, SHORTHANDS, listed
 from flashgen.call.keywords import unexpected
 from flashgen.call.record import GradientCall, call_of
@@ -28,7 +29,7 @@ NOT_BACKWARD = ("append", "rotary", "splits", "algorithm")
 def _attention_backward(call: Call) -> tuple[Any, ...]:
     kind = arrays.kind_of(call.dout)
     try:
-        call = _repeatable(call, kind)
+        call = _repeatable(seeded(call, draws=False), kind)
         if isinstance(call.mask, BlockMask):
             call = with_arrays(call)
         if kind is not None and kind.watched(call.dout):
@@ -94,6 +95,7 @@ def _plan_backward(call: Call) -> Plan:
     """
     call = _repeatable(call, arrays.kind_of(call.dout))
     with naming(names_of(call)), planning("plan_backward", call.q):
+        call = seeded(call, draws=False)
         return make_plan(gradients_of(call))
 
 

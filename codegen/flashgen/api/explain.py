@@ -235,6 +235,8 @@ def _shaped(function: str, options: dict[str, Any], dtype: str) -> Problem:
         call["k"] = call["q"]
     if call["v"] is None and not isinstance(call["k"], KVCache):
         call["v"] = call["k"]
+    if call.get("dropout_p") and call["dropout_seed"] is None:
+        call["dropout_seed"] = (2,)
     record = GradientCall if function == "attention_backward" else AttentionCall
     with naming(names_of(call_of(record, **call))):
         return _problem_of(request_by_name(call), dtype)

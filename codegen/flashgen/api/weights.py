@@ -11,7 +11,8 @@ from flashgen.call.kvcache import KVCache
 from flashgen.call.record import AttentionCall, call_of
 from flashgen.call.request import Request, refuse_line, request_of, weights_of
 from flashgen.errors import BadParam, arg
-from flashgen.operators.arguments import flag
+from flashgen.operators.arguments import flag, shown
+from flashgen.operators.dropout import NO_DROPOUT
 from flashgen.runtime import arrays, torchkind
 from flashgen.runtime.adopted import adopted
 
@@ -80,8 +81,13 @@ class WeightsPlan:
         return (out, lse, result) if self._return_lse else (out, result)
 
 
-def refuse_lengths(call: Call) -> None:
-    """Raise BadParam for a call whose sequences have lengths of their own, which has no weights."""
+def check_call(call: Call) -> None:
+    """Raise BadParam for a call that has no weights: with dropout, or with sequences of several lengths."""
+    if type(call.dropout_p) is not float or call.dropout_p != NO_DROPOUT:
+        raise BadParam(
+            f"{arg('return_weights')} is True and {arg('dropout_p')} is {shown(call.dropout_p)}; there are "
+            "weights without dropout alone: leave one of the two out"
+        )
     if isinstance(call.k, KVCache):
         what, instead = f"{arg('k')} is a KVCache", "pass k and v of one length"
     else:
@@ -102,7 +108,7 @@ def attention_with_weights(call: Call, attend: Callable[[Call], Any]) -> Any:
     """
     if not flag("return_weights", call.return_weights):
         return attend(call.replace(return_weights=False))
-    refuse_lengths(call)
+    check_call(call)
     refuse_line(call)
     return_lse = flag("return_lse", call.return_lse)
     out, lse = attend(call.replace(return_weights=False, return_lse=True))
@@ -118,7 +124,7 @@ def attention_with_weights(call: Call, attend: Callable[[Call], Any]) -> Any:
 
 def weights_plan(call: Call) -> WeightsPlan:
     """``plan(return_weights=True)``. Raises what `make_plan` does, and BadParam for lengths."""
-    refuse_lengths(call)
+    check_call(call)
     refuse_line(call)
     return_lse = flag("return_lse", call.return_lse)
     request = request_of(call.replace(return_lse=True))
@@ -135,5 +141,5 @@ def weights_plan(call: Call) -> WeightsPlan:
 def request_by_name(values: dict[str, Any]) -> Request:
     """What the weights of a call request, of the parameters of ``attention`` by name. Raises BadParam."""
     call = call_of(AttentionCall, **values)
-    refuse_lengths(call)
+    check_call(call)
     return weights_of(call, None)

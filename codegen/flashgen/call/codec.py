@@ -32,6 +32,7 @@ from flashgen.call.request import named_score
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import Expected, flag, length_bound, shown
 from flashgen.operators.contract import check_rank, scale_of
+from flashgen.operators.dropout import probability_of
 from flashgen.operators.maskoptions import mask_type_name, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, splits_of
 
@@ -51,6 +52,7 @@ _ENTRIES = {
     "name": ("str? {}",),
     "window": ("SymInt {}_left", "SymInt {}_right"),
     "number": ("float? {}",),
+    "probability": ("float {}",),
     "bound": ("SymInt? {}",),
     "block_size": ("int[]? {}",),
 }
@@ -118,6 +120,8 @@ def encode(call: Call) -> tuple[list[Tensor], tuple[Any, ...]]:
             value = mask_type_name(value)
         elif field.kind == "number":
             value = None if value is None else scale_of(value, call.q.shape[-1])
+        elif field.kind == "probability":
+            value = probability_of(value)
         elif field.kind == "bound":
             if isinstance(value, Expected):
                 value, is_expected = value.bound, ', "bounds are expected": true'

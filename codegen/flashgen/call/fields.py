@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from flashgen.operators.dropout import NO_DROPOUT
 from flashgen.operators.maskoptions import NO_WINDOW
 from flashgen.operators.splits import AUTO
 
@@ -25,6 +26,7 @@ Kind = Literal[
     "array",  # of any library
     "flag",
     "number",  # that kernels take as a scalar
+    "probability",
     "mask_type",  # one of `maskoptions.MASK_TYPES`
     "window",  # two integers
     "bound",  # of the lengths of sequences
@@ -193,6 +195,27 @@ FIELDS = (
         of its softmax, and has no value. It is in natural units: softmax_scale and a score do not change it.
         The LSE counts it in: a row that sees no key has a result of 0, and its sink as the LSE. -inf stands
         for no sink. The gradient is fp32.""",
+    ),
+    Field(
+        "dropout_p",
+        "probability",
+        default=NO_DROPOUT,
+        type="float",
+        elsewhere=("dropout", "attention_dropout", "attn_pdrop", "p_dropout"),
+        doc="""the probability that dropout drops a score from the sum of values, from 0 up to but not 1. The
+        scores that count weigh 1 / (1 - dropout_p) times as much; the LSE is that of all scores. For
+        training: not with a KVCache or splits. A score has one random byte, as in flash-attn, so
+        (floor(255 (1 - dropout_p)) + 1) / 256 of them count; a probability for which this is more than 1 %
+        off is refused.""",
+    ),
+    Field(
+        "dropout_seed",
+        "array",
+        elsewhere=("rng_state", "philox_seed", "seed", "generator"),
+        doc="""(seed, offset), two integers, or an int64 array of them on the device of q, read there. Equal
+        numbers drop equal scores, on any device and in any tile: those that flash-attn drops for the same
+        ``rng_state``. None: PyTorch tensors draw both from torch's generator of their device, also in a CUDA
+        graph; arrays of other libraries need them.""",
     ),
     Field(
         "kv_lengths",

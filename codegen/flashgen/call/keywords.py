@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _ELSEWHERE = {field.name: field.elsewhere for field in FIELDS if field.elsewhere}
 _HERE = {field.name: field.hint for field in FIELDS if field.hint}
 _LEFT_OUT = {
-    "dropout_p": "flashgen has no dropout; leave it out",
-    "dropout": "flashgen has no dropout; leave it out",
+    "dropout_p": "there is no dropout here; leave it out",
+    "dropout_seed": "there is no dropout here; leave it out",
     "enable_gqa": "heads are grouped by their numbers; leave it out",
     "block_table": "pass k as a flashgen.KVCache with pages",
     "page_table": "pass k as a flashgen.KVCache with pages",

@@ -12,6 +12,7 @@ from flashgen.call.fields import BACKWARD, FIELDS, FORWARD, OF_BLOCK_MASK, Field
 from flashgen.call.generate import function
 from flashgen.operators.arguments import flag, length_bound
 from flashgen.operators.blocklists import block_size_of
+from flashgen.operators.dropout import probability_of
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.operators.splits import AUTO, splits_of
 
@@ -26,6 +27,7 @@ _CHECKS = {
         "(type({x}) is tuple and len({x}) == 2 and type({x}[0]) is type({x}[1]) is int and {x} == NO_WINDOW)",
         "window_of({x})",
     ),
+    "probability": ("(type({x}) is float and {x} == 0.0)", "probability_of({x})"),
     "splits": ("{x} is AUTO", "splits_of({x})"),
     "bound": ("({x} is None or type({x}) is int)", "length_bound({name!r}, {x})"),
     "block_size": ("{x} is None", "block_size_of({x})"),
@@ -39,6 +41,7 @@ _NAMES = {
     "flag": flag,
     "length_bound": length_bound,
     "mask_type_name": mask_type_name,
+    "probability_of": probability_of,
     "splits_of": splits_of,
     "window_of": window_of,
 }

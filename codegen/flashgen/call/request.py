@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.call import blockmask
 from flashgen.call.blockmask import BlockMask
+from flashgen.call.dropout import refuse_cache
 from flashgen.call.fields import LENGTHS, PLAN_KEYWORDS, SHORTHANDS
 from flashgen.call.generate import function
 from flashgen.call.keywords import advice
@@ -21,6 +22,7 @@ from flashgen.call.mask import Mask
 from flashgen.call.record import AttentionCall, GradientCall
 from flashgen.errors import BadParam, NullPointer, arg
 from flashgen.operators.arguments import shown
+from flashgen.operators.dropout import NO_DROPOUT
 from flashgen.operators.lengths import refuse_bounds, refuse_mask
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key
 from flashgen.operators.rules import PREFIX
@@ -207,6 +209,7 @@ def of_cache(call: Call) -> Call:
             raise BadParam(f"{arg(name)} was given with a KVCache, which has lengths of its own")
     if call.kv_starts is not None:
         raise BadParam(f"{arg('kv_starts')} was given with a KVCache; pass KVCache(..., starts=...)")
+    refuse_cache(call)
     if keys.lengths is None:
         raise NullPointer(f"{arg('lengths')} of the KVCache is None; expected an int32 array, (batch,)")
     other: Any = call.copy()  # `replace` would take longer
@@ -278,8 +281,7 @@ def score_gradient_of(call: Call, name: str) -> Request:
     if not call.is_normal():
         call = call.normalised()
     refuse_lengths_beside(name, call)
-    _refuse_line_beside(name, call)
-    blockmask.refuse(call, "a gradient of an array of a score")
+    _refuse_beside(name, call)
     score, arrays, numbers = score_of(call)
     array = {of: shorthand.param for of, shorthand in SHORTHANDS}.get(name, name)
     there = [] if score is None else [param.name for param in score.arrays if not param.is_integer]
@@ -303,13 +305,20 @@ def check_gradient(call: Call, name: str) -> None:
     array = {of: shorthand.param for of, shorthand in SHORTHANDS}.get(name, name)
     score, _, _ = score_of(call)
     if any(param.name == array for param in score.arrays):
-        _refuse_line_beside(name, call)
-        blockmask.refuse(call, "a gradient of an array of a score")
+        _refuse_beside(name, call)
         indices_of(score.with_respect_to(array))
 
 
-def _refuse_line_beside(name: str, call: Call) -> None:
-    """Raise BadParam for the gradient of an array ``name`` of a score, if the call has a mask by a line."""
+def _refuse_beside(name: str, call: Call) -> None:
+    """Raise BadParam for the gradient of an array ``name`` of a score, if the call has a mask by a line,
+    lists of key blocks, or dropout.
+    """
+    blockmask.refuse(call, "a gradient of an array of a score")
+    if call.dropout_p != NO_DROPOUT:
+        raise BadParam(
+            f"{arg('dropout_p')} is {shown(call.dropout_p)}, and {arg(name)} is to have a gradient, which "
+            f"flashgen does not compute beside dropout; leave {arg('dropout_p')} out, or detach {arg(name)}"
+        )
     if isinstance(call.mask, Mask):
         raise BadParam(
             f"{arg('mask')} is a Mask, and {arg(name)} is to have a gradient, which flashgen does not "

@@ -16,6 +16,7 @@ import numpy as np
 from flashgen.cpu.keyspans import block_rows, key_spans
 from flashgen.cpu.threads import for_each
 from flashgen.operators.contract import DOUBLE
+from flashgen.operators.dropout import dropout_of
 from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.modification import modification_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from flashgen.cpu.keyspans import KeySpans
     from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.dropout import Dropout
     from flashgen.operators.modification import ScoreOfCall
     from flashgen.operators.visibility import Visibility
     from flashgen.runtime.plans import Arrays
@@ -102,6 +104,7 @@ def attention(
         if arrays.get("sinks") is None
         else widened(bits(arrays["sinks"]), problem.sinks_dtype, number_of(problem))
     )
+    dropout = dropout_of(problem, arrays)
     q4, k4, v4, out4 = (bits(x) if problem.batched else bits(x)[None] for x in whole)
     lse3 = lse if problem.batched else lse[None]
     if mask is not None:
@@ -114,7 +117,9 @@ def attention(
         for head in range(problem.num_heads_kv)
         for start in range(0, problem.seqlen_q, block)
     ]
-    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, sinks, spans, score, first_batch, rule)
+    attend = partial(
+        _attend, problem, q4, k4, v4, mask, out4, lse3, sinks, spans, score, first_batch, rule, dropout
+    )
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     work = pairs * (problem.head_dim + problem.head_dim_v)
     # Of one product BLAS may give other bits with other threads, of which a large batch leaves it one.
@@ -136,6 +141,7 @@ def _attend(
     score: ScoreOfCall | None,
     first_batch: int,
     rule: Visibility | None,
+    dropout: Dropout | None,
     task: tuple[int, int, int, int],
 ) -> None:
     """One block of query rows of the heads that share one kv head."""
@@ -183,6 +189,11 @@ def _attend(
         decay = np.exp(row_max - finite)
         row_sum = row_sum * decay + scores.sum(axis=1)
         result *= decay[:, None]
+        if dropout is not None:
+            kept = dropout.factors(
+                batch, np.arange(heads.start, heads.stop), rows[:, 0], np.arange(first, last)
+            )
+            scores.reshape(kept.shape)[...] *= kept
         result += scores @ widened(v[batch, first:last, kv_head], problem.dtype, number)
         row_max = raised
 

@@ -17,6 +17,7 @@ from flashgen.cpu.keyspans import KeySpans, block_rows, key_spans
 from flashgen.cpu.threads import for_each
 from flashgen.operators.backward import LENGTH_ARRAYS
 from flashgen.operators.contract import MASK
+from flashgen.operators.dropout import dropout_of
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import widened
 from flashgen.operators.sequences import arrays_of, sequences
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.operators.backward import BackwardProblem
+    from flashgen.operators.dropout import Dropout
     from flashgen.operators.modification import ScoreOfCall
     from flashgen.operators.visibility import Visibility
     from flashgen.runtime.plans import Arrays
@@ -45,6 +47,7 @@ class Call(NamedTuple):
     dsinks: np.ndarray | None = None
     rule: Visibility | None = None
     spans: KeySpans | None = None
+    dropout: Dropout | None = None
 
 
 def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
@@ -78,7 +81,9 @@ def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
 
 def gradients(problem: BackwardProblem, call: Call) -> None:
     """Fill dq, dk and dv, and add to dsinks."""
-    call = call._replace(spans=key_spans(problem, call.arrays, BLOCK_KEYS))
+    call = call._replace(
+        spans=key_spans(problem, call.arrays, BLOCK_KEYS), dropout=dropout_of(problem, call.arrays)
+    )
     total = call.arrays.get("dsinks")
     if total is not None:
         call = call._replace(dsinks=np.zeros((problem.batch, problem.num_heads_q), np.float32))
@@ -182,8 +187,14 @@ def _of_rows(
         np.exp(p, out=p)
         if hidden is not None:
             np.copyto(p.reshape(whole), 0, where=hidden)
-        dv[first:last] += p.T @ douts
         ds = douts @ values[first:last].T
+        if call.dropout is None:
+            dv[first:last] += p.T @ douts
+        else:
+            group_heads = np.arange(heads.start, heads.stop)
+            kept = call.dropout.factors(batch, group_heads, positions[:, 0], some).reshape(p.shape)
+            dv[first:last] += (p * kept).T @ douts
+            ds *= kept
         ds -= delta[:, None]
         ds *= p
         if slope is not None:

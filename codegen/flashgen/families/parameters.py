@@ -23,7 +23,13 @@ DIVISOR = "_divisor"
 # What follows the name of an array in the name of all of its strides.
 STRIDES = "_strides"
 # The types of pointers to arrays of a dtype; `element` is the dtype of the call.
-POINTERS = {"fp32": "float*", "uint8": "uint8_t*", "bool": "uint8_t*", "int32": "int32_t*"}
+POINTERS = {
+    "fp32": "float*",
+    "uint8": "uint8_t*",
+    "bool": "uint8_t*",
+    "int32": "int32_t*",
+    "int64": "int64_t*",
+}
 ELEMENT = "element*"
 
 # In a declaration: for variants that have a feature.
@@ -68,6 +74,7 @@ class Note(NamedTuple):
 ARRAYS = {
     "lse": Note("natural logarithm"),
     "sinks": Note("a logit of each query head, natural units; fp32, or bfloat16 with sink_bytes 2"),
+    "dropout_seed": Note("seed and offset of the random numbers of dropout"),
     "dlse": Note("the gradient of lse"),
     "mask": Note("not 0 = hidden", _DENSE),
     "block_indptr": Note("where the list of each block of queries begins, and the end", _BLOCKS),
@@ -219,6 +226,9 @@ NUMBERS = {
     "window_right": Declared("int32_t", "and after it", _WINDOW),
     "softmax_scale": Declared("float", "S is softmax_scale Q K^T"),
     "scale_log2": Declared("float", "softmax_scale * log2(e), above 0"),
+    # Dropout.
+    "keep_threshold": Declared("int32_t", "the largest random byte of a score that counts"),
+    "keep_scale": Declared("float", "1 / (1 - dropout_p)"),
 }
 
 

@@ -17,7 +17,7 @@ VECTOR_WIDTH = "_vector_width"
 # C type -> (size in bytes, struct code, numpy code)
 C_TYPES: dict[str, tuple[int, str, str]] = {
     f"{const}{pointed}*": (8, "Q", "<u8")
-    for pointed in ("element", "float", "uint8_t", "int32_t", "fp16", "bf16")
+    for pointed in ("element", "float", "uint8_t", "int32_t", "int64_t", "fp16", "bf16")
     for const in ("const ", "")
 } | {
     "int64_t": (8, "q", "<i8"),

@@ -34,6 +34,7 @@ DTYPE_BYTES = {
     "bool": 1,
     "uint8": 1,
     "int32": 4,
+    "int64": 8,
 }
 # Usual names of dtypes, which specs do not use.
 DTYPE_NAMES = {
@@ -71,8 +72,8 @@ _STRIDE_WORDS = {
 @dataclass(frozen=True, slots=True)
 class ArrayView:
     """The memory of an array. ``strides`` are in elements, ``pointer`` is an address, ``device`` a CUDA
-    ordinal or None for host memory, ``dtype`` one of fp16, bf16, fp32, float64, e4m3, bool, uint8, int32, or
-    else the library's own name of an unsupported type."""
+    ordinal or None for host memory, ``dtype`` one of fp16, bf16, fp32, float64, e4m3, bool, uint8, int32,
+    int64, or else the library's own name of an unsupported type."""
 
     kind: str
     pointer: int
@@ -85,8 +86,9 @@ class ArrayView:
 class Argument(NamedTuple):
     """One array of an operator.
 
-    ``shape`` lists the symbols of its dimensions; a leading batch may be left out by the caller, an empty
-    shape is a scalar in device memory. ``dtypes`` are those allowed; none means the element type of the call.
+    ``shape`` lists the symbols of its dimensions, or sizes that are fixed; a leading batch may be left out by
+    the caller, an empty shape is a scalar in device memory. ``dtypes`` are those allowed; none means the
+    element type of the call.
     ``layout`` is "rows" (any strides, but the last dimension is contiguous and rows are aligned),
     "contiguous", or "broadcast" (from the right, as in NumPy, but for the last dimension, which is
     contiguous). ``alignment`` is in bytes. A missing optional input is a null pointer; a missing output is
@@ -130,7 +132,7 @@ class Argument(NamedTuple):
 
     def extents(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The size of each dimension."""
-        return tuple(sizes[symbol] for symbol in self.symbols)
+        return tuple(int(x) if x.isdecimal() else sizes[x] for x in self.symbols)
 
 
 class ArrayLayout(NamedTuple):

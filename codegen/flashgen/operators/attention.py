@@ -11,11 +11,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadParam, arg
+from flashgen.errors import BadParam, NullPointer, arg
 from flashgen.operators import blocklists, contract
 from flashgen.operators import lengths as of_lengths
 from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
-from flashgen.operators.lengths import BOUNDS, LENGTH_ARRAYS, PAGES, STARTS, Lengths
+from flashgen.operators.dropout import NO_DROPOUT, check_bias, keep_scale, keep_threshold, probability_of
+from flashgen.operators.lengths import BOUNDS, CACHE_ARRAYS, LENGTH_ARRAYS, PAGES, STARTS, Lengths
 from flashgen.operators.maskoptions import mask_semantics, simplify
 from flashgen.operators.masks import Band
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, by_name, lined, modified
@@ -67,13 +68,26 @@ ARGUMENTS = (
     ),
     of_lengths.KV_STARTS,
     *blocklists.ARGUMENTS,
+    Argument(
+        "dropout_seed",
+        "input",
+        "2",
+        dtypes=("int64",),
+        layout="contiguous",
+        alignment=8,
+        optional=True,
+    ),
 )
 # The optional inputs but the mask, whose check is of its own.
 _INPUTS = tuple(x.name for x in ARGUMENTS if x.optional and not x.is_output and x.name != "mask")
 # Who splits keys: a kernel, into equal shares of all that there are, or the call; of a family that a call of
 # either kind may take, nobody ("any").
 SPLITS = ("none", "fixed")
-OPTIONS = ("causal", "mask_type", "window_size", "block_size", "return_lse", "splits", *BOUNDS, "score")
+OPTIONS = (
+    *("causal", "mask_type", "window_size", "block_size", "return_lse", "splits"),
+    *BOUNDS,
+    *("dropout_p", "score"),
+)
 # What only calls without lengths have.
 OF_PLAIN = (*blocklists.NAMES, "block_size")
 # Keys of the sequence that represents all where the kernel must not depend on their lengths.
@@ -94,7 +108,8 @@ class AttentionProblem(Problem):
     symbols that are its own. Of ``blocks``, ``block_lists`` says which arrays have the lists of key blocks
     that are visible. ``score`` is the score modification, if any; ``score_scalars`` are its numbers, NaN
     until a call gives them, and ``score_sizes`` the sizes of symbols that are its own. ``splits`` is what the
-    call says of split-KV, ``sinks_dtype`` the dtype of its sinks, None without them.
+    call says of split-KV, ``sinks_dtype`` the dtype of its sinks, None without them. ``dropout_p`` is the
+    probability that a score is dropped.
 
     With ``lengths`` sequences have several lengths, whose bounds are ``seqlen_q`` and ``seqlen_kv``; kernels
     and grids are chosen by the bounds. Mask and window fit a sequence that is as long as the bounds, and move
@@ -122,6 +137,7 @@ class AttentionProblem(Problem):
     rule: RuleOfCall | None = None
     rule_sizes: tuple[tuple[str, int], ...] = ()
     block_lists: BlockLists | None = None
+    dropout_p: float = NO_DROPOUT
 
     @property
     def operator(self) -> Operator:
@@ -196,6 +212,7 @@ class AttentionProblem(Problem):
             + (", sinks" if self.has("sinks") else "")
             + ("" if self.rule is None else f", mask {self.rule.rule.title}")
             + (", kv_starts" if _starts(self) == "starts" else "")
+            + (", dropout" if self.has("dropout_seed") else "")
             + ("" if self.splits == AUTO else f", splits {self.splits}")
             + (f", pages {_pages(self)}" if "pages" in self.operator.axes else "")
         )
@@ -244,6 +261,8 @@ class AttentionProblem(Problem):
             "window_left": self.window_left,
             "window_right": self.window_right,
             "sink_bytes": DTYPE_BYTES[self.sinks_dtype or "fp32"],
+            "keep_threshold": keep_threshold(self.dropout_p),
+            "keep_scale": keep_scale(self.dropout_p),
         } | self.scalar_values()
         if self.rule is not None:
             values |= {PREFIX + name: number for name, number in self.rule.by_name().items()}
@@ -301,6 +320,7 @@ class AttentionProblem(Problem):
             sinks_dtype=self.sinks_dtype,
             rule=self.rule,
             rule_sizes=rule_sizes,
+            dropout_p=self.dropout_p,
         )
 
     def scalar_values(self) -> dict[str, Number]:
@@ -363,6 +383,7 @@ def normalise(
     max_seqlen_q: int | Expected | None = None,
     max_seqlen_kv: int | Expected | None = None,
     splits: Splits = AUTO,
+    dropout_p: float = NO_DROPOUT,
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
     score_scalars: Sequence[Any] = (),
@@ -384,6 +405,7 @@ def normalise(
     for name in inputs.keys() - set(_INPUTS):
         raise TypeError(f"attention has no optional input {name}")
     inputs = {name: inputs[name] for name in _INPUTS if inputs.get(name) is not None}
+    dropout_p = _probability(dropout_p, inputs, splits)
     arrays = {name: view for name, view in inputs.items() if name in LENGTH_ARRAYS}
     masks = {} if mask is None else {"mask": mask}
     tables = contract.score_views(score, score_arrays)
@@ -467,10 +489,41 @@ def normalise(
         rule=rule,
         rule_sizes=rule_sizes,
         block_lists=block_lists,
+        dropout_p=dropout_p,
     )
     if any(value is not None for value in score_scalars):
         return problem.with_scalars((None, *score_scalars))
     return problem
+
+
+def _probability(dropout_p: Any, inputs: Mapping[str, ArrayView], splits: Splits) -> float:
+    """The probability of dropout of a call with these optional inputs. Raises BadParam and NullPointer."""
+    dropout_p = probability_of(dropout_p)
+    check_bias(dropout_p)
+    if dropout_p == NO_DROPOUT:
+        if "dropout_seed" in inputs:
+            raise BadParam(f"{arg('dropout_seed')} was given without {arg('dropout_p')}; leave it out")
+        return dropout_p
+    if "dropout_seed" not in inputs:
+        raise NullPointer(
+            f"{arg('dropout_seed')} is None and {arg('dropout_p')} is {dropout_p:g}; expected an int64 array "
+            "of two elements: seed and offset"
+        )
+    for_serving = f"{arg('splits')} is {splits}" if splits != AUTO else ""
+    if not inputs.keys().isdisjoint(CACHE_ARRAYS):
+        for_serving = "the keys are in a KV cache"
+    if for_serving:
+        raise BadParam(
+            f"{arg('dropout_p')} is {dropout_p:g} and {for_serving}; dropout is for training: leave one of "
+            "the two out"
+        )
+    for name, what in (("block_indptr", "a BlockMask"), ("kv_starts", arg("kv_starts"))):
+        if name in inputs:
+            raise BadParam(
+                f"{arg('dropout_p')} is {dropout_p:g} and {what} was given; no kernel has both: leave one of "
+                "the two out"
+            )
+    return dropout_p
 
 
 def _serves_grouping(problem: AttentionProblem, gqa: Value) -> bool:
@@ -520,6 +573,11 @@ ATTENTION = Operator(
         "kv_starts": Axis(lambda problem, value: value == _starts(problem), STARTS, default="none"),
         "sinks": Axis(
             lambda problem, value: (value == "sink") == problem.has("sinks"), ("none", "sink"), default="none"
+        ),
+        "dropout": Axis(
+            lambda problem, value: (value == "dropout") == problem.has("dropout_seed"),
+            ("none", "dropout"),
+            default="none",
         ),
     },
     grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch", "sequence_rows"),

@@ -78,7 +78,11 @@ _OF_GRADIENTS = tuple(
     if argument.name not in {x.name for x in attention.ARGUMENTS if not x.is_output}
 )
 LENGTH_ARRAYS = tuple(name for name in lengths.LENGTH_ARRAYS if name not in CACHE_ARRAYS)
-OPTIONS = ("causal", "mask_type", "window_size", "block_size", *BOUNDS, "score", "deterministic")
+OPTIONS = (
+    *("causal", "mask_type", "window_size", "block_size"),
+    *BOUNDS,
+    *("dropout_p", "score", "deterministic"),
+)
 # The dimensions of grids that go over lists of key blocks.
 LISTS = ("list_columns", "list_entries")
 # In what order thread blocks add to dq: in none, or always in the same; or the one that has its rows does

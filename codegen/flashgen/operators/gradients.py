@@ -27,6 +27,8 @@ derivative of a score modification, 1 without one:
 - 2^-21 (G + D + |dlse|): the sums over head_dim and their difference, in fp32. e sum p G: the error of the
   forward result in fp32.
 - dsink = -sum_i w_i delta_i, over the rows of all sequences. Its delta is wrong as in ds.
+- With dropout let z_ij be 1 / (1 - dropout_p) where a score counts, else 0. dv and o are sums over p_ij z_ij,
+  ds_ij is p_ij (z_ij do_i v_j - delta_i), and G_ij has the factor z_ij. delta needs none, as a sum over o.
 - w = 2^-19 + 2^-24 sqrt(m): sums of m terms in fp32, as in `reference`.
 - least: what p and ds lose below the least step of their dtype, for each pair that a mask does not hide:
   2^-25 in fp16, since both are packed as they are, and what is flushed to 0 in the others. least_out:
@@ -45,6 +47,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from flashgen.operators.dropout import dropout_of
 from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.operators.backward import BackwardProblem
+    from flashgen.operators.dropout import Dropout
     from flashgen.operators.modification import FormulaAt, ScoreOfCall
     from flashgen.operators.visibility import Visibility
 
@@ -136,6 +140,7 @@ def expected(problem: BackwardProblem, arrays: Mapping[str, np.ndarray | None]) 
         modification_of(problem, arrays),
         sinks_of(problem, arrays),
         visibility_of(problem, arrays),
+        dropout_of(problem, arrays),
     )
 
 
@@ -152,6 +157,7 @@ def gradients(
     modification: ScoreOfCall | None = None,
     sinks: Any = None,
     rule: Visibility | None = None,
+    dropout: Dropout | None = None,
 ) -> dict[str, Gradient]:
     """The gradients of softmax(q k^T scale) v in float64 by name, each with the bound for a kernel of
     elements of ``dtype``.
@@ -176,7 +182,7 @@ def gradients(
             totals["dsinks"].value[...] = xp.sum(terms, axis=(0, 2))
             totals["dsinks"].bound[...] = 2.0**-18 * xp.sum(xp.abs(terms), axis=(0, 2))
     seen = xp.zeros((batch, seqlen_kv, k.shape[2], 1), dtype=xp.float64, **place)
-    for part in parts_of_scores(q, k, v, band, dense, None, modification, _SCORES, rule):
+    for part in parts_of_scores(q, k, v, band, dense, None, modification, _SCORES, rule, dropout):
         of_part = part.entry, part.rows, part.head
         dq, of_keys, seen_by, of_sinks = _chain_rule(
             xp,
@@ -191,6 +197,7 @@ def gradients(
             group * count,
             part.at,
             None if sinks is None else sinks[part.head][:, None, None],
+            1.0 if part.kept is None else part.kept,
         )
         for total, values in zip(totals["dq"], dq, strict=True):
             total[of_part] = values
@@ -220,21 +227,23 @@ def _chain_rule(
     rows_of_key: int,
     at: FormulaAt | None,
     sink: Any,
+    kept: Any,
 ) -> tuple[Gradient, dict[str, Gradient], Any, Gradient | None]:
     """For some rows of some heads, (heads, rows, columns): dq; what they add to dk and dv, with bounds but
     for the rounding of the results; how many of them see each key; and what they add to dsinks, if there are
-    sinks.
+    sinks. ``kept`` is what dropout multiplies P by, 1 without it.
     """
     u = UNIT_ROUNDOFF[dtype]
     row = softmax(xp, q, k, hidden, scale, dtype, at, sink)
     p, lse = row.p, xp.where(row.sees_nothing, 0.0, row.lse)
     dlse = xp.where(row.sees_nothing, 0.0, dlse)  # of an LSE of -inf it has no effect, whatever it is
     visible = xp.ones_like(p) if row.hidden is None else xp.where(row.hidden, 0.0, xp.ones_like(p))
-    out = p @ v
+    counted = p * kept
+    out = counted @ v
     size_d = xp.sum(xp.abs(out * dout), axis=-1, keepdims=True)
-    size_g = xp.abs(dout) @ xp.abs(v).swapaxes(1, 2)
+    size_g = xp.abs(dout) @ xp.abs(v).swapaxes(1, 2) * kept
     delta = xp.sum(out * dout, axis=-1, keepdims=True) - dlse
-    terms = dout @ v.swapaxes(1, 2) - delta
+    terms = dout @ v.swapaxes(1, 2) * kept - delta
     slope, slope_error = xp.ones_like(p), 0.0
     if at is not None:
         with np.errstate(all="ignore"):
@@ -254,7 +263,7 @@ def _chain_rule(
     wrong_ds = wrong_ds + (LEAST_OUT[dtype] + 2.0**-126 * xp.abs(terms * slope)) * visible
     sum_of_keys = 2.0**-19 + 2.0**-24 * k.shape[1] ** 0.5
     sum_of_rows = 2.0**-19 + 2.0**-24 * rows_of_key**0.5
-    wrong_p = p * (1.05 * u + factor + sum_of_rows) + LEAST_OUT[dtype] * visible
+    wrong_p = counted * (1.05 * u + factor + sum_of_rows) + LEAST_OUT[dtype] * visible * kept
 
     of_sinks = None
     if sink is not None:
@@ -277,7 +286,7 @@ def _chain_rule(
     dk_bound = scale * of_keys(wrong_ds + sum_of_rows * xp.abs(ds), xp.abs(q))
     added = {
         "dk": Gradient(scale * of_keys(ds, q), dk_bound),
-        "dv": Gradient(of_keys(p, dout), of_keys(wrong_p, xp.abs(dout))),
+        "dv": Gradient(of_keys(counted, dout), of_keys(wrong_p, xp.abs(dout))),
     }
     return Gradient(dq, dq_bound), added, xp.sum(visible, axis=1)[..., None], of_sinks
 

@@ -30,6 +30,9 @@ the unit roundoff of the dtype,
 A sink counts as a key without a value: S and e have its size, too. A row that sees no key has the sink as its
 LSE.
 
+With dropout let z_j be 1 / (1 - dropout_p) where a score counts, else 0. o and A are sums of p_j z_j v_j; p_j
+is still the softmax over all keys. least_p becomes least_p z_j.
+
 A score modification f takes the place of s_j, S is the largest |f|, and the first two terms of e are those
 of its running error (`roundoff`), which begins with 2^-21 of the scaled sum of |q_i k_ji|.
 
@@ -48,6 +51,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flashgen.operators.blocklists import hidden_by_lists
+from flashgen.operators.dropout import dropout_of
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.dropout import Dropout
     from flashgen.operators.modification import FormulaAt, ScoreOfCall
     from flashgen.operators.visibility import Visibility
 
@@ -140,6 +145,7 @@ def judge(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) ->
         modification=modification_of(problem, arrays),
         sinks=sinks_of(problem, arrays),
         rule=visibility_of(problem, arrays),
+        dropout=dropout_of(problem, arrays),
     )
     of_lse = None if lse is None else largest(batched(lse, 3), expected.lse, expected.lse_bound)
     return Verdict(largest(out, expected.out, expected.out_bound), of_lse)
@@ -170,6 +176,7 @@ def attention(
     modification: ScoreOfCall | None = None,
     sinks: Any = None,
     rule: Visibility | None = None,
+    dropout: Dropout | None = None,
 ) -> Expected:
     """softmax(q k^T scale) v in float64, and the bound for a kernel that computes in ``dtype``.
 
@@ -177,7 +184,7 @@ def attention(
     head_dim_v: float64, elements as the kernel got them. ``dense``, nonzero where a key is hidden, broadcasts
     to (batch, num_heads_q, rows, seqlen_kv). ``rows`` are the positions of q's rows among all queries,
     integers; None if q has all of them. ``modification`` modifies the scores; its arrays are float64.
-    ``sinks`` are (num_heads_q,), float64. ``rule`` is a mask by a line.
+    ``sinks`` are (num_heads_q,), float64. ``rule`` is a mask by a line. ``dropout`` says which scores count.
     """
     xp = library_of(q)
     place = {"device": q.device} if xp.__name__ == "torch" else {}
@@ -191,10 +198,10 @@ def attention(
     if sinks is not None and not k.shape[1]:
         expected.lse[...] = sinks[:, None]
         expected.lse_bound[...] = 2.0**-19 + 2.0**-20 * finite_sizes(xp, sinks)[:, None]
-    for part in parts_of_scores(q, k, v, band, dense, rows, modification, _SCORES, rule):
+    for part in parts_of_scores(q, k, v, band, dense, rows, modification, _SCORES, rule, dropout):
         own_q = q[part.entry, part.rows, part.head]
         sink = None if sinks is None else sinks[part.head][:, None, None]
-        results = _attend(xp, own_q, part.k, part.v, part.hidden, scale, dtype, part.at, sink)
+        results = _attend(xp, own_q, part.k, part.v, part.hidden, scale, dtype, part.at, sink, part.kept)
         for whole, result in zip(expected, results, strict=True):
             whole[part.entry, part.head, part.rows] = result
     return expected._replace(out=expected.out.swapaxes(1, 2), out_bound=expected.out_bound.swapaxes(1, 2))
@@ -202,8 +209,8 @@ def attention(
 
 class PartOfScores(NamedTuple):
     """Some rows of some heads: ``entry`` and ``head``, integers, are the pairs of batch entry and query head,
-    one after another; ``rows`` is a slice; ``k`` and ``v`` have a leading dimension of pairs; ``hidden`` and
-    ``at`` are as `_attend` takes them.
+    one after another; ``rows`` is a slice; ``k`` and ``v`` have a leading dimension of pairs; ``hidden``,
+    ``at`` and ``kept`` are as `_attend` takes them.
     """
 
     entry: Any
@@ -213,6 +220,7 @@ class PartOfScores(NamedTuple):
     v: Any
     hidden: Any
     at: FormulaAt | None
+    kept: Any
 
 
 def parts_of_scores(
@@ -225,6 +233,7 @@ def parts_of_scores(
     modification: ScoreOfCall | None,
     scores_at_once: int,
     rule: Visibility | None = None,
+    dropout: Dropout | None = None,
 ) -> Iterator[PartOfScores]:
     """All scores of `attention`, whose arguments these are, in parts of about ``scores_at_once``; none where
     there are no keys. Keys that ``band`` hides from all rows are 0: what they hold has no effect.
@@ -256,7 +265,11 @@ def parts_of_scores(
             at = None
             if modification is not None:
                 at = modification.at(*positions)
-            yield PartOfScores(entry, head, part, some_k, some_v, hidden, at)
+            kept = None
+            if dropout is not None:
+                on_host = (_on_host(x) for x in (entry, head, rows[part], keys))
+                kept = xp.asarray(dropout.factors(*on_host).astype(np.float64), **place)
+            yield PartOfScores(entry, head, part, some_k, some_v, hidden, at, kept)
 
 
 def shares(result: Any, expected: Any, bound: Any) -> Any:
@@ -358,19 +371,32 @@ def _attend(
     dtype: str,
     at: FormulaAt | None,
     sink: Any,
+    kept: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """``Expected`` for some heads; v (heads, seqlen_kv, head_dim_v), the others as in `softmax`."""
+    """``Expected`` for some heads; v (heads, seqlen_kv, head_dim_v), ``kept`` (heads, rows, seqlen_kv) what
+    dropout multiplies P by, if any; the others as in `softmax`.
+    """
     p, hidden, lse, size, error, sees_nothing = softmax(xp, q, k, hidden, scale, dtype, at, sink)
+    if kept is not None:
+        p = p * kept
     out, v_sizes = p @ v, xp.abs(v)
     visible_v = xp.sum(v_sizes, axis=1, keepdims=True)
-    if hidden is not None:
-        visible_v = xp.where(hidden, 0.0, xp.ones_like(p)) @ v_sizes
+    if hidden is not None or kept is not None:
+        visible = xp.ones_like(p) if kept is None else kept
+        visible_v = (visible if hidden is None else xp.where(hidden, 0.0, visible)) @ v_sizes
     mean_size = p @ v_sizes
     out_bound = 1.05 * UNIT_ROUNDOFF[dtype] * (mean_size + xp.abs(out)) + mean_size * error
     out_bound = out_bound + LEAST_P[dtype] * visible_v + LEAST_OUT[dtype]
     lse_bound = error + 2.0**-22 * (size + xp.abs(lse))
     out_bound, lse_bound = (xp.where(sees_nothing, 0.0, bound) for bound in (out_bound, lse_bound))
     return out, lse[..., 0], out_bound, lse_bound[..., 0]
+
+
+def _on_host(x: Any) -> np.ndarray:
+    """An array of NumPy, CuPy or PyTorch as an array of NumPy."""
+    if library_of(x).__name__ == "torch":
+        x = x.cpu()
+    return x.get() if hasattr(x, "get") else np.asarray(x)
 
 
 def library_of(x: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from flashgen.errors import BadParam, arg
+from flashgen.operators.dropout import seed_of_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -149,6 +150,9 @@ def arrays_of(
             continue
         argument = problem.operator.arguments[problem.operator.position(name)]
         symbols = argument.symbols
+        if name == "dropout_seed":
+            parts[name] = seed_of_sequence(x, sequence.number, problem.sizes["num_heads_q"])
+            continue
         x = x[None] if problem.missing(argument) else x
         if symbols[0] == "batch_kv":
             parts[name] = sequence.keys(x)[None]

@@ -12,7 +12,7 @@ from flashgen.runtime.numpykind import NUMPY_NAMES, element_strides, numpy_dtype
 from flashgen.runtime.streams import StreamHandle, stream_pointer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from flashgen.runtime.numpykind import Read
 
@@ -69,6 +69,10 @@ class CupyKind:
         # CuPy's pool keeps memory per stream: what is allocated for a stream is only reused on it.
         with self._cuda.Device(device), self.use(stream):
             return self._ndarray(shape, cupy_dtype)
+
+    def integers(self, values: Sequence[int], like: Any, stream: Any) -> Any:
+        with self._cuda.Device(like.data.device_id), self.use(stream):
+            return import_cupy().array(values, "int64")
 
     def contiguous(self, x: Any, stream: Any) -> Any:
         if x.flags.c_contiguous:

@@ -129,7 +129,10 @@ def check_libraries(arguments: Mapping[str, Any], of_cache: Collection[str] = ()
     ignored. With JAX arrays, which cannot be written to, the arrays ``of_cache``, of a KV cache, may belong
     to another library.
     """
-    arrays = {name: x for name, x in arguments.items() if x is not None and is_array(x)}
+    # A call makes the seed of dropout of two integers: JAX has no int64 unless it is told to.
+    arrays = {
+        name: x for name, x in arguments.items() if x is not None and is_array(x) and name != "dropout_seed"
+    }
     if all(kind_of(x) is not None for x in arrays.values()):
         return
     others = {name: x for name, x in arrays.items() if name not in of_cache}

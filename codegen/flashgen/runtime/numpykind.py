@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.operators.arguments import ArrayView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 # A key over the layouts of a call's arrays, and their pointers; None and 0 for an array that is absent.
 Read = tuple[tuple, tuple[int, ...]]
@@ -65,6 +65,14 @@ class NumpyKind:
 
             return np.empty(shape, ml_dtypes.bfloat16 if dtype == "bf16" else ml_dtypes.float8_e4m3fn)
         return np.empty(shape, like.dtype if dtype is None else NUMPY_NAMES[dtype])
+
+    def integers(self, values: Sequence[int], like: Any, stream: Any) -> Any:
+        """A new int64 array of these values on the device of ``like``, for use on ``stream`` or the current
+        one. Copied from the host, which a GPU cannot capture in a graph.
+        """
+        import numpy as np
+
+        return np.array(values, np.int64)
 
     def contiguous(self, x: Any, stream: Any) -> Any:
         """``x`` itself where it is in C order, else a copy that is, made on ``stream`` or the current one."""

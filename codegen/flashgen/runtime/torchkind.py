@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from flashgen.operators.arguments import DTYPE_BYTES, DTYPE_NAMES, ArrayView, dt
 from flashgen.runtime.streams import stream_pointer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from flashgen.runtime.numpykind import Read
 
@@ -212,6 +213,25 @@ class TorchKind:
         # The caching allocator reuses memory in the order of the stream it was allocated under.
         with torch.cuda.stream(self._stream(stream_pointer(stream), like.device)):
             return torch.empty(shape, dtype=torch_dtype, device=like.device)
+
+    def integers(self, values: Sequence[int], like: Any, stream: Any) -> Any:
+        torch = self.torch
+        with self._use(stream, like.device):
+            return torch.tensor(values, dtype=torch.int64, device=like.device)
+
+    def random_integers(self, count: int, like: Any, stream: Any) -> Any:
+        """As `integers`, of the generator of the device of ``like``: as for PyTorch's own random numbers, a
+        captured graph draws others in each replay.
+        """
+        torch = self.torch
+        with self._use(stream, like.device):
+            return torch.randint(0, 2**63 - 1, (count,), dtype=torch.int64, device=like.device)
+
+    def _use(self, stream: Any, device: Any) -> contextlib.AbstractContextManager:
+        """Makes ``stream`` the current one; None changes nothing."""
+        if stream is None:
+            return contextlib.nullcontext()
+        return self.torch.cuda.stream(self._stream(stream_pointer(stream), device))
 
     def contiguous(self, x: Any, stream: Any) -> Any:
         if stream is None or x.is_contiguous():

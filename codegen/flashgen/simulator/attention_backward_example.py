@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.operators.backward import BACKWARD, INPUT_OF, LENGTH_ARRAYS, BackwardProblem, normalise
+from flashgen.operators.dropout import dropout_of
 from flashgen.operators.gradients import GradientVerdict, expected, judge
 from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
@@ -101,6 +102,7 @@ class BackwardExample:
                 dense_mask(part, arrays),
                 modification=modification_of(part, arrays),
                 sinks=sinks_of(part, arrays),
+                dropout=dropout_of(part, arrays),
             )
             rounded = bfloat16_bits(right.out.astype(np.float32)) if part.dtype == "bf16" else right.out
             arrays["out"][...] = rounded
@@ -262,6 +264,7 @@ def _normalised(
         **randomarrays.array_views(others),
         **options,
         **block_size,
+        dropout_p=randomarrays.dropout_p_of(rng, others),
         deterministic=variant.axis("dq_order") != "none",
         score=variant.score,
         score_arrays=randomarrays.score_views(score_arrays),

@@ -151,6 +151,7 @@ def _without_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExam
         return_lse=shape.return_lse,
         splits=shape.splits,
         score=variant.score,
+        dropout_p=randomarrays.dropout_p_of(rng, others),
         **randomarrays.array_views(others),
         score_arrays=randomarrays.score_views(score_arrays),
         score_scalars=randomarrays.score_scalars_of(rng, variant.score),
@@ -186,7 +187,9 @@ def _with_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExample
         lengths["cu_seqlens_kv"] = randomarrays.boundaries(kv_lengths)
         kv_rows, used = randomarrays.packed(rng, kv_lengths, _ROWS_AFTER)
     else:
-        kv_rows, used = randomarrays.cache_rows(rng, lengths, kv_lengths, shape)
+        kv_rows, used = randomarrays.cache_rows(
+            rng, lengths, kv_lengths, shape, variant.axis("dropout") == "none"
+        )
     k, v = (
         randomarrays.used_rows(rng, (*kv_rows, kv_heads, width), used, dtype, 1.0, shape.gap)
         for width in (head_dim, head_dim_v)
@@ -219,6 +222,7 @@ def _with_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExample
         return_lse=shape.return_lse,
         splits=splits,
         score=variant.score,
+        dropout_p=randomarrays.dropout_p_of(rng, others),
         **randomarrays.array_views(others),
         score_arrays=randomarrays.score_views(score_arrays),
         score_scalars=randomarrays.score_scalars_of(rng, variant.score),

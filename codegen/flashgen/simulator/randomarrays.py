@@ -11,6 +11,7 @@ import numpy as np
 
 from flashgen.operators import operator_of
 from flashgen.operators.arguments import dtype_name
+from flashgen.operators.dropout import NO_DROPOUT
 from flashgen.operators.numbers import bfloat16_bits
 from flashgen.operators.scores import TYPES
 from flashgen.simulator.example import ALIGNMENT, GUARD_ROWS, random_rows, view_of
@@ -68,11 +69,19 @@ def inputs_read(
             if argument.dtype(variant.dtype) == "int32":
                 arrays[argument.name] = rng.integers(-3, 4, extents, np.int32)
                 continue
+            if argument.dtype(variant.dtype) == "int64":
+                arrays[argument.name] = rng.integers(-(2**63), 2**63, extents, np.int64)
+                continue
             numbers = rng.standard_normal(extents, np.float32)
             arrays[argument.name] = numbers
             if "bf16" in argument.dtypes and rng.integers(2):
                 arrays[argument.name] = bfloat16_bits(numbers)
     return arrays
+
+
+def dropout_p_of(rng: np.random.Generator, others: Mapping[str, np.ndarray]) -> float:
+    """A probability of dropout for a call with these optional inputs."""
+    return float(rng.choice((0.1, 0.25, 0.5))) if "dropout_seed" in others else NO_DROPOUT
 
 
 def array_views(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayView]:
@@ -166,14 +175,18 @@ def paged(
 
 
 def cache_rows(
-    rng: np.random.Generator, lengths: dict[str, np.ndarray | None], kv_lengths: np.ndarray, shape: Shape
+    rng: np.random.Generator,
+    lengths: dict[str, np.ndarray | None],
+    kv_lengths: np.ndarray,
+    shape: Shape,
+    may_have_index: bool = True,
 ) -> tuple[tuple[int, int], np.ndarray]:
-    """Rows of a cache, as many as sequences, or more, of which an index chooses. Sequences begin at
-    ``lengths["kv_starts"]``, if there is such an array.
+    """Rows of a cache, as many as sequences, or more, of which an index chooses if it ``may_have_index``.
+    Sequences begin at ``lengths["kv_starts"]``, if there is such an array.
     """
     batch = len(kv_lengths)
     rows = np.arange(batch)
-    if rng.integers(2):
+    if may_have_index and rng.integers(2):
         rows = rng.permutation(batch + 2)[:batch]
         lengths["index"] = rows.astype(np.int32)
     lengths["kv_lengths"] = kv_lengths.astype(np.int32)
