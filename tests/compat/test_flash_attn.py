@@ -388,17 +388,31 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("dropout_p", [0.1, 1])
 @pytest.mark.parametrize("call", [name for name in CALLS if name not in ("cache", "new")])
-def test_dropout_is_named(call, dropout_p):
-    with pytest.raises(NotImplementedError, match=f"dropout_p is {dropout_p}"):
-        CALLS[call](dropout_p=dropout_p)
+def test_wrong_dropout_is_named(call):
+    for dropout_p in (1, -0.1, np.zeros((9, 9), bool)):
+        with pytest.raises(errors.BadParam, match=r"^dropout_p is (1|-0.1|array)"):
+            CALLS[call](dropout_p=dropout_p)
+    with pytest.raises(NotImplementedError, match=r"^return_attn_probs is True and dropout_p is 0.1"):
+        CALLS[call](dropout_p=0.1, return_attn_probs=True)
+    if call != "blocks":  # NumPy has no generator on the device
+        with pytest.raises(errors.NullPointer, match=r"^dropout_seed is None and dropout_p is 0.1"):
+            CALLS[call](dropout_p=0.1)
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if name not in ("cache", "new")])
-def test_a_mask_in_the_place_of_dropout_is_named(call):
-    with pytest.raises(NotImplementedError, match="dropout_p is array"):
-        CALLS[call](dropout_p=np.zeros((9, 9), bool))
+def test_dropout_is_of_torchs_generator():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(2, 9, 4, 32, requires_grad=True) for _ in "qkv")
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        first = flash_attn_func(q, k, v, 0.5)
+        torch.manual_seed(5)
+        second = flash_attn_func(q, k, v, 0.5, causal=False)
+        other = flash_attn_func(q, k, v, 0.5)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    first.sum().backward()
+    assert q.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -309,8 +309,8 @@ def test_a_mask_of_another_dtype_is_named(dtype, instead):
 
 def test_what_is_not_there_is_named():
     query, key, value = qkv()
-    with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.5"):
-        scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+    with pytest.raises(errors.BadParam, match=r"^dropout_p is 1\.5"):
+        scaled_dot_product_attention(query, key, value, dropout_p=1.5)
     with pytest.raises(NotImplementedError, match="query has 5 dimensions"):
         scaled_dot_product_attention(query[None], key[None], value[None])
 

@@ -27,7 +27,7 @@ from flashgen.compat.flash_attn_arguments import (
     splits_of,
     unpacked,
 )
-from flashgen.compat.refusals import refuse_dropout, refuse_gradients
+from flashgen.compat.refusals import refuse_gradients, refuse_probabilities
 from flashgen.compat.widths import attention_of_any_width, readable_rows
 from flashgen.errors import BadTensorDtype, NullPointer, arg, naming
 from flashgen.operators.arguments import Expected
@@ -95,7 +95,9 @@ def flash_attn_func(
     nheads_k divides nheads; v may have a head dim of its own. A head dim whose row is no multiple of 16 bytes
     is padded with zeros, which copies the array. Rows that are not contiguous, or do not start at multiples
     of 16 bytes, are copied, too.
-    dropout_p: 0 alone.
+    dropout_p: the probability that a score is dropped, as in ``flashgen.attention``, of seeds from torch's
+        generator. flash-attn drops the same scores for the same seed and offset, but takes others from a
+        generator.
     softmax_scale: by default 1 / sqrt(headdim), of the head dim without padding.
     causal: the last query sees the last key; hides key j from query i unless j <= i + seqlen_k - seqlen_q.
     window_size: (left, right): the keys from p - left to p + right, p = i + seqlen_k - seqlen_q; below 0 is
@@ -105,8 +107,8 @@ def flash_attn_func(
         flash-attn, when causal, adds slope j instead: the same result, with an LSE that is slope p larger.
     deterministic: gradients are the same bits each time; the result always is.
     return_attn_probs: return (out, softmax_lse, None): the LSE in fp32, (batch, nheads, seqlen_q), and no
-        probabilities, which flash-attn has for dropout alone. ``flashgen.attention(return_weights=True)``
-        returns the attention weights.
+        probabilities, which flash-attn has for dropout alone: not with a dropout_p above 0.
+        ``flashgen.attention(return_weights=True)`` returns the attention weights.
     s_aux: sinks, fp32 or bf16, (nheads,), as flash-attn 3 calls them: a logit of each head that joins the
         denominator of its softmax; the ``sinks`` of ``flashgen.attention``. The LSE counts it in.
 
@@ -115,14 +117,15 @@ def flash_attn_func(
 
     PyTorch's autograd gets the gradients of q, k, v and s_aux.
 
-    Raises NotImplementedError for a dropout_p above 0 and slopes that require a gradient, and what
+    Raises NotImplementedError for return_attn_probs with dropout and slopes that require a gradient, and what
     ``flashgen.attention`` raises.
     """
-    refuse_dropout(dropout_p)
+    refuse_probabilities(return_attn_probs, dropout_p)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rank(name, x, "batch, seqlen, nheads, headdim")
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options |= {"return_lse": return_attn_probs, "deterministic": deterministic, "sinks": s_aux}
+    options |= {"return_lse": return_attn_probs, "deterministic": deterministic}
+    options |= {"sinks": s_aux, "dropout_p": dropout_p}
     with naming(_OPTIONS):
         result = attention_of_any_width(q, k, v, **options)
     return (*result, None) if return_attn_probs else result
@@ -237,7 +240,7 @@ def flash_attn_varlen_func(
     require a gradient, NullPointer without cu_seqlens, and BadTensorShape for blocks whose rows are no
     multiple of 16 bytes.
     """
-    refuse_dropout(dropout_p)
+    refuse_probabilities(return_attn_probs, dropout_p)
     if block_table is not None:
         refuse_gradients(q=q, k=k, v=v, s_aux=s_aux)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -252,6 +255,7 @@ def flash_attn_varlen_func(
         "return_lse": return_attn_probs,
         "deterministic": deterministic,
         "sinks": s_aux,
+        "dropout_p": dropout_p,
     }
     if block_table is None:
         for name, x in (("k", k), ("v", v)):

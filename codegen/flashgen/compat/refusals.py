@@ -1,4 +1,4 @@
-"""What drop-ins refuse, so that nothing is lost silently: some gradients, and dropout."""
+"""What drop-ins refuse, so that nothing is lost silently: some gradients and results."""
 
 from __future__ import annotations
 
@@ -23,4 +23,13 @@ def refuse_gradients(**arrays: Any) -> None:
 def refuse_dropout(dropout_p: float, name: str = "dropout_p") -> None:
     """Raise NotImplementedError unless the probability, the argument ``name``, is 0."""
     if not isinstance(dropout_p, numbers.Real) or dropout_p != 0:
-        raise NotImplementedError(f"{name} is {shown(dropout_p)}; flashgen has no dropout: pass 0.0")
+        raise NotImplementedError(f"{name} is {shown(dropout_p)}; this call takes no dropout: pass 0.0")
+
+
+def refuse_probabilities(return_attn_probs: Any, dropout_p: Any) -> None:
+    """Raise NotImplementedError for what flash-attn returns of a call with dropout alone."""
+    if return_attn_probs and isinstance(dropout_p, numbers.Real) and dropout_p > 0:
+        raise NotImplementedError(
+            f"return_attn_probs is True and dropout_p is {shown(dropout_p)}; flashgen has no S_dmask, the "
+            "probabilities whose signs say what is dropped: leave one of the two out"
+        )

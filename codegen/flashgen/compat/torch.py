@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashgen.compat.libraries import is_tensor, shape_of
-from flashgen.compat.refusals import refuse_dropout
 from flashgen.compat.widths import attention_of_any_width
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, FlashgenError, arg
 from flashgen.operators.arguments import flag
@@ -86,7 +85,8 @@ def scaled_dot_product_attention(
         key. Such a mask may require a gradient. If the most negative float instead of -inf
         hides every key of a query, the query may get 0, too; PyTorch gives it the mean of value. A
         ``CausalBias`` of torch.nn.attention.bias is the causal mask of its alignment; no element is read.
-    dropout_p: 0 alone.
+    dropout_p: as in ``flashgen.attention``, of seeds from torch's generator; PyTorch's own kernels drop other
+        scores.
     is_causal: query i sees the keys j <= i, aligned top left. Not with attn_mask.
     scale: by default 1 / sqrt(E). Not negative.
     enable_gqa: kv_heads may be a divisor of heads: head h reads kv head h // (heads // kv_heads). key and
@@ -99,13 +99,11 @@ def scaled_dot_product_attention(
     Returns (batch, heads, seqlen_q, Ev), a transposed view of (batch, seqlen_q, heads, Ev), as PyTorch's own
     flash kernels do. A query that sees no key is 0.
 
-    Raises NotImplementedError for a dropout_p above 0, for an attn_mask of another dtype, and for any number
-    of dimensions but 3 and 4; BadParam for is_causal with attn_mask, and for a nested or a sparse tensor;
-    BadTensorShape for sizes that do not go together, such as a number of heads that enable_gqa would allow;
-    BadTensorDtype for anything but a tensor; and what ``flashgen.attention`` raises, under the names that
-    arguments have here.
+    Raises NotImplementedError for an attn_mask of another dtype, and for any number of dimensions but 3 and
+    4; BadParam for is_causal with attn_mask, and for a nested or a sparse tensor; BadTensorShape for sizes
+    that do not go together, such as a number of heads that enable_gqa would allow; BadTensorDtype for
+    anything but a tensor; and what ``flashgen.attention`` raises, under the names that arguments have here.
     """
-    refuse_dropout(dropout_p)
     tensors = {"query": query, "key": key, "value": value}
     for name, x in (tensors if attn_mask is None else tensors | {"attn_mask": attn_mask}).items():
         if not is_tensor(x):
@@ -131,7 +129,7 @@ def scaled_dot_product_attention(
     options = {"mask_type": "causal_top_left"} if is_causal else _masked(attn_mask, query, key)
     q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
     try:
-        out = attention_of_any_width(q, k, v, softmax_scale=scale, **options)
+        out = attention_of_any_width(q, k, v, softmax_scale=scale, dropout_p=dropout_p, **options)
     except FlashgenError as error:
         if attn_mask is not None and "mask_type" not in options:  # whose shape costs 3 µs to look at
             _check_mask(attn_mask, query, key)
