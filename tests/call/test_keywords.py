@@ -59,8 +59,8 @@ def test_descriptions_of_calls_say_what_was_meant(name, given, meant):
 
 @pytest.mark.parametrize("call", [CALLS["attention"], CALLS["plan"], DESCRIBED["explain"]])
 def test_what_has_no_name_here_is_to_be_left_out(call):
-    with pytest.raises((TypeError, BadParam), match=r"dropout_p.*; flashgen has no dropout; leave it out"):
-        call(dropout_p=0.0)
+    with pytest.raises((TypeError, BadParam), match=r"enable_gqa.*; heads are grouped .*; leave it out"):
+        call(enable_gqa=True)
     with pytest.raises((TypeError, BadParam), match=r"block_table.*; pass k as a .*KVCache with pages"):
         call(block_table=Q)
 
