@@ -44,6 +44,7 @@ _NAMES = {
     "k": "key",
     "v": "value",
     "mask": "attention_mask",
+    "kv_starts": "attention_mask",
     "bias": "attention_mask",
     "softmax_scale": "scaling",
     "sinks": "s_aux",
@@ -238,7 +239,7 @@ def attention_forward(
         elif attention_mask is None:
             options |= _causal(sliding_window) if causal else {}
         elif attention_mask.dtype == torch.int32:
-            options |= _of_ranges(attention_mask, k)
+            options |= _of_ranges(attention_mask)
         else:
             options |= _of_dense(attention_mask, k)
         out = attention_of_any_width(q, k, v, **options)
@@ -250,17 +251,13 @@ def _causal(width: int | None) -> dict[str, Any]:
     return {"causal": True, "window_size": (-1 if width is None else width - 1, -1)}
 
 
-def _of_ranges(ranges: Tensor, k: Tensor) -> dict[str, Any]:
-    """The options for what `mask` says of a causal pattern; k is (batch, seqlen_kv, ...)."""
+def _of_ranges(ranges: Tensor) -> dict[str, Any]:
+    """The options for what `mask` says of a causal pattern."""
     width, numbers = ranges.shape[2:]
     options = _causal(None if width == _ANY_WIDTH else width)
     ranges = ranges[:, 0, 0]
-    if numbers in (
-        _FIRST_AND_END,
-        _FIRST_ALONE,
-    ):  # a dense mask of keys says what the number of the first could
-        keys = torch.arange(k.shape[1], dtype=torch.int32, device=k.device)
-        options["mask"] = (keys < ranges[:, :1])[:, None, None]
+    if numbers in (_FIRST_AND_END, _FIRST_ALONE):
+        options["kv_starts"] = ranges[:, 0].contiguous()
     if numbers in (_END, _FIRST_AND_END):
         options["kv_lengths"] = ranges[:, -1].contiguous()
     return options
