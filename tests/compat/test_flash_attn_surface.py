@@ -169,9 +169,12 @@ def test_fa3_packed_in_one_array_and_its_cache():
     pool = [x.reshape(6, 6, 2, 32) for x in (k, v)]
     used = torch.tensor([5, 12, 9], dtype=torch.int32)
     assert fa3.get_scheduler_metadata(3, 8) is None
-    out = fa3.flash_attn_with_kvcache(q, *pool, cache_seqlens=used, page_table=pages, causal=True)
+    sinks = torch.randn(4)
+    out = fa3.flash_attn_with_kvcache(
+        q, *pool, cache_seqlens=used, page_table=pages, causal=True, s_aux=sinks
+    )
     for b, count in enumerate(used):
-        near(out[b], formula(q[b], k[b, :count], v[b, :count], right=0)[0])
+        near(out[b], formula(q[b], k[b, :count], v[b, :count], right=0, sinks=sinks)[0])
 
 
 def test_fa3_combines_parts():

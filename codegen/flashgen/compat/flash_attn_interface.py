@@ -330,6 +330,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
+    s_aux: Any = None,
 ) -> Any:
     """``flashgen.compat.flash_attn.flash_attn_with_kvcache``, whose block_table is the page_table here.
 
@@ -370,6 +371,7 @@ def flash_attn_with_kvcache(
             None,
             num_splits,
             return_softmax_lse,
+            s_aux=s_aux,
         )
 
 
