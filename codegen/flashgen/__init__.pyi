@@ -21,6 +21,7 @@ from flashgen.errors import CompileError as CompileError
 from flashgen.errors import CompileWarning as CompileWarning
 from flashgen.errors import DeviceTypeNotSupported as DeviceTypeNotSupported
 from flashgen.errors import FlashgenError as FlashgenError
+from flashgen.errors import GatherWarning as GatherWarning
 from flashgen.errors import InsufficientWorkspace as InsufficientWorkspace
 from flashgen.errors import InternalError as InternalError
 from flashgen.errors import NoBindingError as NoBindingError
@@ -50,6 +51,7 @@ __all__ = [
     "CompileWarning",
     "DeviceTypeNotSupported",
     "FlashgenError",
+    "GatherWarning",
     "InsufficientWorkspace",
     "InternalError",
     "KVCache",

@@ -27,6 +27,7 @@ __all__ = [
     "CompileWarning",
     "DeviceTypeNotSupported",
     "FlashgenError",
+    "GatherWarning",
     "InsufficientWorkspace",
     "InternalError",
     "NoBindingError",
@@ -242,6 +243,10 @@ class CacheWarning(UserWarning):
 
 class CompileWarning(UserWarning):
     """A call compiles a kernel, of which FLASHGEN_COMPILE=warn or ``compiling("warn")`` tells."""
+
+
+class GatherWarning(UserWarning):
+    """A program of JAX on several devices has a call outside of ``jax.shard_map``: XLA gathers its arrays."""
 
 
 class TemplateWarning(UserWarning):

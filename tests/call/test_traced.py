@@ -23,7 +23,8 @@ from flashgen.compat.torch import scaled_dot_product_attention  # noqa: E402
 PACKAGE = Path(flashgen.__file__).parent
 # Where the package reads sys.modules: while something is imported, or an operator looked up; in no call.
 AT_IMPORT = {
-    "host/torchimport.py": {"follow", "find_spec", "exec_module", "_imported", "__getattr__"},
+    "host/libraryimport.py": {"after_import", "find_spec", "exec_module"},
+    "host/torchimport.py": {"_imported", "__getattr__"},
     "runtime/arrays.py": {"know_tensors"},
 }
 
@@ -123,13 +124,13 @@ LOADING = """
 import sys
 {imports}
 rooms = {{name for name in sys.modules if name.startswith("flashgen.")}}
-assert rooms == {{"flashgen.host", "flashgen.host.torchimport"}}, rooms
+assert rooms == {{f"flashgen.{{x}}" for x in ("host", "host.libraryimport", "host.torchimport")}}, rooms
 found = torch.export.load({path!r}).module()(*torch.load({inputs!r}))
 assert torch.equal(found, torch.load({result!r}))
 q = torch.randn(1, 4, 2, 16)
 graph = torch.compile(lambda q: flashgen.attention(q, q, q), fullgraph=True, backend="eager")
 assert graph(q).shape == q.shape
-assert sys.meta_path[0].__class__.__module__ != "flashgen.host.torchimport"
+assert "torch" not in [getattr(finder, "library", "") for finder in sys.meta_path]
 """
 
 

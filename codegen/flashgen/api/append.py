@@ -42,7 +42,8 @@ def _append(call: Call) -> tuple[Any, Any]:
     stream, backend: as in ``attention``.
 
     Returns (total_lengths, q_rotated), new arrays of the kind of k_new: total_lengths, int32 (batch,), is
-    lengths and the new tokens, at most the capacity; q_rotated is None without q.
+    lengths and the new tokens, at most the capacity; q_rotated is None without q. Inside jax.jit, where
+    arrays cannot be written to, the new KVCache is a third result.
 
     The host does not read the lengths on a GPU. So a GPU does not write a token whose position is at or past
     the capacity, or past the rows of cos, or whose page or row the cache lacks; nor such a query to
@@ -61,6 +62,8 @@ def _append(call: Call) -> tuple[Any, Any]:
 
             return compiled.append(request)
         total, *rotated = compute(request, kind)[2:]
+    except dlpack.Traced:
+        request = None
     except torchkind.RequiresGradient as error:
         refused = error.of("append()")
         refused.rename(FIELDS)
@@ -68,6 +71,9 @@ def _append(call: Call) -> tuple[Any, Any]:
     except FlashgenError as error:
         error.rename(FIELDS)
         raise
+    if request is None:
+        with naming(FIELDS):
+            return _traced(call)
     results = (total, rotated[0] if rotated else None)
     if arrays.kind_of(call.k_new) is None:
         return tuple(
@@ -75,6 +81,18 @@ def _append(call: Call) -> tuple[Any, Any]:
             for x in results
         )
     return results
+
+
+def _traced(call: Call) -> tuple[Any, Any, KVCache]:
+    from flashgen.call.xla.traced import append_to
+
+    return append_to(traced_request(call), call.cache)
+
+
+def traced_request(call: Call) -> Request:
+    """What a call requests of the operator ``append``, with the arrays that JAX traces. Raises BadParam."""
+    values, options = _arrays_and_options(call)
+    return Request(APPEND, values, options, (), call.stream, call.backend)
 
 
 append = public("append", AppendCall, _append, __name__)
@@ -165,6 +183,8 @@ def adopted_arrays(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
     kind = arrays.kind_of(given[0])
     if are_all(kind, given):
         return given
+    for name, x in zip(APPEND.positions, given, strict=True):
+        dlpack.refuse_tracer(x, name)
     for name in ("k", "v"):
         x = given[APPEND.position(f"{name}_cache")]
         if dlpack.immutable(x):

@@ -179,9 +179,16 @@ class AppendPlan:
 
 
 def requested_append(call: Call) -> Request:
-    """What ``attention(append=, rotary=)`` requests of the operator ``append``, with native arrays. Raises
-    BadParam, also for a bound below the number of new tokens; and BadTensorShape where it is not said to
-    which positions queries are to be rotated, and for packed queries that are not as many as the new tokens.
+    """What ``attention(append=, rotary=)`` requests of the operator ``append``, with native arrays. Raises as
+    `append_call`.
+    """
+    return requested(append_call(call))
+
+
+def append_call(call: Call) -> Call:
+    """The call of ``append`` in a call of ``attention(append=, rotary=)``. Raises BadParam, also for a bound
+    below the number of new tokens; and BadTensorShape where it is not said to which positions queries are to
+    be rotated, and for packed queries that are not as many as the new tokens.
     """
     q, cache, rotary, cu_seqlens_q = call.q, call.k, call.rotary, call.cu_seqlens_q
     if call.append is None:
@@ -210,7 +217,7 @@ def requested_append(call: Call) -> Request:
     record.cache, record.rotary, record.q, record.q_positions = cache, rotary, q, positions
     (record.k_new, record.v_new), record.cu_seqlens_new = new, cu_seqlens_q
     record.stream, record.backend = call.stream, call.backend
-    return requested(record)
+    return record
 
 
 def _check_bound(max_seqlen_kv: Any, k_new: Any) -> None:

@@ -14,7 +14,7 @@ from flashgen.call.signature import described, public
 from flashgen.errors import FlashgenError, naming
 from flashgen.operators.arguments import flag
 from flashgen.operators.dropout import NO_DROPOUT
-from flashgen.runtime import arrays, torchkind
+from flashgen.runtime import arrays, dlpack, torchkind
 
 if TYPE_CHECKING:
     from flashgen.api.append_and_attend import AppendPlan
@@ -50,6 +50,8 @@ def _attention(call: Call) -> Any:
 
             return append_and_attend(call, requested_append(call))
         return compute(request_of(call), kind)
+    except dlpack.Traced:
+        pass  # below, so that its errors are not chained to this one
     except torchkind.RequiresGradient as error:
         # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
         unrecorded = _unrecorded(call)
@@ -61,6 +63,7 @@ def _attention(call: Call) -> Any:
     except FlashgenError as error:
         error.rename(names_of(call))
         raise
+    return _traced(call)
 
 
 _attention.__doc__ = f"""softmax(q k^T * softmax_scale, masked) v, exactly, without the matrix of scores.
@@ -81,6 +84,8 @@ _attention.__doc__ = f"""softmax(q k^T * softmax_scale, masked) v, exactly, with
     BadParam with out, stream or a KVCache, if a mask requires a gradient, and with lengths if an array of a
     score does.
     torch.compile sees operators, also for calls with out or a KVCache. Tensors on meta give results there.
+    Inside jax.jit and JAX's other transformations the call is an operation of the program; with append it
+    returns the new KVCache as well, last.
 
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
@@ -112,6 +117,20 @@ def _recorded(call: Call) -> Any:
 
             results = autograd.attention(call)
     return results if call.return_lse else results[0]
+
+
+def _traced(call: Call) -> Any:
+    """The call inside a program that JAX traces."""
+    from flashgen.call.xla import traced
+
+    with naming(names_of(call)):
+        append_request = None
+        if call.append is not None or call.rotary is not None:
+            from flashgen.api.append import traced_request
+            from flashgen.api.append_and_attend import append_call
+
+            append_request = traced_request(append_call(call))
+        return traced.attention(call, append_request)
 
 
 def _unrecorded(call: Call) -> str:

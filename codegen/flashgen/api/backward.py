@@ -14,7 +14,7 @@ from flashgen.call.request import Request, gradients_of, names_of, score_gradien
 from flashgen.call.signature import public
 from flashgen.errors import BadParam, FlashgenError, arg, naming
 from flashgen.operators.arguments import flag, shown
-from flashgen.runtime import arrays, torchkind
+from flashgen.runtime import arrays, dlpack, torchkind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,11 +45,17 @@ def _attention_backward(call: Call) -> tuple[Any, ...]:
             compute(request, kind).reshape(shape) for request, shape in zip(requests, shapes, strict=True)
         ]
         return (*compute(gradients_of(call), kind), *of_score)
+    except dlpack.Traced:
+        pass  # below, so that its errors are not chained to this one
     except FlashgenError as error:
         error.rename(names_of(call))
         if isinstance(error, torchkind.RequiresGradient):
             raise error.of("attention_backward()") from None
         raise
+    from flashgen.call.xla import traced
+
+    with naming(names_of(call)):
+        return traced.attention_backward(call)
 
 
 _attention_backward.__doc__ = f"""The gradients of ``attention`` in {listed(DIFFERENTIABLE)}, from dout.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -122,9 +123,12 @@ def cascade(
         beside = {"sinks": sinks, "out": out}
         dlpack.check_libraries({"q": q} | of_parts | beside, in_caches)
         with naming(dlpack.own_libraries({"q": q} | beside | of_parts)):
-            return _cascade_adopted(
-                q, parts, sinks, out, stream, causal, softmax_scale, softcap, return_lse, backend
-            )
+            options = {"softmax_scale": softmax_scale, "softcap": softcap, "backend": backend}
+            with contextlib.suppress(dlpack.Traced):
+                return _cascade_adopted(
+                    q, parts, sinks, out, stream, causal, softmax_scale, softcap, return_lse, backend
+                )
+            return _traced(q, parts, sinks, out, causal, return_lse, options | {"stream": stream})
     traced = arrays.kind_of(q).watched(q)
     check_rank(arrays.shape_if_any(q, "q"))
     try:
@@ -174,6 +178,53 @@ def cascade(
         results.append(found if seen is q else _unfolded(found, q, stream))
     merged, lse = merge(results, out=out, stream=stream, backend=backend)
     return (merged, lse) if return_lse else merged
+
+
+def _traced(
+    q: Any,
+    parts: list[tuple[Any, Any] | KVCache],
+    sinks: Any,
+    out: Any,
+    causal: bool,
+    return_lse: bool,
+    options: dict[str, Any],
+) -> Any:
+    """The cascade inside a program that JAX traces."""
+    import jax.numpy as jnp
+
+    if out is not None:
+        raise BadParam(f"{arg('out')} was given, but JAX arrays cannot be written to; leave {arg('out')} out")
+    check_rank(q.shape)
+    results = []
+    for index, part in enumerate(parts):
+        is_last = index == len(parts) - 1
+        diagonal, seen, keys = causal and is_last, q, _keys(part)
+        folds = _is_shared(q, part) and len(parts) > 1 and not (diagonal and q.shape[1] > 1)
+        if folds and q.shape[0] * q.shape[1] <= MAX_SEQLEN:
+            seen = q.reshape(1, -1, *q.shape[2:])
+        elif _is_shared(q, part) and not isinstance(part, KVCache):
+            keys = tuple(jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])) for x in part)
+        elif _is_shared(q, part):
+            raise _unshared(q, index)
+        try:
+            o, lse = attention(
+                seen,
+                *keys,
+                causal=diagonal and seen is q,
+                sinks=sinks if is_last else None,
+                return_lse=True,
+                **options,
+            )
+        except FlashgenError as error:
+            if error.subject in _OF_CALL:
+                raise
+            raise type(error)(f"parts[{index}]: {error.message}") from None
+        if seen is not q:
+            batch, rows, heads = q.shape[:3]
+            o, lse = o.reshape(batch, rows, heads, -1), lse.reshape(heads, batch, rows).swapaxes(0, 1)
+        results.append((o, lse))
+    o, lse = merge(results, stream=options["stream"], backend=options["backend"])
+    return (o, lse) if return_lse else o
 
 
 def _does_nothing(name: str, value: Any) -> bool:
@@ -380,12 +431,16 @@ def _in_batch(q: Any, part: tuple[Any, Any] | KVCache, index: int) -> tuple[Any,
     if not _is_shared(q, part):
         return part
     if isinstance(part, KVCache):
-        raise BadParam(
-            f"parts[{index}] is a KVCache of one length for {q.shape[0]} batch entries of {arg('q')}, which "
-            "share it only beside another part, and with causal and several queries not as the last one; "
-            "pass a length for each"
-        )
+        raise _unshared(q, index)
     return tuple(arrays.kind_of(x).broadcast(x, (q.shape[0], *x.shape[1:])) for x in part)
+
+
+def _unshared(q: Any, index: int) -> BadParam:
+    return BadParam(
+        f"parts[{index}] is a KVCache of one length for {q.shape[0]} batch entries of {arg('q')}, which "
+        "share it only beside another part, and with causal and several queries not as the last one; pass a "
+        "length for each"
+    )
 
 
 def _is_shared(q: Any, part: tuple[Any, Any] | KVCache) -> bool:

@@ -65,16 +65,34 @@ def _merge(call: Call) -> tuple[Any, Any]:
             into = (out, lse_out) if number == len(pairs) else (None, None)
             request = Request(MERGE, (o, lse, *part, *into), (), (), stream, call.backend)
             o, lse = compiled.merge(request) if traced else compute(request, kind)
+        return o, lse
+    except dlpack.Traced:
+        pass  # below, so that its errors are not chained to this one
     except FlashgenError as error:
         if traced:  # named already
             raise
         refused = error.of("merge()") if isinstance(error, torchkind.RequiresGradient) else error
         refused.rename(_names(len(pairs)))
         raise refused from None
-    return o, lse
+    return _traced(pairs, out, lse_out, stream, call.backend)
 
 
 merge = public("merge", MergeCall, _merge, __name__)
+
+
+def _traced(
+    pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: Any, backend: str | None
+) -> tuple[Any, Any]:
+    """The merge inside a program that JAX traces."""
+    from flashgen.call.xla import traced
+
+    o, lse = pairs[0]
+    for index, part in enumerate(pairs[1:], 1):
+        names = _names(2) | {f"{name}2": f"{name} of parts[{index}]" for name in ("o", "lse")}
+        into = (out, lse_out) if index == len(pairs) - 1 else (None, None)
+        with naming(names):
+            o, lse = traced.merge(Request(MERGE, (o, lse, *part, *into), (), (), stream, backend))
+    return o, lse
 
 
 def _names(count: int) -> dict[str, str]:

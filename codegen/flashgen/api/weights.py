@@ -4,6 +4,7 @@ operator of their own, from the LSE that the attention computes.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from flashgen.call.compute import compute, make_plan
@@ -13,7 +14,7 @@ from flashgen.call.request import Request, refuse_line, request_of, weights_of
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import flag, shown
 from flashgen.operators.dropout import NO_DROPOUT
-from flashgen.runtime import arrays, torchkind
+from flashgen.runtime import arrays, dlpack, torchkind
 from flashgen.runtime.adopted import adopted
 
 if TYPE_CHECKING:
@@ -118,7 +119,13 @@ def attention_with_weights(call: Call, attend: Callable[[Call], Any]) -> Any:
 
         weights = attention_weights(call, lse, kind)
     else:
-        weights = compute(weights_of(call, lse), kind)
+        weights = None
+        with contextlib.suppress(dlpack.Traced):
+            weights = compute(weights_of(call, lse), kind)
+        if weights is None:
+            from flashgen.call.xla import traced
+
+            weights = traced.attention_weights(call, lse)
     return (out, lse, weights) if return_lse else (out, weights)
 
 

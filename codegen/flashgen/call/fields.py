@@ -361,8 +361,9 @@ FIELDS = (
         elsewhere=("cuda_stream",),
         doc="""where to queue the work: a CuPy or PyTorch stream, a CUDA handle, or None for the current
         stream of the library of q. JAX has no public stream: its arrays are handed over by DLPack, both ways,
-        on CuPy's current stream. Nothing waits for the GPU, and the call can be captured in a CUDA graph once
-        its kernel is loaded. As with all queued work, arrays of another stream must outlive it.""",
+        on CuPy's current stream; inside jax.jit work is on XLA's stream. Nothing waits for the GPU, and the
+        call can be captured in a CUDA graph once its kernel is loaded. As with all queued work, arrays of
+        another stream must outlive it.""",
     ),
     Field(
         "backend",

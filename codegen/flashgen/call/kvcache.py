@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from flashgen.host.libraryimport import after_import
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -75,3 +77,18 @@ class Rotary(ShapesShown):
     sin: Any
     interleaved: bool = False
     positions: Any = None
+
+
+def _register_pytrees() -> None:
+    """Tell JAX that a cache goes through its functions as its arrays do."""
+    import jax
+
+    if not hasattr(jax, "tree_util"):  # flashgen is imported by a part of JAX's own import
+        return
+    for record in (KVCache, Rotary):
+        constants = [x.name for x in fields(record) if x.type == "bool"]
+        names = [x.name for x in fields(record) if x.name not in constants]
+        jax.tree_util.register_dataclass(record, data_fields=names, meta_fields=constants)
+
+
+after_import("jax", _register_pytrees)

@@ -48,7 +48,7 @@ class Mask:
     _digests: dict[str, bytes]
 
     def __init__(self, line: str, /, **params: Any) -> None:
-        rule = _rule_of(line)
+        rule = rule_of(line)
         names = {param.name for param in rule.params}
         for name in params.keys() - names:
             has = f"it has {', '.join(sorted(names)) or 'none'}{advice(name, names)}"
@@ -191,7 +191,7 @@ def lengths_of(mask: Mask) -> Mapping[str, int]:
     return _sizes(mask.rule.rule, mask.arrays)
 
 
-def _rule_of(line: Any) -> Rule:
+def rule_of(line: Any) -> Rule:
     """The rule of a name or a line. Raises BadParam and SpecError."""
     from flashgen.families.masks import load_masks, rule_of_line
 

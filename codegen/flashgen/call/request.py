@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Operator
     from flashgen.operators.scores import Score
 
+# The names of score modifications or their formulas, the type of each parameter of a formula, and the numbers
+# that tensors hold.
+ScoreKey = tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...]]
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -361,12 +365,7 @@ def score_of(call: Call) -> tuple[Score | None, tuple[Any, ...], tuple[Any, ...]
     names, values = named_score(call)
     if not names:
         return None, (), ()
-    typed = not all(map(str.isidentifier, names))
-    for x in values.values():
-        # Arrays of 16-bit elements have kernels of their own.
-        typed = typed or getattr(getattr(x, "dtype", None), "itemsize", 0) == 2
-    types = tuple((name, _type(values[name])) for name in sorted(values, key=str)) if typed else ()
-    score = _chain(os.environ.get("FLASHGEN_SPECS", ""), names, types)
+    score = _chain(os.environ.get("FLASHGEN_SPECS", ""), names, _types(names, values))
     params = {param.name for param in score.params}
     # A name that is wrong comes first: because of it another is missing.
     for name in sorted(values.keys() - params, key=str):
@@ -375,10 +374,7 @@ def score_of(call: Call) -> tuple[Score | None, tuple[Any, ...], tuple[Any, ...]
     for name in sorted(params - values.keys()):
         example = ", ".join(f"{param!r}: ..." for param in sorted(params))
         raise BadParam(f"{arg('score')} {score.title} needs the parameter {name}; pass params={{{example}}}")
-    tensors = ()
-    for param in score.scalars:
-        if _is_tensor(values[param.name]) and not param.is_integer:
-            tensors += (param.name,)
+    tensors = _tensors(score, values)
     if tensors:
         score = _with_tensors(score, tensors)
         values |= {name: values[name].reshape(1) for name in tensors}
@@ -387,6 +383,40 @@ def score_of(call: Call) -> tuple[Score | None, tuple[Any, ...], tuple[Any, ...]
         tuple([values[param.name] for param in score.arrays]),
         tuple([values[param.name] for param in score.scalars]),
     )
+
+
+def score_key(call: Call) -> ScoreKey | None:
+    """What tells the score modification of a call from all others, None without one. Raises BadParam."""
+    names, values = named_score(call)
+    if not names:
+        return None
+    types = _types(names, values)
+    return names, types, _tensors(score_of_key((names, types, ())), values)
+
+
+def _types(names: tuple[str, ...], values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The type of each parameter, where the modification depends on it."""
+    typed = not all(map(str.isidentifier, names))
+    for x in values.values():
+        # Arrays of 16-bit elements have kernels of their own.
+        typed = typed or getattr(getattr(x, "dtype", None), "itemsize", 0) == 2
+    return tuple((name, _type(values[name])) for name in sorted(values, key=str)) if typed else ()
+
+
+def _tensors(score: Score, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The numbers of a modification that arrays hold."""
+    tensors: tuple[str, ...] = ()
+    for param in score.scalars:
+        if _is_tensor(values.get(param.name)) and not param.is_integer:
+            tensors += (param.name,)
+    return tensors
+
+
+def score_of_key(key: ScoreKey) -> Score:
+    """The score modification with this key, of the folders of FLASHGEN_SPECS. Raises BadParam."""
+    names, types, tensors = key
+    score = _chain(os.environ.get("FLASHGEN_SPECS", ""), names, types)
+    return _with_tensors(score, tensors) if tensors else score
 
 
 def named_score(call: Call) -> tuple[tuple[str, ...], dict[str, Any]]:

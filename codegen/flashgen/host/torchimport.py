@@ -8,6 +8,8 @@ import importlib
 import sys
 from typing import Any
 
+from flashgen.host.libraryimport import after_import
+
 # The module that registers each operator.
 OPERATORS = {
     "append": "flashgen.call.compiled",
@@ -26,32 +28,7 @@ OPERATORS = {
 
 def follow() -> None:
     """Do so now, where PyTorch is imported already, or once it is."""
-    if sys.modules.get("torch") is None:
-        sys.meta_path.insert(0, _Finder())
-    else:
-        _imported()
-
-
-class _Finder:
-    """Finds PyTorch as the other finders do, and adds `_imported` to the end of its import."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch":
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                    _imported()
-
-            spec.loader.exec_module = exec_module
-        return spec
+    after_import("torch", _imported)
 
 
 def _imported() -> None:

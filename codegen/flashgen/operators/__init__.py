@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from flashgen.operators.operator import Operator
+    from flashgen.operators.scores import Score
 
 # The module of each operator, by the name that a spec gives under ``operator``, and its name there.
 _PLACES = {
@@ -40,6 +41,12 @@ class _Operators(Mapping[str, "Operator"]):
 
 
 OPERATORS: Mapping[str, Operator] = _Operators()
+
+
+def modified_operator(name: str, has_lengths: bool, score: Score) -> Operator:
+    """The operator of that name with a score modification, as calls with or without lengths have it."""
+    module = importlib.import_module(f"flashgen.operators.{_PLACES[name][0]}")
+    return module.operator_for(score, has_lengths)
 
 
 def operator_of(name: str, has_lengths: bool) -> Operator:

@@ -29,7 +29,7 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
     A native array is returned as it is. Raises NullPointer for None and for a deleted array of JAX,
     BadTensorDtype for anything but an array and for a dtype that DLPack does not carry,
     DeviceTypeNotSupported for an array on a device that is neither a CUDA GPU nor the host, NoCompilerError
-    for an array on a GPU where CuPy is missing, BadParam for a masked array and for a tracer of JAX.
+    for an array on a GPU where CuPy is missing, BadParam for a masked array, Traced for a tracer of JAX.
     """
     if x is None:
         raise NullPointer(f"{arg(name)} is None; expected an array")
@@ -41,7 +41,7 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
             f"elements, {arg(name)}.data, and hide keys with the argument {arg('mask')} (nonzero is hidden "
             "there, too)"
         )
-    _refuse_tracer(x, name)
+    refuse_tracer(x, name)
     if _is_jax(x) and x.is_deleted():
         raise NullPointer(
             f"{arg(name)} is an array of jax that was deleted or donated; expected one with memory"
@@ -216,9 +216,14 @@ def _held(array: Any, owners: tuple[Any, ...]) -> Any:
     return import_cupy().ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0))
 
 
-def _refuse_tracer(x: Any, name: str) -> None:
+class Traced(BadParam):
+    """An array has no memory yet: JAX traces the call. A function that has an operator for XLA catches it."""
+
+
+def refuse_tracer(x: Any, name: str) -> None:
+    """Raise Traced for an array that JAX traces."""
     if is_of(type(x), "jax", "Tracer"):
-        raise BadParam(f"{arg(name)} is traced by JAX; call flashgen outside jax.jit, jax.vmap and jax.grad")
+        raise Traced(f"{arg(name)} is traced by JAX, so it has no memory yet; call this outside jax.jit")
 
 
 def library_of(x: Any) -> str:
