@@ -92,9 +92,7 @@ def test_the_kept_scores_show_one_by_one(algorithm, dropout_p):
 def test_flash_attn_drops_the_same_scores():
     flash_attn = pytest.importorskip("flash_attn.flash_attn_interface")
     q, k, v = inputs(SHAPES[0], "bf16")
-    out, _, _, state = flash_attn._flash_attn_forward(
-        q, k, v, 0.1, 128**-0.5, True, -1, -1, 0.0, None, False
-    )
+    out, _, _, state = flash_attn._flash_attn_forward(q, k, v, 0.1, 128**-0.5, True, -1, -1, 0.0, None, False)
     ours = flashgen.attention(q, k, v, causal=True, dropout_p=0.1, dropout_seed=state)
     assert (ours.float() - out.float()).abs().max() < 0.05
     other = flashgen.attention(q, k, v, causal=True, dropout_p=0.1, dropout_seed=SEED)
