@@ -114,7 +114,7 @@ class Mask:
         """Which blocks of ``rows`` queries and ``keys`` keys are empty, partial and full: lists of runs. No
         visible block is missed, and a full block has no hidden key; a partial one may be empty or full.
 
-        Lengths are those of the arrays, where these have an element for each token, and seqlen_q is seqlen_kv
+        Arrays with an element for each token say the lengths, and seqlen_q is seqlen_kv
         by default. Arrays on a GPU are copied to the host, which waits for them. Raises BadParam for a length
         that neither an array nor an argument says.
         """
@@ -159,9 +159,13 @@ class Mask:
         """Draw the blocks of the first batch entry and head as an SVG picture, by default some 64 blocks to a
         side; ``lengths`` as in `blocks`.
         """
-        from flashgen.call.maskpicture import draw
+        from flashgen.call.maskpicture import block_size, draw
 
-        draw(self, path, rows, keys, lengths)
+        if rows is None or keys is None:
+            one = self.blocks(1 << 30, 1 << 30, **lengths)  # only for the lengths
+            rows, keys = rows or block_size(one.seqlen_q), keys or block_size(one.seqlen_kv)
+        title = self._line if self._line == self.visible else f"{self._line}: {self.visible}"
+        draw(self.blocks(rows, keys, **lengths), title, path)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"a flashgen.Mask does not change; update() gives one with another {name}")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashgen.call.mask import Mask
     from flashgen.operators.maskblocks import Blocks
 
 # Blocks to a side, by default, and the width of a picture.
@@ -25,15 +24,14 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-seri
 """
 
 
-def draw(mask: Mask, path: str | Path, rows: int | None, keys: int | None, lengths: dict[str, Any]) -> None:
-    """`Mask.show`."""
-    if rows is None or keys is None:
-        one = mask.blocks(1 << 30, 1 << 30, **lengths)  # only for the lengths
-        rows = rows or max(1, -(-one.seqlen_q // _BLOCKS))
-        keys = keys or max(1, -(-one.seqlen_kv // _BLOCKS))
-    blocks = mask.blocks(rows, keys, **lengths)
-    title = mask.line if mask.line == mask.visible else f"{mask.line}: {mask.visible}"
+def draw(blocks: Blocks, title: str, path: str | Path) -> None:
+    """Write a picture of the first batch entry and head."""
     Path(path).write_text(_svg(blocks, title), encoding="utf-8")
+
+
+def block_size(length: int) -> int:
+    """Of how many queries or keys the blocks of a picture are by default."""
+    return max(1, -(-length // _BLOCKS))
 
 
 def _svg(blocks: Blocks, title: str) -> str:

@@ -196,7 +196,7 @@ def request_of(call: Call) -> Request:
     else:
         blockmask.refuse(call, "a call with lengths")
         operators = _WITH_LENGTHS
-    if is_plain and operators.plain is not None and not isinstance(call.mask, Mask):
+    if is_plain and operators.plain is not None and (call.mask is None or not isinstance(call.mask, Mask)):
         return operators.pack(call, operators.plain, None, (call.softmax_scale,))
     return operators.request(call)
 
@@ -247,7 +247,7 @@ def gradients_of(call: Call) -> Request:
             refuse_mask(call.mask)
         blockmask.refuse(call, "a call with lengths")
         operators = _BACKWARD_WITH_LENGTHS
-    if is_plain and operators.plain is not None and not isinstance(call.mask, Mask):
+    if is_plain and operators.plain is not None and (call.mask is None or not isinstance(call.mask, Mask)):
         return operators.pack(call, operators.plain, None, (call.softmax_scale,))
     return operators.request(call)
 

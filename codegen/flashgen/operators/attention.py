@@ -20,7 +20,7 @@ from flashgen.operators.lengths import BOUNDS, CACHE_ARRAYS, LENGTH_ARRAYS, PAGE
 from flashgen.operators.maskoptions import mask_semantics, simplify
 from flashgen.operators.masks import Band
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, by_name, lined, modified
-from flashgen.operators.rules import PREFIX, sizes_of_tokens
+from flashgen.operators.rules import NOT_PACKED, PREFIX, PackedTokens, sizes_of_tokens
 from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
@@ -296,9 +296,7 @@ class AttentionProblem(Problem):
         sizes |= {"batch": 1, "seqlen_q": q_length, "seqlen_kv": kv_length}
         rule_sizes: tuple[tuple[str, int], ...] = ()
         if self.rule is not None:
-            rule_sizes = tuple(
-                (dict(self.rule_sizes) | sizes_of_tokens(1, q_length, kv_length, None)).items()
-            )
+            rule_sizes = tuple((dict(self.rule_sizes) | sizes_of_tokens(sizes)).items())
         symbols = sizes | dict(self.score_sizes) | dict(rule_sizes)
         rule = self.rule and self.rule.rule
         return AttentionProblem(
@@ -453,7 +451,11 @@ def normalise(
                     "first row; put the start into its line, as kv >= start[b], and leave "
                     f"{arg('kv_starts')} out"
                 )
-    rule_sizes = contract.check_rule_arrays(rule, lines, sizes, lengths)
+    packed = NOT_PACKED
+    if lengths is not None:
+        of_q = lengths.rows_q if lengths.packed_q else None
+        packed = PackedTokens(of_q, lengths.rows_kv if lengths.packed_kv else None)
+    rule_sizes = contract.check_rule_arrays(rule, lines, sizes, packed)
     symbols = sizes | dict(score_sizes) | dict(rule_sizes)
     symbols |= block_lists.sizes_of(sizes["seqlen_q"]) if block_lists else {}
     symbols |= lengths.sizes_of(sizes["batch"]) if lengths else {}

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashgen.operators.arguments import ArrayView
-    from flashgen.operators.lengths import Lengths
-    from flashgen.operators.rules import RuleOfCall
+    from flashgen.operators.rules import PackedTokens, RuleOfCall
     from flashgen.operators.scores import Score
 
 DTYPES = ("fp16", "bf16", "fp32")
@@ -272,20 +271,16 @@ def check_rule_arrays(
     rule: RuleOfCall | None,
     views: Mapping[str, ArrayView],
     sizes: Mapping[str, int],
-    lengths: Lengths | None,
+    packed: PackedTokens,
 ) -> tuple[tuple[str, int], ...]:
     """That each array of a mask by a line fits, and the sizes of the symbols that are its own. Raises as
     `check_score_arrays`.
     """
     if rule is None:
         return ()
-    of_tokens = sizes_of_tokens(sizes["batch"], sizes["seqlen_q"], sizes["seqlen_kv"], lengths)
+    of_tokens = sizes_of_tokens(sizes, packed)
     arguments = [param.argument() for param in rule.rule.arrays]
-    packed = {"q": lengths is not None and lengths.packed_q, "kv": lengths is not None and lengths.packed_kv}
-    named = [
-        argument._replace(shape=named_by_caller(argument.shape, packed["q"], packed["kv"]))
-        for argument in arguments
-    ]
+    named = [x._replace(shape=named_by_caller(x.shape, packed)) for x in arguments]
     callers = {**sizes, "tokens_of_q": of_tokens["tokens_q"], "tokens_of_k": of_tokens["tokens_kv"]}
     own_sizes = _check_tables(named, views, callers)
     return (*of_tokens.items(), *own_sizes)

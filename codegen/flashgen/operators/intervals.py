@@ -10,12 +10,18 @@ The bounds are of any kind that an `Algebra` computes with: integers, arrays of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashgen.operators.formula import Node
+
+class Node(Protocol):
+    """An operation of a formula; see `formula.Node`."""
+
+    op: str
+    args: tuple[Any, ...]
+    value: Any
 
 
 class Interval(NamedTuple):
@@ -82,8 +88,8 @@ class Linear(NamedTuple):
 
 
 def linear(node: Node) -> Linear:
-    """A number as a sum of what is no sum itself. Equal operands are there once, and not at all where their
-    factors come to 0.
+    """A number as a sum of operands that are not sums. Equal operands are there once, and not at all where
+    their factors come to 0.
     """
     factors: dict[Node, int] = {}
     constant = _collect(node, 1, factors)
@@ -119,7 +125,7 @@ def difference(a: Node, b: Node) -> Linear:
 
 
 class Intervals:
-    """The intervals of formulas whose names and elements of arrays have those of ``leaf``."""
+    """The intervals of formulas; ``leaf`` gives the interval of a name or an element of an array."""
 
     def __init__(self, leaf: Callable[[Node], Interval], algebra: Algebra = PLAIN) -> None:
         self._leaf, self._algebra = leaf, algebra

@@ -18,7 +18,7 @@ from flashgen.operators.arguments import Argument, shown
 from flashgen.operators.formula import ELEMENTS, Node
 
 if TYPE_CHECKING:
-    from flashgen.operators.lengths import Lengths
+    from collections.abc import Mapping
 
 # The types of the names that every rule may use.
 NAMES = {"q": "int", "kv": "int", "h": "int", "b": "int"}
@@ -125,25 +125,30 @@ class RuleOfCall(NamedTuple):
         return dict(zip((param.name for param in self.rule.scalars), self.numbers, strict=True))
 
 
-def named_by_caller(shape: str, packed_q: bool, packed_kv: bool) -> str:
+class PackedTokens(NamedTuple):
+    """How many tokens q and k have where sequences are packed; None where they are not."""
+
+    of_q: int | None = None
+    of_k: int | None = None
+
+
+NOT_PACKED = PackedTokens()
+
+
+def named_by_caller(shape: str, packed: PackedTokens) -> str:
     """The shape of an array with an element for each token, as a caller calls its dimensions."""
-    unpacked = [(*_PACKED["q"], "seqlen_q", packed_q, "tokens_of_q")]
-    unpacked.append((*_PACKED["kv"], "seqlen_kv", packed_kv, "tokens_of_k"))
-    for of_batch, of_tokens, length, is_packed, tokens in unpacked:
-        if shape == f"{of_batch} {of_tokens}":
-            return tokens if is_packed else f"batch {length}"
+    if shape == " ".join(_PACKED["q"]):
+        return "batch seqlen_q" if packed.of_q is None else "tokens_of_q"
+    if shape == " ".join(_PACKED["kv"]):
+        return "batch seqlen_kv" if packed.of_k is None else "tokens_of_k"
     return shape
 
 
-def sizes_of_tokens(batch: int, seqlen_q: int, seqlen_kv: int, lengths: Lengths | None) -> dict[str, int]:
-    """The sizes of the symbols of arrays with an element for each token."""
-    sizes: dict[str, int] = {}
-    for (of_batch, of_tokens), length in zip(
-        (_PACKED["q"], _PACKED["kv"]), (seqlen_q, seqlen_kv), strict=True
-    ):
-        sizes |= {of_batch: batch, of_tokens: length}
-    if lengths is not None and lengths.packed_q:
-        sizes |= {"token_batch_q": 1, "tokens_q": lengths.rows_q}
-    if lengths is not None and lengths.packed_kv:
-        sizes |= {"token_batch_kv": 1, "tokens_kv": lengths.rows_kv}
-    return sizes
+def sizes_of_tokens(sizes: Mapping[str, int], packed: PackedTokens = NOT_PACKED) -> dict[str, int]:
+    """The sizes of the symbols of arrays with an element for each token, for a call of these sizes."""
+    tokens = {}
+    for dimension, length, count in (("q", "seqlen_q", packed.of_q), ("kv", "seqlen_kv", packed.of_k)):
+        of_batch, of_tokens = _PACKED[dimension]
+        tokens[of_batch] = sizes["batch"] if count is None else 1
+        tokens[of_tokens] = sizes[length] if count is None else count
+    return tokens

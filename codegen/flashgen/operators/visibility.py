@@ -224,9 +224,9 @@ def visibility_of(problem: AttentionProblem, arrays: Mapping[str, Any], xp: Any 
 
 def visibility_on_host(rule: RuleOfCall, arrays: Mapping[str, Any], sizes: Mapping[str, int]) -> Visibility:
     """A rule with arrays of NumPy by their names, whose sequences have one length. ``sizes`` are batch,
-    num_heads_q, seqlen_q and seqlen_kv; the other sizes are those of the arrays.
+    num_heads_q, seqlen_q and seqlen_kv; the arrays have the other sizes.
     """
-    symbols = {**sizes, **sizes_of_tokens(sizes["batch"], sizes["seqlen_q"], sizes["seqlen_kv"], None)}
+    symbols = {**sizes, **sizes_of_tokens(sizes)}
     for param in rule.rule.arrays:
         shape = arrays[param.name].shape
         for symbol, size in zip(reversed(param.symbols), reversed(shape), strict=False):
