@@ -1,4 +1,4 @@
-"""Masks by a line in PyTorch's graphs: autograd, torch.compile, torch.export."""
+"""Masks by a line in PyTorch's graphs: autograd and torch.compile."""
 
 import numpy as np
 import pytest
