@@ -105,6 +105,8 @@ FORWARD_VARLEN_SM90 = (
 )
 BACKWARD = (
     ("flash_bwd_hdim32_fp16_local_sm80", WINDOW),
+    ("score_gradient_hdim256_fp16_local_sm80", WINDOW),
+    ("score_gradient_hdim256_bf16_causal_columns_sm80", TOP_LEFT),
     ("flash_bwd_hdim64_bf16_local_ordered_gqa_sm80", LONG_WINDOW),
     ("flash_bwd_hdim32_fp32_local_sm80", WINDOW),
     ("flash_bwd_hdim32_fp16_causal_sm80", TOP_LEFT),
