@@ -73,6 +73,8 @@ score_gradient_rows_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     const element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride + row * params.out_row_stride;
     float sum = 0.0f;
     const int columns = is_inside ? params.head_dim_v : 0;
+    // More at once make ptxas spill in fp32.
+#pragma unroll 2
     for (int column = lane * kVector; column < columns; column += kLanes * kVector) {
         sum += dot(load_global_128(dout + column), load_global_128(out + column));
     }

@@ -418,7 +418,7 @@ WRONG = {
         "type: int32_t, doc: rows",
         "type: int16_t, doc: rows",
         "  - {name: seqlen_q",
-        ["allowed: const element*"],
+        ["allowed: bf16*, const bf16*, const element*"],
     ),
     "repeated parameter": (
         "{name: scale_log2",
