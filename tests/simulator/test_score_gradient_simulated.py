@@ -163,8 +163,8 @@ FAULTS = (
           "distance - (params.seqlen_q - 1);", "distance - params.seqlen_q;"),
     fault("a block too few of a diagonal", NAME.format("bf16_diagonals"), SQUARE, NUMBERS,
           "(first_key + kBlockM - 1 + kBlockN) / kBlockN)", "(first_key + kBlockM - 1) / kBlockN)"),
-    fault("distances from the wrong end", NAME.format("bf16_diagonals"), RAGGED, NUMBERS,
-          "place - (params.seqlen_kv - 1));", "place - (params.seqlen_q - 1));"),
+    fault("distances one too early", NAME.format("bf16_diagonals"), RAGGED, NUMBERS,
+          "place - (params.seqlen_kv - 1));", "place - params.seqlen_kv);"),
     fault("the first head alone", NAME.format("fp16_columns"), RAGGED, NUMBERS,
           "is_of_head ? first_head + 1 : params.kept_heads;", "first_head + 1;"),
 )  # fmt: skip
@@ -182,7 +182,7 @@ MODIFIED = {
     "a diagonal that ends early": "distances",
     "the diagonal of the next distance": "distances",
     "a block too few of a diagonal": "distances",
-    "distances from the wrong end": "distances",
+    "distances one too early": "distances",
     "the first head alone": "table of keys",
 }
 
