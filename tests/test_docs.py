@@ -452,6 +452,10 @@ def test_the_reference_has_the_axes_and_the_grid_dimensions_of_the_operator(oper
     assert dimensions == {name for each in OPERATORS.values() for name in each.grid_dimensions}
 
 
+# The arrays of a BlockMask for one query and one key, with their shapes.
+_LISTS = {"block_indptr": (1, 1, 2), "block_indices": (1,)}
+
+
 def test_the_reference_has_the_parameters_that_the_launcher_knows():
     import numpy as np
 
@@ -461,7 +465,8 @@ def test_the_reference_has_the_parameters_that_the_launcher_knows():
 
     q = view(np.zeros((1, 1, 1, 64), np.float16), "q")
     gpu = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, 3352, "some GPU")
-    problem = normalise(q, q, q)
+    lists = {name: view(np.zeros(shape, np.int32), name) for name, shape in _LISTS.items()}
+    problem = normalise(q, q, q, **lists, block_size=(64, 64))
     arrays = problem.operator.positions.keys()
     known = set(arrays)
     for spec in load_specs():
@@ -477,7 +482,7 @@ def test_the_reference_has_the_parameters_that_the_launcher_knows():
     # Rows about several arrays name one and list the rest.
     for array in ("k", "v", "out"):
         described |= {f"{array}_{axis}_stride" for axis in ("batch", "row", "head")}
-    described |= {f"{array}_vector_width" for array in ("q", "k", "v", "sinks", "out", "lse")}
+    described |= {f"{array}_vector_width" for array in ("q", "k", "v", "sinks", *_LISTS, "out", "lse")}
     assert described == known
 
 
