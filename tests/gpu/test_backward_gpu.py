@@ -14,7 +14,7 @@ import flashgen  # noqa: E402
 from flashgen.call.record import AttentionCall, call_of  # noqa: E402
 from flashgen.call.request import score_of  # noqa: E402
 from flashgen.families.load import load_specs  # noqa: E402
-from flashgen.operators.backward import normalise  # noqa: E402
+from flashgen.operators.backward import BACKWARD, normalise  # noqa: E402
 from flashgen.operators.gradients import gradients  # noqa: E402
 from flashgen.operators.masks import Band  # noqa: E402
 from flashgen.operators.modification import modification_of  # noqa: E402
@@ -132,8 +132,20 @@ class Call:
 
     def plan(self, target, deterministic=False, parts=None, tile="", order=None):
         out, lse = self.forward()
-        given = (self.dout, self.q, self.k, self.v, self.mask, out, lse, None, self.dlse, *self.outputs, None)
-        names = ("dout", "q", "k", "v", "mask", "out", "lse", "sinks", "dlse", "dq", "dk", "dv", "dsinks")
+        given = (
+            self.dout,
+            self.q,
+            self.k,
+            self.v,
+            self.mask,
+            out,
+            lse,
+            *(None,) * 3,
+            self.dlse,
+            *self.outputs,
+            None,
+        )
+        names = BACKWARD.without_lengths.positions
         views = {name: view(x, name) for name, x in zip(names, given, strict=True) if x is not None}
         of_score = {"score": self.modification, "score_scalars": self.numbers}
         of_score["score_arrays"] = [view(x, "an array") for x in self.arrays]
