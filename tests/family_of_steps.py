@@ -16,6 +16,6 @@ def plan_of(arrays, runner, device):
     """A plan of the family for q, k and v; ``runner(steps)`` makes the backend."""
     views = [view(x, name) for x, name in zip(arrays, "qkv", strict=True)]
     problem = operator_for(None).normalise(
-        (*views, *[None] * 6), (False, None, (-1, -1), None, False, "auto", None), (None,)
+        (*views, *[None] * 7), (False, None, (-1, -1), None, False, "auto", 0.0, None), (None,)
     )
-    return Plan(problem, runner(plan_steps(problem, MAIN, device)), (*arrays, *[None] * 6))
+    return Plan(problem, runner(plan_steps(problem, MAIN, device)), (*arrays, *[None] * 7))

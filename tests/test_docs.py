@@ -482,7 +482,9 @@ def test_the_reference_has_the_parameters_that_the_launcher_knows():
     # Rows about several arrays name one and list the rest.
     for array in ("k", "v", "out"):
         described |= {f"{array}_{axis}_stride" for axis in ("batch", "row", "head")}
-    described |= {f"{array}_vector_width" for array in ("q", "k", "v", "sinks", *_LISTS, "out", "lse")}
+    described |= {
+        f"{array}_vector_width" for array in ("q", "k", "v", "sinks", *_LISTS, "dropout_seed", "out", "lse")
+    }
     assert described == known
 
 

@@ -307,7 +307,7 @@ def test_errors_of_a_held_plan_name_what_its_caller_gave():
     )
     names = (
         "is no argument; the arguments are q, cache, append, rotary, cu_seqlens_q, total_lengths, q_rotated, "
-        "mask, out, lse, sinks, softmax_scale, stream, workspace$"
+        "mask, out, lse, sinks, dropout_seed, softmax_scale, stream, workspace$"
     )
     total, shared = np.empty(3, np.int32), np.empty_like(q)
 

@@ -216,7 +216,7 @@ def test_the_simulator_runs_the_kernels_of_a_call(deterministic):
     workspace = np.full(plan.workspace_bytes + 256, 0xFF, np.uint8)
     workspace = workspace[-workspace.ctypes.data % 256 :]
     found = flashgen.attention_backward(*given, workspace=workspace, **options)
-    verdict = judge(plan.problem, by_name(plan.problem, *given[:4], None, out, lse, *(None,) * 4, *found))
+    verdict = judge(plan.problem, by_name(plan.problem, *given[:4], None, out, lse, *(None,) * 5, *found))
     assert verdict.ok, verdict
     with pytest.raises(InsufficientWorkspace, match="workspace has 256 bytes"):
         flashgen.attention_backward(*given, workspace=workspace[:256], **options)

@@ -39,7 +39,7 @@ def judged(q, k, v, dout, *, mask=None, dlse=None, **options):
     )
     assert all(one is other for one, other in zip(found, results, strict=True))
     problem = flashgen.plan_backward(*given, mask=mask, dlse=dlse, **options).problem
-    return judge(problem, by_name(problem, dout, q, k, v, mask, out, lse, None, None, None, dlse, *results))
+    return judge(problem, by_name(problem, dout, q, k, v, mask, out, lse, *(None,) * 4, dlse, *results))
 
 
 @settings(max_examples=100)
@@ -96,7 +96,7 @@ def test_score_modifications(options):
     plan = flashgen.plan_backward(dout, q, k, v, out, lse, **options)
     verdict = judge(
         plan.problem,
-        by_name(plan.problem, dout, q, k, v, None, out, lse, *(None,) * 4, *results, None, *arrays),
+        by_name(plan.problem, dout, q, k, v, None, out, lse, *(None,) * 5, *results, None, *arrays),
     )
     assert verdict.ok, verdict
 

@@ -140,7 +140,7 @@ class Call:
             self.mask,
             out,
             lse,
-            *(None,) * 3,
+            *(None,) * 4,
             self.dlse,
             *self.outputs,
             None,

@@ -122,7 +122,7 @@ def checked(rng, q, k, v, options, score_arrays, target=None):
     mask = options.get("mask")
     verdict = judge(
         plan.problem,
-        by_name(plan.problem, q, k, v, mask, cp.asnumpy(out), cp.asnumpy(lse), *(None,) * 3, *score_arrays),
+        by_name(plan.problem, q, k, v, mask, cp.asnumpy(out), cp.asnumpy(lse), *(None,) * 4, *score_arrays),
     )
     assert verdict.ok, f"{plan.variant}: {verdict}"
     return plan
@@ -218,7 +218,7 @@ def test_a_graph_reads_the_slopes_that_are_there_when_it_runs(rng):
         stream.synchronize()
         verdict = judge(
             plan.problem,
-            by_name(plan.problem, q, k, v, None, cp.asnumpy(out), cp.asnumpy(lse), *(None,) * 3, drawn),
+            by_name(plan.problem, q, k, v, None, cp.asnumpy(out), cp.asnumpy(lse), *(None,) * 4, drawn),
         )
         assert verdict.ok, str(verdict)
 
@@ -241,7 +241,7 @@ def test_pytorch_tensors(name, rng):
     verdict = judge(
         plan.problem,
         by_name(
-            plan.problem, q, k, v, None, out.cpu().numpy(), lse.cpu().numpy(), *(None,) * 3, *score_arrays
+            plan.problem, q, k, v, None, out.cpu().numpy(), lse.cpu().numpy(), *(None,) * 4, *score_arrays
         ),
     )
     assert verdict.ok, str(verdict)

@@ -19,7 +19,7 @@ ORDINARY = [
     if v.is_main
     and not v.tile_name
     and v.target != "sm86"
-    and v.axis("sinks") == "none"
+    and v.axis("sinks") == v.axis("dropout") == "none"
     and v.mask_type != "blocks"
 ]
 

@@ -48,8 +48,8 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
     """The points of the ``selected`` variants, in their order: for each family and combination of axis values
     those that dispatch would consider on ``device``.
 
-    Kernels of other operators than attention, with lengths, and with lists of key blocks are left out. So are
-    kernels with sinks: they get the tile of the same kernel without (`Subject.points`).
+    Kernels of other operators than attention, with lengths, with lists of key blocks, and with dropout are
+    left out. So are kernels with sinks: they get the tile of the same kernel without (`Subject.points`).
 
     ``specs`` are the specs of the selected. Raises DeviceTypeNotSupported if none of the selected runs on the
     device, BadParam where only tiles with names were selected, or kernels that dispatch does not choose.
@@ -61,6 +61,7 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
         if variant.operator == ATTENTION.name
         and not variant.has_lengths
         and not _has_sinks(variant)
+        and variant.axis("dropout") == "none"
         and variant.mask_type != "blocks"
     ]
     if main and not timed:
