@@ -26,7 +26,10 @@ VARIANTS = [
     if variant.is_main
     and variant.head_dim in (64, 128, 256)
     # Starts change where a kernel finds its keys: every mask, layout, grouping and tile, once.
-    and (variant.axis("kv_starts") == "none" or (variant.head_dim == 128 and variant.dtype == "bf16"))
+    and (
+        variant.axis("kv_starts") == "none"
+        or (variant.head_dim, variant.dtype, variant.axis("sinks")) == (128, "bf16", "none")
+    )
     # With fixed splits only what numbers them differs: every mask, layout, grouping and tile, once.
     and (variant.axis("splits") != "fixed" or (variant.name.startswith(FIXED) and variant.target == "sm80"))
     # Of chunks of queries every mask, layout and tile once, and each grouping.
