@@ -247,7 +247,7 @@ class Operator:
     @property
     def symbols(self) -> frozenset[str]:
         """The symbols in the shapes of its arguments."""
-        return frozenset(symbol for argument in self.arguments for symbol in argument.symbols)
+        return frozenset(x for argument in self.arguments for x in argument.symbols if not x.isdecimal())
 
     @functools.cached_property
     def positions(self) -> dict[str, int]:
