@@ -11,12 +11,12 @@ import pytest
 
 from flashgen.errors import CacheWarning, SpecError
 from flashgen.families import snapshot
-from flashgen.families.bases import SCORES_FILE, whole_text
+from flashgen.families.bases import NO_FAMILIES, whole_text
 from flashgen.families.load import load_spec, load_specs
 from flashgen.host.paths import specs_dir
 from flashgen.toolchain.cache import CubinCache
 
-SHIPPED = [path for path in specs_dir().glob("*.yaml") if path.name != SCORES_FILE]
+SHIPPED = [path for path in specs_dir().glob("*.yaml") if path.name not in NO_FAMILIES]
 
 
 @pytest.fixture
