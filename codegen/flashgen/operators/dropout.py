@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,8 +27,6 @@ from flashgen.operators.arguments import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from flashgen.operators.attention import AttentionProblem
 
 NO_DROPOUT = 0.0
 QUERIES, KEYS, LANES = 16, 32, 32  # of a block of scores, and who has them
@@ -132,7 +130,17 @@ def seed_of_sequence(dropout_seed: np.ndarray, number: int, num_heads: int) -> n
     return dropout_seed + np.array([0, number * num_heads * LANES])
 
 
-def dropout_of(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> Dropout | None:
+class WithDropout(Protocol):
+    """A problem that may have dropout; see `AttentionProblem`."""
+
+    dropout_p: float
+    num_heads_q: int
+
+    def has(self, name: str) -> bool:
+        """Whether the call has an array for the argument called ``name``."""
+
+
+def dropout_of(problem: WithDropout, arrays: Mapping[str, np.ndarray | None]) -> Dropout | None:
     """The dropout of a call among its arrays by name, in host memory; None if it has none."""
     if not problem.has("dropout_seed"):
         return None
