@@ -30,7 +30,7 @@ VARIANTS = [
     for spec in load_specs()
     if spec.operator == "attention" and not spec.has_lengths and not spec.on_request
     for variant in spec.variants()
-    if variant.is_main
+    if variant.is_main and variant.mask_type != "blocks" and variant.axis("dropout") == "none"
 ]
 LISTS = (
     "every_seqlen",

@@ -267,8 +267,11 @@ def test_modules_of_attention():
     cross = layers.FlashCrossAttention(attention_dropout=0.1)
     q, kv = torch.randn(2, 5, 4, 32), torch.randn(2, 9, 2, 4, 32)
     near(cross.eval()(q, kv)[0], formula(q[0], *kv[0].unbind(1))[0])
-    with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
-        cross.train()(q, kv)
+    torch.manual_seed(3)
+    dropped = cross.train()(q, kv)
+    torch.manual_seed(3)
+    assert torch.equal(dropped, cross(q, kv))
+    assert not torch.equal(dropped, cross.eval()(q, kv))
 
 
 # xformers.
@@ -350,7 +353,7 @@ class BlockDiagonalGappyKeysMask(xformers.BlockDiagonalMask):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"p": 0.1}, r"p is 0\.1; flashgen has no dropout"),
+        ({"p": 0.1}, r"p is 0\.1; this call takes no dropout"),
         ({"op": object()}, "op was given"),
         ({"output_dtype": torch.float64}, r"output_dtype is torch\.float64"),
         ({"attn_bias": object()}, "attn_bias is a object; flashgen serves tensors"),

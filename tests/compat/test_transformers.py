@@ -231,7 +231,7 @@ def test_a_name_that_transformers_takes_for_a_package_is_refused(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dropout": 0.1}, r"dropout is 0\.1; flashgen has no dropout"),
+        ({"dropout": 0.1}, r"dropout is 0\.1; this call takes no dropout"),
         ({"position_bias": torch.zeros(1, 4, 6, 6)}, "position_bias was given"),
         ({"block_table": torch.zeros(2, 3)}, "block_table was given"),
         ({"output_attentions": True}, "output_attentions is True"),
@@ -258,7 +258,7 @@ def test_training_with_dropout_is_refused():
         layer.self_attn.attention_dropout = 0.1
     model.set_attn_implementation(compat.NAME)
     model.eval()(input_ids=tokens())
-    with pytest.raises(NotImplementedError, match=r"dropout is 0\.1; flashgen has no dropout"):
+    with pytest.raises(NotImplementedError, match=r"dropout is 0\.1; this call takes no dropout"):
         model.train()(input_ids=tokens())
 
 

@@ -25,7 +25,7 @@ BILLION = "a: &a0 [x, x, x]\n" + "".join(
 def little_time_and_memory():
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     yield
-    assert time.process_time() - begin < 2
+    assert time.process_time() - begin < 4
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
 
 

@@ -328,7 +328,8 @@ def test_a_missing_binding_is_noticed_before_compiling(monkeypatch):
 def test_a_launch_fills_a_struct_in_as_the_simulator_does(spec, driver, binding):
     """All but tensor maps, which each encodes by itself."""
     rng = random.Random(spec.name)
-    mains = [variant for variant in spec.variants() if variant.is_main]
+    # Sums by distance are of a score with such an array.
+    mains = [v for v in spec.variants() if v.is_main and dict(v.axes).get("sums") != "diagonals"]
     for variant in rng.sample(mains, min(6, len(mains))):
         few = (
             {"seqlen_q": rng.randint(1, 4), "heads": 2, "kv_heads": 2}

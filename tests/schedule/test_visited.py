@@ -15,6 +15,7 @@ VARIANTS = {
     if spec.operator == "attention" and not spec.has_lengths and spec.name != "flash_split_sm90"
     for variant in spec.variants()
     if variant.dtype == "fp16" and variant.head_dim == variant.head_dim_v and not variant.tile_name
+    if variant.axis("sinks") == variant.axis("dropout") == "none"
 }
 
 

@@ -236,7 +236,11 @@ def test_the_numbers_of_a_map_are_those_of_the_kernel(spec, fresh_seed):
     for variant in random.Random(fresh_seed).sample(list(spec.variants()), 3):
         for step in variant.steps:
             source = render(step)
-            named = re.findall(r"^// .*$", source[: source.index("using element")], re.MULTILINE)
+            named = re.findall(
+                r"^// .*$",
+                source[: re.search("^(using|constexpr) ", source, re.MULTILINE).start()],
+                re.MULTILINE,
+            )
             stated = re.findall(r"\b(k[A-Z]\w+) = (\d+)", "\n".join(named))
             values = constants(source, step.element_bytes)
             assert [(name, values[name]) for name, _ in stated] == [(name, int(n)) for name, n in stated]

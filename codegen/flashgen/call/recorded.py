@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import threading
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.call import compute
 from flashgen.call.request import names_of_score, score_named
 from flashgen.errors import BadParam, arg
+from flashgen.host import forks
 from flashgen.operators import operator_of
 from flashgen.operators.arguments import DTYPE_BYTES, ArrayView, Expected, shown
 from flashgen.operators.contract import DOUBLE
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
 
 _KIND = "flashgen calls"
-_lock = threading.Lock()
+_lock = forks.guard()
 
 
 class record:

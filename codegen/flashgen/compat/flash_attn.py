@@ -117,7 +117,7 @@ def flash_attn_func(
 
     PyTorch's autograd gets the gradients of q, k, v and s_aux.
 
-    Raises NotImplementedError for return_attn_probs with dropout and slopes that require a gradient, and what
+    Raises NotImplementedError for return_attn_probs with dropout, and what
     ``flashgen.attention`` raises.
     """
     refuse_probabilities(return_attn_probs, dropout_p)
@@ -236,11 +236,12 @@ def flash_attn_varlen_func(
     cu_seqlens_q[-1] are not written, and may be anything, NaN included: clear them before a layer whose
     weights have gradients.
 
-    Raises what ``flash_attn_func`` does, NotImplementedError with block_table for q, k, v or s_aux that
-    require a gradient, NullPointer without cu_seqlens, and BadTensorShape for blocks whose rows are no
-    multiple of 16 bytes.
+    Raises what ``flash_attn_func`` does, NotImplementedError for slopes that require a gradient, and with
+    block_table for such q, k, v or s_aux, NullPointer without cu_seqlens, and BadTensorShape for blocks
+    whose rows are no multiple of 16 bytes.
     """
     refuse_probabilities(return_attn_probs, dropout_p)
+    refuse_gradients(alibi_slopes=alibi_slopes)
     if block_table is not None:
         refuse_gradients(q=q, k=k, v=v, s_aux=s_aux)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -415,7 +416,7 @@ def flash_attn_with_kvcache(
     reading elements is raised after the cache was written to.
     """
     refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    refuse_gradients(rotary_cos=rotary_cos, rotary_sin=rotary_sin, s_aux=s_aux)
+    refuse_gradients(rotary_cos=rotary_cos, rotary_sin=rotary_sin, s_aux=s_aux, alibi_slopes=alibi_slopes)
     check_rank("q", q, "batch, seqlen_q, nheads, headdim")
     check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes) | {

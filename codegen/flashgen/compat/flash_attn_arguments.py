@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.call.kvcache import KVCache
 from flashgen.compat.libraries import counted, int32s, is_tensor, module_of, shape_of
-from flashgen.compat.refusals import refuse_gradients
 from flashgen.compat.widths import missing
 from flashgen.errors import BadParam, BadTensorShape, NullPointer, arg
 from flashgen.operators.arguments import flag, shown, shown_shape
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
 def options_of(
     softmax_scale: float | None, causal: bool, window_size: Any, softcap: float, alibi_slopes: Any
 ) -> dict[str, Any]:
-    """flash-attn's options as ``attention`` has them. Raises NotImplementedError for slopes that require a
-    gradient.
-    """
-    refuse_gradients(alibi_slopes=alibi_slopes)
+    """flash-attn's options as ``attention`` has them."""
     causal = flag("causal", causal)
     uncapped = isinstance(softcap, numbers.Real) and softcap <= 0
     return {

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import Argument, shown
-from flashgen.operators.formula import ELEMENTS, Node
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from flashgen.operators.formula import Node
 
 # The types of the names that every rule may use.
 NAMES = {"q": "int", "kv": "int", "h": "int", "b": "int"}
@@ -101,6 +102,8 @@ class Rule:
 
     def number(self, param: RuleParam, value: Any) -> int:
         """An integer parameter of a mask, checked. Raises BadParam."""
+        from flashgen.operators.formula import ELEMENTS  # calls without a mask by a line need no parser
+
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             what = f"has type {type(value).__name__}" if hasattr(value, "shape") else f"is {shown(value)}"
             raise BadParam(f"{arg(param.name)} {what}; the mask {self.title} needs an integer")

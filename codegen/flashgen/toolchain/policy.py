@@ -7,11 +7,11 @@ A server compiles before it takes requests, with ``flashgen.warmup`` or a bundle
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from typing import TYPE_CHECKING
 
 from flashgen.errors import BadParam, CompileWarning, UnexpectedCompile, arg
+from flashgen.host import forks
 from flashgen.operators.arguments import shown
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "FLASHGEN_COMPILE"
 MODES = ("allow", "warn", "error")
-_lock = threading.Lock()
+_lock = forks.guard()
 
 
 class compiling:
