@@ -353,7 +353,6 @@ class BlockDiagonalGappyKeysMask(xformers.BlockDiagonalMask):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"p": 0.1}, r"p is 0\.1; this call takes no dropout"),
         ({"op": object()}, "op was given"),
         ({"output_dtype": torch.float64}, r"output_dtype is torch\.float64"),
         ({"attn_bias": object()}, "attn_bias is a object; flashgen serves tensors"),

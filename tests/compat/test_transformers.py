@@ -231,7 +231,6 @@ def test_a_name_that_transformers_takes_for_a_package_is_refused(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dropout": 0.1}, r"dropout is 0\.1; this call takes no dropout"),
         ({"position_bias": torch.zeros(1, 4, 6, 6)}, "position_bias was given"),
         ({"block_table": torch.zeros(2, 3)}, "block_table was given"),
         ({"output_attentions": True}, "output_attentions is True"),
@@ -251,15 +250,25 @@ def test_what_is_not_served_is_refused_by_name(options, message):
         compat.attention_forward(torch.nn.Identity(), query, key.half(), value.half(), None)
 
 
-def test_training_with_dropout_is_refused():
+def test_training_with_dropout():
     model = model_of("Llama")
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     model.set_attn_implementation(compat.NAME)
-    model.eval()(input_ids=tokens())
-    with pytest.raises(NotImplementedError, match=r"dropout is 0\.1; this call takes no dropout"):
-        model.train()(input_ids=tokens())
+    ids = tokens()
+    without = model.eval()(input_ids=ids).logits
+    model.train()
+    results = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        results.append(model(input_ids=ids, labels=ids))
+    assert torch.equal(results[0].logits, results[1].logits)
+    assert not torch.equal(results[0].logits, without)
+    results[0].loss.backward()
+    assert all(torch.isfinite(x.grad).all() for x in model.parameters())
+    with pytest.raises(errors.BadParam, match=r"dropout is 0\.1 and attention_mask was given"):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0))
 
 
 def test_autocast_casts_as_for_sdpa():

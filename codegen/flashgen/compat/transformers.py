@@ -24,7 +24,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from flashgen.compat.flash_attn_arguments import contiguous
-from flashgen.compat.refusals import refuse_dropout
 from flashgen.compat.torch import autocast
 from flashgen.compat.widths import attention_of_any_width
 from flashgen.errors import BadParam, BadTensorShape, naming
@@ -47,6 +46,7 @@ _NAMES = {
     "kv_starts": "attention_mask",
     "bias": "attention_mask",
     "softmax_scale": "scaling",
+    "dropout_p": "dropout",
     "sinks": "s_aux",
     "cu_seqlens_q": "cu_seq_lens_q",
     "cu_seqlens_kv": "cu_seq_lens_k",
@@ -205,10 +205,11 @@ def attention_forward(
     s_aux: a sink of each query head.
     unused: arguments that other implementations take, for example position_ids.
 
-    Returns (batch, seqlen_q, heads, head_dim) and None. Raises NotImplementedError for dropout,
-    position_bias, block_table and output_attentions, and what ``flashgen.attention`` raises.
+    dropout: the probability that a score is dropped, in training; not with padding on the left.
+
+    Returns (batch, seqlen_q, heads, head_dim) and None. Raises NotImplementedError for position_bias,
+    block_table and output_attentions, and what ``flashgen.attention`` raises.
     """
-    refuse_dropout(dropout, "dropout")
     for name, x in (("position_bias", position_bias), ("block_table", block_table)):
         if x is not None:
             raise NotImplementedError(
@@ -223,6 +224,7 @@ def attention_forward(
     options: dict[str, Any] = {
         "softmax_scale": scaling,
         "softcap": softcap or None,
+        "dropout_p": dropout,
         "sinks": s_aux.float() if s_aux is not None and s_aux.dtype == torch.float16 else s_aux,
     }
     packed = cu_seq_lens_q is not None

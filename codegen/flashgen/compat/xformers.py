@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from flashgen.compat.refusals import refuse_dropout, refuse_gradients
+from flashgen.compat.refusals import refuse_gradients
 from flashgen.compat.widths import attention_of_any_width
 from flashgen.errors import BadParam, BadTensorShape, naming
 from flashgen.operators.arguments import Expected
@@ -40,6 +40,7 @@ _NAMES = {
     "v": "value",
     "bias": "attn_bias",
     "softmax_scale": "scale",
+    "dropout_p": "p",
     "cu_seqlens_q": "attn_bias.q_seqinfo.seqstart",
     "cu_seqlens_kv": "attn_bias.k_seqinfo.seqstart",
     "kv_lengths": "attn_bias.k_seqinfo.seqlen",
@@ -163,24 +164,23 @@ def memory_efficient_attention(
 
     attn_bias: a tensor that broadcasts to (batch, heads, queries, keys), added to the scaled scores; or one
         of the masks of this module, or of xformers; local ones and those with padded keys included.
-    p: 0 alone.
+    p: the probability that a score is dropped, as in ``flashgen.attention``.
     op, output_dtype: None, or the dtype of query.
 
     Returns (batch, queries, heads, Kv), or as query without heads or with groups. PyTorch's autograd gets the
     gradients of query, key and value.
 
-    Raises NotImplementedError for dropout, an op, another output_dtype, a bias that requires a gradient,
+    Raises NotImplementedError for an op, another output_dtype, a bias that requires a gradient,
     masks of other classes, and causal blocks aligned top left with other numbers of queries than keys;
     BadTensorShape for shapes that do not go together; and what ``flashgen.attention`` raises.
     """
-    refuse_dropout(p, "p")
     if op is not None:
         raise NotImplementedError("op was given; flashgen chooses its kernel: leave it out")
     if output_dtype not in (None, query.dtype):
         raise NotImplementedError(f"output_dtype is {output_dtype}; flashgen returns {query.dtype}, of query")
     shape = query.shape
     q, k, v = (_with_heads(name, x, shape) for name, x in (("query", query), ("key", key), ("value", value)))
-    options = {"softmax_scale": scale}
+    options = {"softmax_scale": scale, "dropout_p": p}
     with naming(_NAMES):
         if attn_bias is None:
             out = attention_of_any_width(q, k, v, **options)
