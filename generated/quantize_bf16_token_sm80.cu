@@ -48,7 +48,7 @@ struct Vector {
 
 __device__ Vector load_vector(const element* source);
 __device__ float larger(float largest, const Vector& vector);  // The larger of `largest` and the finite sizes of a vector
-template <int kCount> __device__ float largest_of_lanes(float value);  // The largest number of kLanes lanes that follow each other
+template <int kCount> __device__ float largest_of_lanes(float value);  // The largest number of kCount lanes that follow each other
 __device__ float scale_of(float largest);  // The scale of numbers whose largest finite size this is
 __device__ void store_codes(uint8_t* destination, const Vector& vector, float inverse_scale);
 
@@ -119,7 +119,7 @@ __device__ __forceinline__ float larger(float largest, const Vector& vector) {
     return largest;
 }
 
-// The largest number of kLanes lanes that follow each other.
+// The largest number of kCount lanes that follow each other.
 template <int kCount>
 __device__ __forceinline__ float largest_of_lanes(float value) {
 #pragma unroll
