@@ -164,7 +164,7 @@ template <int kRows> __device__ void copy_slice(shared_address slice, const elem
 // The slices of the pairs of a tile, in the order in which they go through the ring: of Q and K, then of dO and V, pair after pair.
 struct Slices {
     int of_scores;  // slices of Q and K
-    int of_pair;    // slices of a pair, those of dO and V included
+    int of_pair;    // slices of a pair: of Q and K, then of dO and V
     int pair;
     int slice;
 

@@ -203,7 +203,7 @@ FIELDS = (
         type="float",
         elsewhere=("dropout", "attention_dropout", "attn_pdrop", "p_dropout"),
         doc="""the probability that dropout drops a score from the sum of values, from 0 up to but not 1. The
-        scores that count weigh 1 / (1 - dropout_p) times as much; the LSE is that of all scores. For
+        others are multiplied by 1 / (1 - dropout_p). The LSE counts all scores. For
         training: not with a KVCache or splits. A score has one random byte, as in flash-attn, so
         (floor(255 (1 - dropout_p)) + 1) / 256 of them count; a probability for which this is more than 1 %
         off is refused.""",

@@ -20,10 +20,10 @@ def refuse_gradients(**arrays: Any) -> None:
             )
 
 
-def refuse_dropout(dropout_p: float, name: str = "dropout_p") -> None:
-    """Raise NotImplementedError unless the probability, the argument ``name``, is 0."""
+def refuse_dropout(dropout_p: float) -> None:
+    """Raise NotImplementedError unless the probability is 0."""
     if not isinstance(dropout_p, numbers.Real) or dropout_p != 0:
-        raise NotImplementedError(f"{name} is {shown(dropout_p)}; this call takes no dropout: pass 0.0")
+        raise NotImplementedError(f"dropout_p is {shown(dropout_p)}; this call takes no dropout: pass 0.0")
 
 
 def refuse_probabilities(return_attn_probs: Any, dropout_p: Any) -> None:

@@ -129,7 +129,7 @@ def check_libraries(arguments: Mapping[str, Any], of_cache: Collection[str] = ()
     ignored. With JAX arrays, which cannot be written to, the arrays ``of_cache``, of a KV cache, may belong
     to another library.
     """
-    # A call makes the seed of dropout of two integers: JAX has no int64 unless it is told to.
+    # A call makes the seed of dropout from two integers, with NumPy or CuPy: by default JAX has no int64.
     arrays = {
         name: x for name, x in arguments.items() if x is not None and is_array(x) and name != "dropout_seed"
     }
