@@ -1,12 +1,14 @@
 """Attention of a sequence over several GPUs: milliseconds of both passes, beside one GPU, beside the
 prediction of `flashgen.distributed.partition`, and beside torch's context_parallel with cuDNN.
 
-    torchrun --nproc-per-node 8 benchmarks/context_parallel.py --json results.json --trace timeline.json
-    torchrun --nproc-per-node 8 benchmarks/context_parallel.py --small        # on CPUs, by gloo: that it runs
+    python benchmarks/context_parallel.py --json results.json --trace timeline.json
+    python benchmarks/context_parallel.py --small --ranks 4    # on CPUs, by gloo: that it runs
 
-Heads 32 and 8 of 128, bf16, causal. At the first length, which one GPU computes too, bits of the forward
-pass, errors of gradients and repeatability are checked. A time is the largest of all ranks, the median of
-several rounds. A speed-up is over one GPU at its rate of the first length.
+Starts a process for each GPU of this host, or `--ranks` of them; under torchrun it is one of the processes.
+Heads 32 and 8 of 128, bf16, causal. One GPU computes the first length, what is no longer, and packed
+documents of no more tokens. At the first length and of these documents bits of the forward pass, errors of
+gradients and repeatability are checked. A time is the largest of all ranks, the median of several rounds. A
+speed-up is over one GPU: at the same length, or at its rate of the first one where it does not compute it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import json
 import os
 import random
 import statistics
+import tempfile
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +44,7 @@ DOCUMENTS = 256
 
 @dataclass(frozen=True)
 class Cell:
-    """One line of the results. ``speedup`` is over one GPU at its rate of the first length."""
+    """One line of the results. ``speedup`` is over one GPU."""
 
     name: str
     tokens: int
@@ -54,13 +58,13 @@ class Cell:
 class Bench:
     """A process of the benchmark."""
 
-    def __init__(self, small: bool, rounds: int) -> None:
+    def __init__(self, small: bool, rounds: int, **init: Any) -> None:
         self.gpu = torch.cuda.is_available() and not small
         self.device = torch.device("cpu")
         if self.gpu:
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)
-        dist.init_process_group("nccl" if self.gpu else "gloo")
+        dist.init_process_group("nccl" if self.gpu else "gloo", timeout=timedelta(minutes=2), **init)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.heads, self.head_dim = (HEADS, HEAD_DIM) if self.gpu else ((8, 4), 16)
         self.dtype = torch.bfloat16 if self.gpu else torch.float32
@@ -71,12 +75,12 @@ class Bench:
             self.meshes["2-D"] = init_device_mesh(kind, (2, self.world // 2))
         self.cells: list[Cell] = []
         self.facts: dict[str, Any] = {}
-        self.one_gpu: tuple[float, float] = (0.0, 0.0)
-        self.one_flops = 0.0
+        self.one_gpu: dict[str, tuple[float, float]] = {}
+        self.begin = time.perf_counter()
 
     def say(self, text: str) -> None:
         if self.rank == 0:
-            print(text, flush=True)
+            print(f"{time.perf_counter() - self.begin:5.0f} s  {text}", flush=True)
 
     def time_ms(self, function: Callable[[], Any]) -> float:
         """The median of rounds, each the largest time of all ranks."""
@@ -113,34 +117,50 @@ class Bench:
             for count in heads
         ]
 
-    def alone(self, tokens: int) -> None:
-        """One GPU: times, and whether all ways over ranks give its results."""
-        q, k, v, dout = self.tensors(tokens, 5)
+    def alone(self, tokens: int, bounds: list[int] | None = None, checked: bool = True) -> None:
+        """One GPU: times of one sequence or of packed documents; if ``checked``, also whether all ways over
+        ranks give its results.
+        """
+        q, k, v, dout = self.tensors(tokens, 5, (1,) if bounds is None else ())
         for x in (q, k, v):
             x.requires_grad_()
-        out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True)
+        options: dict[str, Any] = {"causal": True}
+        if bounds is not None:
+            for side in ("q", "kv"):
+                options[f"cu_seqlens_{side}"] = torch.tensor(bounds, dtype=torch.int32, device=self.device)
+                options[f"max_seqlen_{side}"] = max(end - begin for begin, end in pairwise(bounds))
+        out, lse = flashgen.attention(q, k, v, return_lse=True, **options)
         right = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         with torch.no_grad():
-            forward = self.time_ms(lambda: flashgen.attention(q, k, v, causal=True))
+            forward = self.time_ms(lambda: flashgen.attention(q, k, v, **options))
         backward = self.time_ms(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
-        self.one_gpu, self.one_flops = (forward, backward), self.flops(((0, tokens),))
-        self.add(Cell("one GPU", tokens, 1, forward, backward, None, (1.0, 1.0)))
+        kind = _documents(bounds)
+        self.one_gpu[f"{tokens}{kind}"] = forward, backward
+        self.add(Cell("one GPU" + kind, tokens, 1, forward, backward, None, (1.0, 1.0)))
+        if not checked:
+            return
+        axis, layout = (1, "zigzag") if bounds is None else (0, "documents")
         for name, options in self.ways():
-            where = {"mesh": options["mesh"]}
-            shards = [distributed.shard(x.detach(), 1, **where).requires_grad_() for x in (q, k, v)]
-            some = distributed.shard(dout, 1, **where).contiguous()
+            where = {"mesh": options["mesh"], "layout": layout, "cu_seqlens": bounds}
+            shards = [distributed.shard(x.detach(), axis, **where).requires_grad_() for x in (q, k, v)]
+            some = distributed.shard(dout, axis, **where).contiguous()
             results, passes = None, []
             for _ in range(2):
                 results = distributed.attention(
-                    *shards, causal=True, return_lse=True, deterministic=True, **options
+                    *shards,
+                    causal=True,
+                    return_lse=True,
+                    deterministic=True,
+                    layout=layout,
+                    cu_seqlens=bounds,
+                    **options,
                 )
                 passes.append((*results, *torch.autograd.grad(results[0], shards, some)))
-            dims = (1, 2)
             same = all(
                 torch.equal(x, distributed.shard(y, dim, **where))
-                for x, y, dim in zip(results, (out.detach(), lse.detach()), dims, strict=True)
+                for x, y, dim in zip(results, (out.detach(), lse.detach()), (axis, -1), strict=True)
             )
-            parts = (distributed.shard(x, 1, **where).float() for x in right)
+            parts = (distributed.shard(x, axis, **where).float() for x in right)
             errors = [
                 float((x.float() - y).norm() / y.norm()) for x, y in zip(passes[0][2:], parts, strict=True)
             ]
@@ -149,12 +169,12 @@ class Bench:
             dist.all_reduce(flags, op=dist.ReduceOp.MIN)
             worst = torch.tensor(errors, device=self.device)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            self.facts[name] = {
+            self.facts[name + kind] = {
                 "bits of one GPU": bool(flags[0]),
                 "repeatable": bool(flags[1]),
                 "errors of dq, dk, dv": [float(x) for x in worst],
             }
-            self.say(f"{name}: {self.facts[name]}")
+            self.say(f"{name}{kind}: {self.facts[name + kind]}")
 
     def ways(self) -> list[tuple[str, dict[str, Any]]]:
         ways: list[tuple[str, dict[str, Any]]] = [
@@ -164,20 +184,25 @@ class Bench:
             ways.append((f"2 x {self.world // 2}", {"mesh": self.meshes["2-D"]}))
         return ways
 
-    def measure(self, tokens: int, cu_seqlens: list[int] | None = None) -> None:
-        """All ways over ranks, of one sequence or of packed documents."""
+    def shards(self, tokens: int, cu_seqlens: list[int] | None) -> tuple[Any, ...]:
+        """q, k, v and dout of this rank, of one sequence or packed documents, and the options of a call."""
         layout = "zigzag" if cu_seqlens is None else "documents"
         bounds = (0, tokens) if cu_seqlens is None else tuple(cu_seqlens)
         count = tokens_of(runs_of(layout, bounds, self.world)[self.rank])
-        more: dict[str, Any] = {"seqlen": tokens} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-        q, k, v, dout = self.tensors(count, self.rank, (1,) if cu_seqlens is None else ())
-        for x in (q, k, v):
+        options: dict[str, Any] = {"seqlen": tokens} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        *inputs, dout = self.tensors(count, self.rank, (1,) if cu_seqlens is None else ())
+        for x in inputs:
             x.requires_grad_()
-        ideal = self.flops(pairwise(bounds)) / self.one_flops
+        return (*inputs, dout, options | {"layout": layout, "causal": True})
+
+    def measure(self, tokens: int, cu_seqlens: list[int] | None = None) -> None:
+        """All ways over ranks, of one sequence or of packed documents."""
+        q, k, v, dout, more = self.shards(tokens, cu_seqlens)
+        alone = self.ms_alone(tokens, cu_seqlens)
         for name, options in self.ways():
 
             def forward(options: dict[str, Any] = options) -> Tensor:
-                return distributed.attention(q, k, v, layout=layout, causal=True, **more, **options)
+                return distributed.attention(q, k, v, **more, **options)
 
             with torch.no_grad():
                 ms = self.time_ms(forward)
@@ -186,51 +211,63 @@ class Bench:
             del out
             inner = {"gather": 1, "ulysses": self.world}.get(name, self.world // 2)
             part = distributed.partition(
-                bounds,
+                cu_seqlens or (0, tokens),
                 world=self.world,
                 heads=self.heads,
                 head_dim=self.head_dim,
-                layout=layout,
+                layout=more["layout"],
                 inner=inner,
             )
-            speedup = tuple(ideal * one / x for one, x in zip(self.one_gpu, (ms, back), strict=True))
+            speedup = tuple(one / x for one, x in zip(alone, (ms, back), strict=True))
             predicted = (part.forward.total, part.backward.total)
-            kind = "" if cu_seqlens is None else f", {len(cu_seqlens) - 1} documents"
-            self.add(Cell(name + kind, tokens, self.world, ms, back, predicted, speedup))
+            self.add(Cell(name + _documents(cu_seqlens), tokens, self.world, ms, back, predicted, speedup))
 
     def torch_context_parallel(self, tokens: int) -> None:
-        """The forward pass of torch's context_parallel with cuDNN, kv heads repeated."""
+        """Both passes of torch's context_parallel with cuDNN, kv heads repeated."""
         if not self.gpu:
             return
         from torch.distributed.tensor.experimental import context_parallel
+        from torch.nn import functional
         from torch.nn.attention import SDPBackend, sdpa_kernel
-        from torch.nn.functional import scaled_dot_product_attention
 
-        q, k, v, _ = self.tensors(tokens, 5)
+        *tensors, dout = self.tensors(tokens, 5)
         group = self.heads[0] // self.heads[1]
-        q, k, v = (
-            x.repeat_interleave(times, 2).transpose(1, 2).contiguous()
-            for x, times in ((q, 1), (k, group), (v, group))
-        )
+        times = (1, group, group, 1)
+        buffers = [
+            x.repeat_interleave(count, 2).transpose(1, 2).contiguous()
+            for x, count in zip((*tensors, dout), times, strict=True)
+        ]
+        del tensors, dout
         with (
-            torch.no_grad(),
-            context_parallel(self.meshes[""], buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]),
+            context_parallel(
+                self.meshes[""], buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers={*buffers}
+            ),
             sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
         ):
-            ms = self.time_ms(lambda: scaled_dot_product_attention(q, k, v, is_causal=True))
-        speedup = (self.one_gpu[0] / ms, None)
-        self.add(Cell("torch context_parallel, cuDNN", tokens, self.world, ms, None, None, speedup))
+            *inputs, dout = buffers
 
-    def trace(self, tokens: int, path: Path) -> None:
-        """A timeline of both passes of a gather on rank 0, for chrome://tracing, and how long no kernel of
-        attention ran in it.
+            # context_parallel replaces the function in its module.
+            def forward() -> Tensor:
+                return functional.scaled_dot_product_attention(*inputs, is_causal=True)
+
+            with torch.no_grad():
+                ms = self.time_ms(forward)
+            for x in inputs:
+                x.requires_grad_()
+            out = forward()
+            back = self.time_ms(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
+        alone = self.ms_alone(tokens)
+        speedup = alone[0] / ms, alone[1] / back
+        self.add(Cell("torch context_parallel, cuDNN", tokens, self.world, ms, back, None, speedup))
+
+    def trace(self, tokens: int, path: Path, bounds: list[int] | None = None) -> None:
+        """A timeline of both passes of a gather on rank 0, for chrome://tracing; the longest kernels, and how
+        long none ran.
         """
-        q, k, v, dout = self.tensors(tokens // self.world, self.rank)
-        for x in (q, k, v):
-            x.requires_grad_()
+        q, k, v, dout, options = self.shards(tokens, bounds)
 
         def both() -> None:
-            out = distributed.attention(q, k, v, causal=True, method="gather", mesh=self.meshes[""])
+            out = distributed.attention(q, k, v, method="gather", mesh=self.meshes[""], **options)
             torch.autograd.grad(out, (q, k, v), dout)
 
         both()
@@ -241,20 +278,33 @@ class Bench:
             both()
             if self.gpu:
                 torch.cuda.synchronize()
-        if self.rank == 0:
-            profile.export_chrome_trace(str(path))
-            times = {
-                event.key: event.self_device_time_total / 1e3
-                for event in profile.key_averages()
-                if getattr(event, "self_device_time_total", 0)
-            }
-            for name, ms in sorted(times.items(), key=lambda item: -item[1])[:12]:
-                self.say(f"{ms:9.3f} ms  {name[:90]}")
+        if self.rank:
+            return
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        kernels = sorted(
+            (x["ts"], x["ts"] + x["dur"], x["name"])
+            for x in events
+            if x.get("cat") in ("kernel", "gpu_memcpy")
+        )
+        times: dict[str, float] = {}
+        idle, last = 0.0, kernels[0][0] if kernels else 0.0
+        for begin, end, name in kernels:
+            times[name] = times.get(name, 0.0) + (end - begin) / 1e3
+            idle, last = idle + max(0.0, begin - last) / 1e3, max(last, end)
+        span = (last - kernels[0][0]) / 1e3 if kernels else 0.0
+        self.say(f"timeline{_documents(bounds)}: {span:.2f} ms, without a kernel {idle:.2f} ms")
+        for name, ms in sorted(times.items(), key=lambda item: -item[1])[:12]:
+            self.say(f"{ms:9.3f} ms  {name[:90]}")
 
-    def flops(self, documents: Any) -> float:
-        """Of the forward pass, of causal documents with these bounds."""
-        pairs = sum((end - begin) * (end - begin + 1) / 2 for begin, end in documents)
-        return 4.0 * self.heads[0] * self.head_dim * pairs
+    def ms_alone(self, tokens: int, bounds: list[int] | None = None) -> tuple[float, float]:
+        """Both passes on one GPU, where not measured by the pairs of the first length that was."""
+        times = self.one_gpu.get(f"{tokens}{_documents(bounds)}")
+        if times is None:
+            (first, times), *_ = self.one_gpu.items()
+            ratio = _pairs(bounds or [0, tokens]) / _pairs([0, int(first)])
+            times = times[0] * ratio, times[1] * ratio
+        return times
 
     def add(self, cell: Cell) -> None:
         self.cells.append(cell)
@@ -268,6 +318,19 @@ class Bench:
             f"{predicted}; {speedup}"
         )
 
+    def save(self, path: Path | None) -> None:
+        """Rank 0 writes all numbers so far as JSON."""
+        if path is None or self.rank:
+            return
+        record = {
+            "world": self.world,
+            "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name() if self.gpu else None,
+            "checks": self.facts,
+            "cells": [asdict(cell) for cell in self.cells],
+        }
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
 
 def zipf(tokens: int, documents: int) -> list[int]:
     """The bounds of documents whose lengths follow Zipf's law, in random order."""
@@ -280,6 +343,24 @@ def zipf(tokens: int, documents: int) -> list[int]:
     return [*bounds[:-1], tokens]
 
 
+def _documents(bounds: list[int] | None) -> str:
+    """What the name of a cell says of packed documents."""
+    return "" if bounds is None else f", {len(bounds) - 1} documents"
+
+
+def _pairs(bounds: list[int]) -> float:
+    """The (query, key) pairs of causal documents with these bounds."""
+    return sum((end - begin) * (end - begin + 1) / 2 for begin, end in pairwise(bounds))
+
+
+def _process(rank: int, options: argparse.Namespace, ranks: int, folder: str) -> None:
+    """One process of several that `main` starts."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks)}
+    init = {"store": dist.FileStore(f"{folder}/rendezvous", ranks), "rank": rank, "world_size": ranks}
+    measure(options, **init)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print; rank 0 writes the same as JSON."""
     parser = argparse.ArgumentParser(
@@ -288,31 +369,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 17, 1 << 19, 1 << 20])
     parser.add_argument("--documents", type=int, default=1 << 19, help="tokens of the packed documents")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, help="processes to start; by default one for each GPU")
     parser.add_argument("--small", action="store_true", help="few tokens on CPUs")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--trace", type=Path, help="write a timeline of the first length here")
     options = parser.parse_args(arguments)
     # Multicast over NVLink is off: some hosts reset links when a process with it ends.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    bench = Bench(options.small, 1 if options.small else options.rounds)
-    lengths = [bench.world * 256, bench.world * 512] if options.small else options.tokens
-    documents = bench.world * 300 if options.small else options.documents
-    bench.alone(lengths[0])
-    bench.torch_context_parallel(lengths[0])
-    for tokens in lengths:
+    if "RANK" in os.environ:
+        measure(options)
+        return
+    ranks = options.ranks or (2 if options.small else torch.cuda.device_count())
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_process, (options, ranks, folder), ranks)
+
+
+def measure(options: argparse.Namespace, **init: Any) -> None:
+    """One process: all cells. ``init`` says how processes meet, where the environment does not."""
+    bench = Bench(options.small, 1 if options.small else options.rounds, **init)
+    lengths = [bench.world * 256, bench.world * 128] if options.small else options.tokens
+    documents = bench.world * 200 if options.small else options.documents
+    bounds = zipf(documents, 20 if options.small else DOCUMENTS)
+    for tokens in sorted(lengths, key=lambda tokens: tokens != lengths[0]):
+        if tokens <= lengths[0]:
+            bench.alone(tokens, checked=tokens == lengths[0])
         bench.measure(tokens)
-    bench.measure(documents, zipf(documents, 20 if options.small else DOCUMENTS))
+    if documents <= lengths[0]:
+        bench.alone(documents, bounds)
+    bench.measure(documents, bounds)
+    bench.save(options.json)
+    for tokens in lengths:
+        bench.torch_context_parallel(tokens)
+    bench.save(options.json)
     if options.trace:
         bench.trace(lengths[0], options.trace)
-    if options.json and bench.rank == 0:
-        record = {
-            "world": bench.world,
-            "torch": torch.__version__,
-            "gpu": torch.cuda.get_device_name() if bench.gpu else None,
-            "checks": bench.facts,
-            "cells": [asdict(cell) for cell in bench.cells],
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        bench.trace(documents, options.trace.with_stem(options.trace.stem + "_documents"), bounds)
     dist.destroy_process_group()
 
 

@@ -71,7 +71,7 @@ def on_torch() -> Figures:
     (q, k, _, out), _ = sets
     kinds = calls(sets, lse, mask, torch.cuda.current_stream())
     kinds |= decoding(lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device="cuda"))
-    kinds |= training(sets[0])
+    kinds |= training(sets[0]) | dropins(sets[0])
     kinds["for scale: torch.add(q, k, out=out)"] = lambda: torch.add(q, k, out=out)
     return {name: host_time(call, torch.cuda.synchronize) for name, call in kinds.items()}
 
@@ -147,6 +147,27 @@ def training(tensors: list[Any]) -> dict[str, Callable[[], Any]]:
         "attention(q, k, v) and gradients": lambda: grad(flashgen.attention(*leaves), leaves, dout),
         "for scale: SDPA, recorded": lambda: sdpa(*turned),
         "for scale: SDPA and gradients": lambda: grad(sdpa(*turned), turned, dout_turned),
+    }
+
+
+def dropins(tensors: list[Any]) -> dict[str, Callable[[], Any]]:
+    """The functions of flash-attn, with q, k and v as one sequence and as four packed ones."""
+    import torch
+
+    from flashgen.compat import flash_attn
+
+    *inputs, dout = tensors
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    rows = inputs[0].shape[0] * inputs[0].shape[1]
+    packed = [x.reshape(rows, *x.shape[2:]) for x in inputs]
+    ends = torch.arange(0, rows + 1, rows // 4, dtype=torch.int32, device=dout.device)
+    bounds = (ends, ends, rows // 4, rows // 4)
+    return {
+        "flash_attn_func(q, k, v)": lambda: flash_attn.flash_attn_func(*inputs),
+        "flash_attn_func(q, k, v) and gradients": lambda: torch.autograd.grad(
+            flash_attn.flash_attn_func(*leaves), leaves, dout
+        ),
+        "flash_attn_varlen_func(q, k, v, ...)": lambda: flash_attn.flash_attn_varlen_func(*packed, *bounds),
     }
 
 

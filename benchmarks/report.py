@@ -54,6 +54,7 @@ _PEERS = {
     "torch-efficient": "SDPA efficient",
     "flash-attn-4": "FlashAttention-4",
     "flex-attention": "FlexAttention",
+    "cudnn-flex": "cuDNN flex attention",
     "flashinfer-decode": "FlashInfer",
     "flashinfer-fa2": "FlashInfer (`mma.sync`)",
     "flashinfer-fa3": "FlashInfer (Hopper)",

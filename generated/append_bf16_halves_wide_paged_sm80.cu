@@ -2,7 +2,7 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      dtype bf16, rotary halves, tables wide, pages paged
+// axes      dtype bf16, rotary halves, tables wide, pages paged, kv_dtype none, latent none, kv_scales none
 // tile      block_chunks 128
 // block     128 threads, 0 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
@@ -19,10 +19,10 @@ constexpr int kVector = 16 / int(sizeof(element));  // elements of a thread
 
 struct Params {
     const element* k_new;                 // (batch, seqlen_new, num_heads_kv, head_dim); rows 16-byte aligned
-    const element* v_new;                 // (batch, seqlen_new, num_heads_kv, head_dim_v); rows 16-byte aligned
+    const element* v_new;                 // (batch, seqlen_new, num_heads_kv, head_dim_v); rows 16-byte aligned; may be null
     const int32_t* lengths;               // (sequences,); tokens of each sequence in the cache
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned; may be null
-    const int32_t* pages;                 // (sequences, max_pages); may be null; entries past the last key are never read
+    const int32_t* pages;                 // (sequences, max_pages); entries past the last key are never read
     const float* cos;                     // (num_positions, rotary_half); rows 16-byte aligned; may be null
     const float* sin;                     // (num_positions, rotary_half); rows 16-byte aligned; may be null
     const int32_t* positions;             // (batch, seqlen_new); may be null; the row of cos and sin of each token; null: its position
@@ -55,7 +55,7 @@ struct Params {
     int64_t q_rotated_head_stride;
     int32_t sequences;
     int32_t seqlen_new;                   // tokens of a batch entry of k_new
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
@@ -103,7 +103,7 @@ append_bf16_halves_wide_paged_sm80(const __grid_constant__ Params params) {
     const int token = row / heads;
     const int head = row - token * heads;
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();

@@ -24,20 +24,20 @@ constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kP
 
 struct Params {
     const float* dq_accum;                // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
-    const int32_t* added;                 // (heads of the main grid): CTAs that will add no more to dq_accum
+    const int32_t* added;                 // (heads of the main grid): CTAs that have added all their dQ to dq_accum
     element* dq;                          // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
     int64_t dq_batch_stride;              // strides are in elements
     int64_t dq_row_stride;
     int64_t dq_head_stride;
     int32_t num_heads_q;
     int32_t key_blocks_of_head;           // thread blocks of the main kernel for each head of its grid
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
-// In the workspace a head has whole units of kRowUnit rows, so the last block of queries is within the array.
+// The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
 __device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
@@ -45,8 +45,8 @@ __device__ int64_t first_unit_row(const Params& params, int batch, int head);  /
 
 // dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
-// are contiguous. Elsewhere element e of all lanes is contiguous.
+// So the red instructions of a warp fill whole lines of 128 bytes. If one red adds four elements (kRedWidth of flashgen/ptx.cuh), the four
+// elements of a lane are contiguous. Otherwise element e of all 32 lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`

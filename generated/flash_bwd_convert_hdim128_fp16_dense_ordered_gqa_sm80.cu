@@ -28,13 +28,13 @@ struct Params {
     int64_t dq_row_stride;
     int64_t dq_head_stride;
     int32_t num_heads_q;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
-// In the workspace a head has whole units of kRowUnit rows, so the last block of queries is within the array.
+// The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
 __device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
@@ -42,8 +42,8 @@ __device__ int64_t first_unit_row(const Params& params, int batch, int head);  /
 
 // dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
-// are contiguous. Elsewhere element e of all lanes is contiguous.
+// So the red instructions of a warp fill whole lines of 128 bytes. If one red adds four elements (kRedWidth of flashgen/ptx.cuh), the four
+// elements of a lane are contiguous. Otherwise element e of all 32 lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
@@ -63,7 +63,7 @@ flash_bwd_convert_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Pa
     const int g = lane / 4;
     const int first_column = lane % 4 * 8;
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();

@@ -36,7 +36,7 @@
 //   barrier              arrivals of a phase                                          who waits
 //   q_full, dout_full    1: the producer, and the bytes of TMA                        consumers
 //   empty                4 kConsumers: lane 0 of each warp, after its last MMA        producer warpgroup
-//   ds_ready             4 kConsumers: lane 0 of each warp, dS written and read       consumers
+//   ds_ready             4 kConsumers: lane 0 of each warp, new dS written, old read  consumers
 //   other barriers       see NamedBarrier and Mbarriers
 
 using element = bf16;
@@ -62,12 +62,12 @@ constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and dO
 
 enum NamedBarrier : int {  // __syncthreads() has the number 0
-    kStoreBarrier = 1,  // + consumer: its dK or dV is in k or v, where TMA reads it: 128 threads, the consumer
-    kStartBarrier = 3,  // + consumer: the other consumer has issued S and dP, so this one may: 256 threads, both consumers
-    kAddedBarrier = 5,  // all dQ is added: the consumers arrive, count_added() waits, kAddedThreads
+    kStoreBarrier = 1,  // + consumer: the consumer has staged its dK or dV in k or v, for TMA. Its 128 threads
+    kStartBarrier = 3,  // + consumer: the other consumer has issued its S and dP, so this consumer may issue its S and dP. 256 threads
+    kAddedBarrier = 5,  // all dQ is added. Consumers arrive, count_added() waits: kAddedThreads
 };
 
-// The mbarriers. Of those that not every kernel has, the comment says who arrives and who waits.
+// The mbarriers. The map above says who arrives and who waits. If an mbarrier is not in the map, its comment says who.
 struct Mbarriers {
     uint64_t ds_ready;            // dS of a step is written, and dS of the step before is read
     uint64_t q_full[kStages];     // Q and LSE have arrived; with the first one K
@@ -75,10 +75,10 @@ struct Mbarriers {
     uint64_t empty[kStages];      // no warp reads the stage
 };
 
-// Begins at a multiple of 1024 bytes, where the pattern of the swizzle does.
+// Begins at a multiple of 1,024 bytes, as the pattern of the swizzle repeats every 1,024 bytes.
 struct SharedStorage {
-    element k[kPanels][kBlockN][kPanelColumns];   // dK leaves through it
-    element v[kPanelsV][kBlockN][kPanelColumns];  // dV leaves through it
+    element k[kPanels][kBlockN][kPanelColumns];   // at the end dK, for TMA
+    element v[kPanelsV][kBlockN][kPanelColumns];  // at the end dV, for TMA
     element q[kStages][kPanels][kBlockM][kPanelColumns];
     element dout[kStages][kPanelsV][kBlockM][kPanelColumns];
     element ds[2][kBlockM / 64][kBlockN][64];  // dS^T of a step, and of the step before, whose dQ is computed meanwhile
@@ -108,15 +108,15 @@ struct Params {
     tensor_map dout;                      // (head_dim_v, seqlen_q, num_heads_q, batch)
     tensor_map dk;                        // (head_dim, seqlen_kv, num_heads_kv, batch)
     tensor_map dv;                        // (head_dim_v, seqlen_kv, num_heads_kv, batch)
-    const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
+    const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that attends to no key
     const float* delta;                   // (heads, unit_rows): sum(dout * out) - dlse
     float* dq_accum;                      // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
     int32_t* cleared;                     // (heads of the main grid): CTAs that have cleared their part of dq_accum
-    int32_t* added;                       // (heads of the main grid): CTAs that will add no more to dq_accum
+    int32_t* added;                       // (heads of the main grid): CTAs that have added all their dQ to dq_accum
     int32_t num_heads_q;
     int32_t num_heads_kv;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t batch_size;                   // sequences
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
@@ -126,7 +126,7 @@ struct Params {
     float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
-// In the workspace a head has whole units of kRowUnit rows, so the last block of queries is within the array.
+// The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
 __device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
@@ -134,8 +134,8 @@ __device__ int64_t first_unit_row(const Params& params, int batch, int head);  /
 
 // dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
-// are contiguous. Elsewhere element e of all lanes is contiguous.
+// So the red instructions of a warp fill whole lines of 128 bytes. If one red adds four elements (kRedWidth of flashgen/ptx.cuh), the four
+// elements of a lane are contiguous. Otherwise element e of all 32 lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
@@ -143,8 +143,8 @@ __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, 
 // Visits the scores that a lane holds of a step
 template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded before the wait for the MMAs of these scores, which hides their
-// latency.
+// LSE or delta of the queries whose scores a lane holds, in pairs. They are loaded before the wait for the MMAs of these scores, so that the
+// MMAs hide the latency of the loads.
 struct QueryValues {
     float2 values[kBlockM / 8];
 
@@ -166,7 +166,7 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
+// The blocks with a query that attends to a key of [first_key, first_key + kBlockN)
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 // Masks the scores of queries that do not attend to their key
 __device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
@@ -177,8 +177,7 @@ __device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, 
 // Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
 __device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
 
-// The keys of a thread block. It computes their dK and dV, summed over the query heads of their kv head or over a part of these, and their part
-// of dQ.
+// The keys of a thread block, which computes their dK and dV and adds their share of dQ.
 struct KeyBlock {
     int batch;
     int kv_head;
@@ -203,7 +202,7 @@ struct Barriers {
     shared_address first;
 
     // Complete when every consumer warp has written its part of a step's dS and has read dS of the step before. It completes once more after
-    // the last step: no warp reads K.
+    // the last step, when no warp reads K any longer.
     __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
     __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
@@ -222,7 +221,7 @@ struct Barriers {
     }
 };
 
-// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
 template <int kLength>
 struct RingPosition {
     int stage = 0;
@@ -239,7 +238,8 @@ __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes 
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// registers.
 template <int kColumns>
 struct PackedScores {
     uint32_t fragment[kColumns / 16][4];
@@ -261,7 +261,7 @@ __device__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, s
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
 // Issues dQ = dS K over the keys of the thread block
 template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem);
-__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
+__device__ int mapped_row(const Params&, int key);  // The row of a key in the tensor maps of K and V
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
 __device__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane);
 // Where a lane adds its elements of dQ of a step, from `first_column` on
@@ -319,8 +319,8 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
-    // Other thread blocks clear dq_accum. Consumers add to it after they have waited for a load that is started here: Q of the second step, or dO
-    // where there is one step.
+    // Other thread blocks clear dq_accum. Wait for them before the load that lets the consumers add: Q of the second step, or dO if there is
+    // only one step.
     await_cleared(params, block);
     if (count == 1) load_dout(params, rows_of(params, block, step), shared, barriers, 0, kBytesWithDout);
     // The wait for a stage that no step has used returns at once: the phase of parity 1 of a new mbarrier counts as ended.
@@ -413,12 +413,12 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         pin_registers(ds);
         compute_ds(ds, p, delta);
         packed_ds.set(ds);
-        // 5. dS^T to shared memory, for both consumers. Wait until all warps have written dS of step i - 1, and so have read dS of step
+        // 5. dS^T to shared memory, for both consumers. Wait until all warps have written dS of step i - 1. By then they have read dS of step
         // i - 2, whose buffer this step takes. For i = 0 the wait returns at once: the phase of parity 1 of a new mbarrier counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
-        // 6. dQ = dS K of the previous step: issue. The first step has no previous dS: it reads K as dS and discards the result, as ptxas would
-        // serialise all MMAs if some were conditional.
+        // 6. dQ = dS K of the previous step: issue. The first step has no previous dS: it reads K as dS and discards the result. If some MMAs
+        // were conditional, ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         float* dq_sums = dq_address_of(previous);
@@ -450,15 +450,15 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
         add_dq_of_warp(dq_address_of(previous), dq);
     }
     barrier_arrive(kAddedBarrier, kAddedThreads);
-    // dV is staged over the consumer's V, which it has not read since the last dP. dK is staged over K, which both consumers read for dQ: wait for
-    // one more phase of ds_ready.
+    // dV is staged in the consumer's part of V, which it last read for dP. dK is staged in K, which both consumers read for dQ: wait for one more
+    // phase of ds_ready.
     release(barriers.ds_ready());  // this warp no longer reads K
     const int first_key = block.first_key + 64 * consumer;
     const int kv_head = kv_head_of(params, block);
     store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_smem, first_key, kv_head, block.batch, kStoreBarrier + consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K
     store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_smem, first_key, kv_head, block.batch, kStoreBarrier + consumer, lane);
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // TMA must read shared memory before the exit; the grid's end waits for the writes
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -480,7 +480,7 @@ flash_bwd_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
         prefetch_tensormap(params.dv);
     }
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -515,9 +515,9 @@ __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& par
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
-// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
-// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
-// keys and columns are queries, of S rows are queries and columns are keys.
+// Visits the scores that a lane holds of a step. In visit(row, column, score), `row` is 0 or 8 and counts from the lane's first row: the warp's
+// first row + lane / 4. `column` is 8 j or 8 j + 1 and counts from the lane's first column: the step's first column + lane % 4 * 2. Both are
+// constants after unrolling. Rows of S^T are keys, and its columns queries. Rows of S are queries, and its columns keys.
 template <typename Visit>
 __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
 #pragma unroll
@@ -532,13 +532,13 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
 
 // ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
-// The first query that attends to a key: the query of its diagonal; to a key past the last none does.
+// The first query that attends to a key: the query on its diagonal. No query attends to a key past the last one.
 __device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
     const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
     return max(diagonal, 0);
 }
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
+// The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int begin = max(0, first_key - params.diagonal_offset);
     const int end = params.seqlen_q;
@@ -546,8 +546,8 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
     return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones. Queries past the last are
-// not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first key and first query. Queries
+// past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
     const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
     for_each_score(scores, [&](int key, int query, float& score) {
@@ -556,7 +556,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 }
 // ====
 
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for queries that see nothing and for queries past the last: P is 0
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for queries that attend to no key and for queries past the last one: P is 0
 // there, if S is finite.
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
@@ -578,8 +578,8 @@ __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float
 }
 
 // The block of keys of a thread block.
-// Heads are launched in groups of heads_per_l2_group, about as many thread blocks as run at a time, or one head. The first blocks of all heads of
-// a group are launched first, then the second ones. The blocks of a head run at about the same time, so they share its queries in L2.
+// Heads are launched in groups of heads_per_l2_group: about as many thread blocks as run at a time, but at least one head. The first blocks of all
+// heads of a group are launched first, then the second ones. So the blocks of a head run at about the same time, and share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_l2_group * params.num_row_blocks) * params.heads_per_l2_group;
     const int group_heads = min(params.heads_per_l2_group, params.batch_size * params.num_heads_kv - first_head);
@@ -587,7 +587,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     KeyBlock block;
     const int blocks_before = index_in_group / group_heads;  // of its head
     const int head_of_batch = first_head + index_in_group - blocks_before * group_heads;
-    // The first keys first: under a diagonal the most queries attend to them, so the grid ends with short blocks.
+    // Launch the first keys first: under a diagonal the most queries attend to them, so the grid ends with short blocks.
     block.first_key = blocks_before * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
     block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
@@ -597,7 +597,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
 // The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
-// The query head of a step: each has a kv head of its own.
+// The query head of a step: the same as the kv head, because each query head has its own kv head.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
 // The first step of a thread block.
@@ -608,10 +608,9 @@ __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const
 // The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+// The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
+// 64 x N in fp32. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // the simulator emulates them in C++
 
 // wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
@@ -629,7 +628,7 @@ __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: the M or N dimension is contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
@@ -671,8 +670,8 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -715,8 +714,8 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores<kBl
     wgmma_commit();
 }
 
-// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each key has a row, with
-// 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
+// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each row is a key, with
+// 64 queries in dS^T, and with the columns of a panel in K. SBO leads to the next eight keys.
 template <int kCount>
 __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate) {
 #pragma unroll
@@ -737,8 +736,8 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_sm
     wgmma_commit();
 }
 
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
-// all others, whatever these hold: 0 * NaN would be NaN.
+// The row of a key in the tensor maps of K and V. The maps end with the last key that any query attends to. For later keys TMA fills in zeros,
+// because 0 times a NaN in memory would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
@@ -787,7 +786,7 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
 }
 
 // Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`.
-// No warp reads `staging` any more. `barrier` is the warpgroup's named barrier; one thread starts the TMA stores.
+// Call it when no warp reads `staging` any more. `barrier` is the warpgroup's named barrier; one thread starts the TMA stores.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
                                                int first_row, int head, int batch, int barrier, int lane) {
@@ -841,7 +840,7 @@ __device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock
 
 // Waits until dq_accum of the head is clear.
 // The producer thread calls it before it loads Q of the second step, in which consumers add dQ of the first step. Their wait for that Q passes the
-// acquire on to them. Where there is a single step, their wait for its dO does.
+// acquire on to them. If there is only one step, their wait for its dO does.
 __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlock& block) {
     const int head = head_of_grid(params, block);
     if (head < params.clear_distance) return;
@@ -904,9 +903,9 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 }
 
 // Starts the first loads of a thread block: K and Q, V and dO of the first step.
-// One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0), V on dout_full(0), and so does the
-// peer's K of a cluster. Their bytes may arrive before load_q() and load_dout() announce them: the phase cannot end without the arrival of the
-// announcing thread. A thread block without steps loads nothing.
+// One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0). V completes on dout_full(0). In a
+// cluster the peer's K completes there, too. Their bytes may arrive before load_q() and load_dout() announce them: a phase does not end without
+// the arrival of the thread that announces. A thread block without steps loads nothing.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
@@ -918,7 +917,7 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
     load_rows<kPanels, kBlockN>(shared, params.k, barriers.q_full(0), row, kv_head, batch);
     load_q(params, rows, shared, barriers, 0, kKBytes);
     load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.dout_full(0), row, kv_head, batch);
-    // With one step produce() loads dO, after its wait for the zeros in dq_accum: this load tells the consumers to add.
+    // If there is only one step, produce() loads dO after its wait for the zeros in dq_accum: the arrival of this dO lets the consumers add dQ.
     if (count > 1) load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
 }
 

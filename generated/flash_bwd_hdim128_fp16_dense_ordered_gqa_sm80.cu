@@ -19,10 +19,11 @@
 // thread blocks of a head add their dQ to dq_accum in global memory, which is fp32. The convert kernel rounds it.
 //
 // Map
-//   warps             kWarps = 8, a grid of kKeyWarps = 4 by kQueryWarps = 2. Each copies a share of Q and dO (cp.async) and has some keys, and some
-//                     queries of a step. It takes P^T and dS^T of its own queries from registers, of other warps' queries from shared memory
+//   warps             kWarps = 8, a grid of kKeyWarps = 4 by kQueryWarps = 2. Each copies a share of Q and dO (cp.async) and computes S^T of
+//                     some keys and some queries of a step. For dV and dK it has P^T and dS^T of its queries in registers, and reads those
+//                     of other queries from shared memory
 //   shared memory     K, kBlockN = 128 rows of kRowBytes = 256; V, of kRowBytesV = 256; dS of a step; then kStages = 2 stages of Q, dO, LSE and delta
-//   barrier           barrier_sync(kThreads): all warps, before they read what the others have copied or stored, and before it is overwritten
+//   barrier           barrier_sync(kThreads): all warps, before they read what other warps have copied or stored, and before that memory is overwritten
 
 using element = fp16;
 
@@ -38,8 +39,8 @@ enum NamedBarrier : int {  // barrier_sync(threads) has the number 1
     kAddedBarrier = 2,  // all warps have added their part of dQ: the first one waits, kThreads
 };
 
-// Warps form a grid of kKeyWarps by kQueryWarps. A warp has kWarpKeys by kWarpQueries of S^T, and for its keys the kQueryWarps-th part of
-// the columns of dK and dV, over all queries.
+// Warps form a grid of kKeyWarps by kQueryWarps. A warp computes kWarpKeys by kWarpQueries of S^T. It sums a part of dK and dV of its keys over
+// all queries: one of kQueryWarps equal parts of the columns.
 constexpr int kKeyWarps = 4;
 constexpr int kQueryWarps = 2;
 constexpr int kWarpKeys = kBlockN / kKeyWarps;
@@ -49,7 +50,7 @@ constexpr int kQueryTiles = kWarpQueries / 8;              // and along the quer
 constexpr int kDkTiles = kHeadDim / kQueryWarps / 8;       // MMA tiles of dK along the head dimension
 constexpr int kDvTiles = kHeadDimV / kQueryWarps / 8;      // and of dV
 
-// dQ: 32 rows a warp where rows, warps and pairs of chunks divide so, else 16. A pair is two chunks of 16 bytes, side by side in a row.
+// A warp computes 32 rows of dQ where rows, warps and pairs of chunks can be divided so, else 16. A pair is two chunks of 16 bytes, side by side in a row.
 constexpr int kPairColumns = 32 / sizeof(element);  // that a warp fetches at a time
 constexpr bool kTallDq = kBlockM % 32 == 0 && kWarps % (kBlockM / 32) == 0 && kHeadDim / kPairColumns % (kWarps / (kBlockM / 32)) == 0;
 constexpr int kDqRowWarps = kTallDq ? kBlockM / 32 : kBlockM / 16;
@@ -57,8 +58,8 @@ constexpr int kDqColumnWarps = kWarps / kDqRowWarps;
 constexpr int kDqRowTiles = kBlockM / kDqRowWarps / 16;
 constexpr int kDqColumnTiles = kHeadDim / kDqColumnWarps / 8;
 constexpr int kDqPairs = kHeadDim / kDqColumnWarps / kPairColumns;
-// SwizzledRows::step() is an addition only where start and step have no bit in common. So pairs go to the warps in turn where the number of
-// warps is a power of two. Elsewhere a warp's pairs lie side by side, and their number is a power of two.
+// SwizzledRows::step() is an addition only where start and step have no bit in common. So warps take pairs in turn where the number of warps
+// is a power of two. Elsewhere a warp's pairs are side by side, and their number is a power of two.
 constexpr bool kDqInTurn = (kDqColumnWarps & (kDqColumnWarps - 1)) == 0;
 constexpr int kDqPairStride = kDqInTurn ? kDqColumnWarps : 1;  // from one pair of a warp to the next
 constexpr int kDqWarpStride = kDqInTurn ? 1 : kDqPairs;        // from the first pair of a warp to that of the next warp
@@ -106,12 +107,12 @@ struct Params {
     element* dk;                          // (batch, seqlen_kv, num_heads_kv, head_dim); rows 16-byte aligned
     element* dv;                          // (batch, seqlen_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
     const float* delta;                   // (heads, unit_rows): sum(dout * out) - dlse
-    const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
+    const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that attends to no key
     float* dq_accum;                      // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
     int32_t* turns;                       // (heads, blocks of queries): blocks of keys that have added to dq_accum
     float* dk_parts;                      // dK of each part of a group, in tiles of 16 rows by 8 columns
     float* dv_parts;                      // dV of each part of a group, in the same tiles
-    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); may be null; not 0 = hidden
+    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); not 0 = hidden
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
@@ -137,8 +138,8 @@ struct Params {
     int32_t num_heads_kv;
     int32_t group_parts;                  // parts of the query heads of a kv head
     int32_t heads_per_part;               // num_heads_q / num_heads_kv / group_parts
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
@@ -152,7 +153,7 @@ struct Params {
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
-// In the workspace a head has whole units of kRowUnit rows, so the last block of queries is within the array.
+// The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
 __device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
@@ -160,8 +161,8 @@ __device__ int64_t first_unit_row(const Params& params, int batch, int head);  /
 
 // dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
-// are contiguous. Elsewhere element e of all lanes is contiguous.
+// So the red instructions of a warp fill whole lines of 128 bytes. If one red adds four elements (kRedWidth of flashgen/ptx.cuh), the four
+// elements of a lane are contiguous. Otherwise element e of all 32 lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
@@ -190,7 +191,7 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
+// The blocks with a query that attends to a key of [first_key, first_key + kBlockN)
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 // Masks the keys that the mask hides from their query, and those outside the range of their query
 __device__ void apply_mask(const Params& params, Scores& scores, shared_address tile, int warp_key, int warp_query, int first_key,
@@ -201,8 +202,8 @@ __device__ void apply_mask(const Params& params, Scores& scores, shared_address 
 __device__ void exponentiate(Scores& scores, float scale_log2, shared_address lse, int lane);
 __device__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane);  // Turns dP^T into dS^T = P^T * (dP^T - delta)
 
-// The keys of a thread block. It computes their dK and dV, summed over the query heads of their kv head or over a part of these, and their part
-// of dQ.
+// The keys of a thread block, which computes their dK and dV and adds their share of dQ. dK and dV are sums over the query heads that share
+// the kv head, or over a part of these heads.
 struct KeyBlock {
     int batch;
     int group_part;  // of heads_per_part query heads, counted over the kv heads of the batch entry
@@ -215,7 +216,7 @@ __device__ KeyBlock find_key_block(const Params& params, int index);  // The blo
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
-    int head;  // the query head, counted from the thread block's first one
+    int head;  // see head_of()
     int block;
 };
 
@@ -226,7 +227,7 @@ __device__ int head_of(const Params& params, const KeyBlock& block, const Step& 
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks& queries);  // The step after this one
 
-// Which rows of a block of keys some query of the sequence sees: [begin, end).
+// The rows of a block of keys that at least one query of the sequence attends to: [begin, end).
 struct SeenRows {
     int begin;
     int end;
@@ -243,10 +244,8 @@ struct SeenRows {
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 __device__ int count_steps(const Params& params, const QueryBlocks& queries);  // How many steps a thread block has
 __device__ Step step_after(const Params& params, const KeyBlock& block, const Step& step, const QueryBlocks&);  // The step after this one
-// The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the addresses
-// that follow from it
-__device__ void stash_block(const KeyBlock& block, shared_address smem);
-__device__ KeyBlock stashed_block(shared_address smem);  // The block of keys that was stashed
+__device__ void stash_block(const KeyBlock& block, shared_address smem);  // Keeps the block in shared memory
+__device__ KeyBlock stashed_block(shared_address smem);  // The block that stash_block() has kept
 
 constexpr int kChunkElements = 16 / sizeof(element);
 
@@ -268,8 +267,8 @@ struct SwizzledRows {
     __device__ __forceinline__ SwizzledRows(shared_address block, int row, int chunk)
         : at(block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row))) {}
 
-    // The address `rows` further down, a multiple of 8, and `chunks` to the right. Within the period that step is an XOR: the chunk
-    // that it starts from has no bit in common with it.
+    // The address `rows` rows down, a multiple of 8, and `chunks` chunks to the right. Within the period the step to the right is an XOR, as the
+    // number of the first chunk has no bit in common with `chunks`.
     __device__ __forceinline__ shared_address step(int rows, int chunks) const {
         return (at ^ 16 * chunks % kPeriod) + rows * kRowBytes + 16 * chunks / kPeriod * kPeriod;
     }
@@ -373,10 +372,10 @@ __device__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const
 // Whether all earlier thread blocks have added to a step's block of queries
 __device__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step);
 __device__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step);  // Passes the turn to the next thread block
-// dQ of a warp's queries and columns in a step, added to what other thread blocks have
+// Computes dQ of a warp's queries and columns in a step, and adds it to dq_accum
 __device__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const RowsOfK& k_columns, shared_address smem,
     int first_row, int column_warp, int lane);
-// dV and dK of a warp's keys over the queries of the warps beside it, whose P and dS come from shared memory
+// Adds to dV and dK of a warp's keys what the queries of other warps contribute
 __device__ void mma_other_queries(Gradients& gradients, shared_address smem, shared_address q, shared_address dout, int warp_key, int part,
     int lane);
 
@@ -394,8 +393,7 @@ template <typename Rows> __device__ void store_rows(shared_address block, elemen
     int columns);
 // Writes the gradients of the warp's keys, summed over a part of the query heads, to the tiles of its first key
 template <int kColumns, int kTiles> __device__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane);
-// Writes dK and dV by way of the blocks of K and V, which every warp has finished with, or their sums over a part of a group's query heads
-// into the workspace
+// Writes dK and dV, staged in the shared memory of K and V, which no warp reads any longer
 __device__ void store_gradients(const Params& params, const KeyBlock& block, const Gradients& gradients, shared_address smem, int warp_key,
     int part, int lane);
 
@@ -421,7 +419,7 @@ flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params par
     const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp * kDqWarpStride, lane);
     Gradients gradients = {};
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -435,8 +433,8 @@ flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params par
         const shared_address stage = smem + kStagesOffset + left % kStages * kStageBytes;
         const shared_address q = stage + kQOffset;
         const shared_address dout = stage + kDoutOffset;
-        // 1. Wait for Q and dO. Every warp has finished with the buffers of the previous step that are written next. Start the copies of the
-        // next step where there is a second stage.
+        // 1. Wait for Q and dO. After the barrier every warp has finished with the buffers of the previous step, which are written next. Start
+        // the copies of the next step where there is a second stage.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         const KeyBlock block = stashed_block(smem);
@@ -497,10 +495,9 @@ __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& par
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
-// Visits the scores of S^T with their queries and keys. The scores are those of a warp's MMA tiles from key `first_key`
-// and query `first_query` on. For each query of this lane `at_query(query, lane_key)` returns a function, which is then called with
-// (step, score) for each score that this lane has of the query: that of key lane_key + step. The steps are constants, so that comparing
-// one takes one instruction.
+// Visits the scores of S^T with their queries and keys. The warp's MMA tiles begin at key `first_key` and query `first_query`. For each query
+// of this lane at_query(query, lane_key) returns a function. It is called with (step, score) for each score that the lane has of the query: the
+// score of key lane_key + step. Steps are constants, so that a comparison with one takes one instruction.
 template <typename AtQuery>
 __device__ __forceinline__ void for_each_score(Scores& scores, int first_query, int first_key, int lane, AtQuery at_query) {
 #pragma unroll
@@ -525,7 +522,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
 }
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
+// The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int last_key = min(first_key + kBlockN, params.seqlen_kv) - 1;
     const int begin = max(0, first_key - params.diagonal_offset - params.window_right);
@@ -583,8 +580,8 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
 __device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
 
 // The block of keys of a thread block.
-// Heads are launched in groups of heads_per_l2_group, about as many thread blocks as run at a time, or one head. The first blocks of all heads of
-// a group are launched first, then the second ones. The blocks of a head run at about the same time, so they share its queries in L2.
+// Heads are launched in groups of heads_per_l2_group: about as many thread blocks as run at a time, but at least one head. The first blocks of all
+// heads of a group are launched first, then the second ones. So the blocks of a head run at about the same time, and share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_l2_group * params.num_row_blocks) * params.heads_per_l2_group;
     const int group_heads = min(params.heads_per_l2_group, params.batch_size * heads_of_grid(params) - first_head);
@@ -617,9 +614,9 @@ __device__ __forceinline__ int head_of(const Params& params, const KeyBlock& blo
 }
 
 // The first step of a thread block.
-// Steps go from the first block of queries to the last. Under a diagonal a thread block begins with a block of queries to which no later keys
-// are visible, or with query 0. There it has the first turn, and from there on it follows the thread blocks of later keys.
-// The query heads follow each other, so that the gradients of their keys are summed here.
+// Steps go from the first block of queries to the last. Under a diagonal a thread block begins with query 0, or with queries that see no
+// later keys. There it has the first turn. After that it follows the thread blocks of later keys.
+// A thread block goes through one query head after another, and so sums the gradients of their keys.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {0, queries.first}; }
 
 // The step after this one.
@@ -627,7 +624,7 @@ __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& q
     return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
 }
 
-// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+// The rows of the block that begins at `first_key`. All other rows become zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
     const int end = keys_of_query(params, params.seqlen_q - 1).end;
     return {keys_of_query(params, 0).begin - first_key, end - first_key};
@@ -643,14 +640,14 @@ __device__ __forceinline__ Step step_after(const Params& params, const KeyBlock&
     return next_step(step, find_query_blocks(params, block.first_key));
 }
 
-// The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
-// addresses that follow from it.
+// Keeps the block in shared memory.
+// Each step and the epilogue read it from there, so that neither the block nor the addresses that follow from it take registers.
 __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address smem) {
     store_shared_64(smem + kBlockOffset, block.batch, block.group_part);
     store_shared_64(smem + kBlockOffset + 8, block.index, block.first_key);
 }
 
-// The block of keys that was stashed.
+// The block that stash_block() has kept.
 __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
     const uint4 words = load_shared_128(smem + kBlockOffset);
     KeyBlock block;
@@ -716,8 +713,8 @@ __device__ __forceinline__ void copy_mask(const Params& params, const KeyBlock& 
     }
 }
 
-// Starts the copy of kCount rows into shared memory. kChunks threads stand side by side along a row, and each takes every kChunks-th
-// chunk of its rows. Rows outside of [first_row, end_row) and elements from `columns` on become zeros. `row_stride` is in elements.
+// Starts the copy of kCount rows into shared memory. kChunks neighbouring threads share a row: each copies every kChunks-th
+// chunk of it. Rows outside of [first_row, end_row) and elements from `columns` on become zeros. `row_stride` is in elements.
 template <typename Rows, int kCount>
 __device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int first_row, int end_row,
                                           int columns) {
@@ -727,8 +724,8 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     const int chunk = threadIdx.x % Rows::kChunks;
     const Rows destination(block, row, chunk);
     source += row * row_stride + chunk * kChunkElements;
-    // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
-    // five, if it saw through the pointer.
+    // One pointer steps from row to row, by one addition. It is opaque, as the compiler would otherwise compute an address for each copy,
+    // with five instructions.
 #pragma unroll
     for (int first = 0; first < kCount; first += kRowsPerPass) {
         if (kCount % kRowsPerPass != 0 && first + row >= kCount) break;
@@ -890,7 +887,7 @@ __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& 
     store_release_32(turns_of(params, block, step), turn_of(params, block, step) + 1);
 }
 
-// dQ of a warp's queries and columns in a step, added to what other thread blocks have. `k_columns` are its columns of K.
+// Computes dQ of a warp's queries and columns in a step, and adds it to dq_accum. `k_columns` are the warp's columns of K.
 __device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const RowsOfK& k_columns,
                                        shared_address smem, int first_row, int column_warp, int lane) {
     float dq[kDqRowTiles][kDqColumnTiles][4] = {};
@@ -912,7 +909,7 @@ __device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& blo
     }
 }
 
-// dV and dK of a warp's keys over the queries of the warps beside it, whose P and dS come from shared memory.
+// Adds to dV and dK of a warp's keys what the queries of other warps contribute. P and dS of these come from shared memory.
 __device__ __forceinline__ void mma_other_queries(Gradients& gradients, shared_address smem, shared_address q, shared_address dout,
                                                   int warp_key, int part, int lane) {
 #pragma unroll
@@ -990,8 +987,8 @@ __device__ __forceinline__ void store_part(float* tiles, const float (&sums)[kKe
     }
 }
 
-// Writes dK and dV by way of the blocks of K and V, which every warp has finished with, or their sums over a part of a group's query heads into
-// the workspace.
+// Writes dK and dV, staged in the shared memory of K and V, which no warp reads any longer. Sums over a part of a group's query heads go to the
+// workspace instead.
 __device__ __forceinline__ void store_gradients(const Params& params, const KeyBlock& block, const Gradients& gradients,
                                                 shared_address smem, int warp_key, int part, int lane) {
     if (params.group_parts > 1) {

@@ -36,9 +36,9 @@
 //   ds_received       1, and the bytes that the peer sends                consumers
 //   slot_free         8: lane 0 of each consumer warp of the peer         consume_dk(), before it overwrites dS
 //
-// Two thread blocks are a cluster. They have neighbouring blocks of keys, go through the steps together and send each other their dS. Each
-// computes half of the columns of dQ, over the keys of both, so half as much is added to memory. So it also
-// loads the panels of the peer's K that have these columns, 16384 bytes.
+// Two thread blocks are a cluster. They have neighbouring blocks of keys, go through the same steps, and send each other their dS. Each
+// computes half of the columns of dQ, over the keys of both, so a cluster adds half as much to memory. For this a thread block also loads the
+// panels of the peer's K that have its columns of dQ, 16384 bytes.
 
 using element = bf16;
 
@@ -64,7 +64,7 @@ constexpr int kPanelsV = kHeadDimV / kPanelColumns;  // of V and dO
 
 constexpr int kPeerPanels = 2;  // of the peer's K: the panels with this thread block's half of the columns of dQ
 
-// The mbarriers of a thread block. Of those that not every kernel has, the comment says who arrives and who waits.
+// The mbarriers of a thread block. The map above says who arrives and who waits. If an mbarrier is not in the map, its comment says who.
 struct Mbarriers {
     uint64_t p_full;                   // P of a step is written
     uint64_t ds_ready;                 // P is read, dS is written, dQ of the step before is computed
@@ -75,8 +75,8 @@ struct Mbarriers {
     uint64_t slot_free[2];             // the peer has read dS that was sent to this slot
 };
 
-// Shared memory of a thread block. Rows of K, V, Q, dO and dS are in panels of 64 columns: 128 bytes a row, under the 128-byte swizzle. Two
-// steps have a buffer of dS each, as dQ of a step is computed in the next one.
+// Shared memory of a thread block. Rows of K, V, Q, dO and dS are in panels of 64 columns: 128 bytes a row, under the 128-byte swizzle. dS has
+// two buffers, because dQ of a step is computed in the next step.
 struct SharedStorage {
     element k[kPanels][kBlockN][kPanelColumns];
     element v[kPanelsV][kBlockN][kPanelColumns];
@@ -90,7 +90,7 @@ struct SharedStorage {
     Mbarriers mbarriers;
 };
 
-// Bytes and offsets of these arrays: a shared_address is a number.
+// Sizes and byte offsets of these arrays, to be added to a shared_address, which is an integer.
 constexpr int kKBytes = sizeof(SharedStorage::k);
 constexpr int kVBytes = sizeof(SharedStorage::v), kVOffset = offsetof(SharedStorage, v);
 constexpr int kQBytes = sizeof(SharedStorage::q) / kStages, kQOffset = offsetof(SharedStorage, q);
@@ -116,15 +116,15 @@ struct Params {
     tensor_map dout;                      // (head_dim_v, seqlen_q, num_heads_q, batch)
     tensor_map dk;                        // (head_dim, seqlen_kv, num_heads_kv, batch)
     tensor_map dv;                        // (head_dim_v, seqlen_kv, num_heads_kv, batch)
-    const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
+    const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that attends to no key
     const float* delta;                   // (heads, unit_rows): sum(dout * out) - dlse
     float* dq_accum;                      // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
     int32_t* cleared;                     // (heads of the main grid): CTAs that have cleared their part of dq_accum
-    int32_t* added;                       // (heads of the main grid): CTAs that will add no more to dq_accum
+    int32_t* added;                       // (heads of the main grid): CTAs that have added all their dQ to dq_accum
     int32_t num_heads_q;
     int32_t num_heads_kv;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t batch_size;                   // sequences
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
@@ -134,7 +134,7 @@ struct Params {
     float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
-// In the workspace a head has whole units of kRowUnit rows, so the last block of queries is within the array.
+// The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
 __device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
@@ -142,8 +142,8 @@ __device__ int64_t first_unit_row(const Params& params, int batch, int head);  /
 
 // dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
-// are contiguous. Elsewhere element e of all lanes is contiguous.
+// So the red instructions of a warp fill whole lines of 128 bytes. If one red adds four elements (kRedWidth of flashgen/ptx.cuh), the four
+// elements of a lane are contiguous. Otherwise element e of all 32 lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
@@ -151,8 +151,8 @@ __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, 
 // Visits the scores that a lane holds of a step
 template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded before the wait for the MMAs of these scores, which hides their
-// latency.
+// LSE or delta of the queries whose scores a lane holds, in pairs. They are loaded before the wait for the MMAs of these scores, so that the
+// MMAs hide the latency of the loads.
 struct QueryValues {
     float2 values[kBlockM / 8];
 
@@ -174,7 +174,7 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
+// The blocks with a query that attends to a key of [first_key, first_key + kBlockN)
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 // Masks the scores of queries that do not attend to their key
 __device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
@@ -185,8 +185,7 @@ __device__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, 
 // Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale
 __device__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta);
 
-// The keys of a thread block. It computes their dK and dV, summed over the query heads of their kv head or over a part of these, and their part
-// of dQ.
+// The keys of a thread block, which computes their dK and dV and adds their share of dQ.
 struct KeyBlock {
     int batch;
     int kv_head;
@@ -212,8 +211,8 @@ struct Barriers {
 
     // Complete when the dV consumer has written P of a step.
     __device__ __forceinline__ shared_address p_full() const { return at(offsetof(Mbarriers, p_full) / 8); }
-    // Complete when the dK consumer has read P of a step and has written its dS, and both have computed dQ of the step before. It completes
-    // once more after the last step: no warp reads K.
+    // Complete when the dK consumer has read P of a step and has written its dS, and both have computed dQ of the step before. It completes once
+    // more after the last step, when no warp reads K any longer.
     __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
     __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
@@ -242,7 +241,7 @@ struct Barriers {
     }
 };
 
-// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
 template <int kLength>
 struct RingPosition {
     int stage = 0;
@@ -254,9 +253,9 @@ struct RingPosition {
     }
 };
 
-// P goes from the dV consumer to the dK consumer in fp32, since dS takes P unrounded. Where a score has a derivative, P times the derivative
-// goes. The accumulators of both have the same layout, so a thread reads what the same thread of the other warpgroup wrote: 16 bytes at a time,
-// without bank conflicts.
+// The dV consumer passes P to the dK consumer in fp32, because dS needs P unrounded. If a score function has a derivative, the dV consumer
+// passes P times the derivative. The accumulators of both have the same layout, so a thread reads what the same thread of the other warpgroup
+// wrote: 16 bytes at a time, without bank conflicts.
 constexpr int kVectorBytes = 4 * sizeof(float);
 
 __device__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem);  // Stores P for the consumer of dK
@@ -286,7 +285,8 @@ struct HeldRows {
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns, int kHeld> __device__ void mma_scores(float (&scores)[kBlockM / 2], HeldRows<kHeld>& rows, shared_address b_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// registers.
 template <int kColumns>
 struct PackedScores {
     uint32_t fragment[kColumns / 16][4];
@@ -306,7 +306,7 @@ struct PackedScores {
 __device__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
-__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
+__device__ int mapped_row(const Params&, int key);  // The row of a key in the tensor maps of K and V
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ
 __device__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane);
 // Where a lane adds its elements of dQ of a step, from `first_column` on
@@ -354,7 +354,7 @@ constexpr int kBytesWithDout = kVBytes + kPeerKBytes;
 
 // Starts the first loads of a thread block
 __device__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers);
-// Whether some query of the block that begins with `first_query` does not attend to some of a warp's 16 keys
+// Whether the block that begins with `first_query` has a query that does not attend to all of a warp's 16 keys
 __device__ bool needs_mask(const Params& params, int first_key, int first_query);
 __device__ int rank_of(const KeyBlock& block);  // The rank of a thread block in its cluster
 __device__ int peer_of(const KeyBlock& block);  // The rank of the other thread block of the cluster
@@ -362,7 +362,7 @@ __device__ int first_key_of_pair(const KeyBlock& block);  // The first key of th
 __device__ int first_key_of_peer(const KeyBlock& block);  // The first key of the peer
 // The blocks of queries that both thread blocks go through
 __device__ QueryBlocks queries_of_block(const Params& params, const KeyBlock& block);
-__device__ int first_peer_panel(const KeyBlock& block);  // The first panel that is loaded of the peer's K
+__device__ int first_peer_panel(const KeyBlock& block);  // The first panel of the peer's K that is loaded
 // Starts loading kPeerPanels panels of the peer's K
 __device__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full);
 // Tells the peer that this warp has read dS of a slot
@@ -384,7 +384,7 @@ __device__ DqColumns columns_from(int first, const KeyBlock& block, shared_addre
 // Issues dQ = dS K over the keys of both thread blocks
 template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns);
 __device__ void send_ds(shared_address rows, shared_address ds_received, int peer);  // Sends a warp's 16 keys of dS, at `rows`, to the peer
-// Adds a warp's part of dQ of step `i`, at any time
+// Adds a warp's part of dQ of step `i`, in no fixed order
 template <int kCount> __device__ void add_dq_of_step(const Barriers&, int, float* own, const float (&dq)[kCount], int);
 
 // Timeline of step i. Time runs down, an arrow is an mbarrier, a double one crosses the cluster. MMAs run in the order in which they are
@@ -410,8 +410,8 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
     const int count = num_steps(params, queries);
     RingPosition<kStages> ring;
     Step step = first_step(params, block, queries);
-    // Other thread blocks clear dq_accum. Consumers add to it after they have waited for a load that is started here: Q of the second step, or dO
-    // where there is one step.
+    // Other thread blocks clear dq_accum. Wait for them before the load that lets the consumers add: Q of the second step, or dO if there is
+    // only one step.
     await_cleared(params, block);
     if (count == 1) load_dout(params, rows_of(params, block, step), shared, barriers, 0, kBytesWithDout);
     // The wait for a stage that no step has used returns at once: the phase of parity 1 of a new mbarrier counts as ended.
@@ -522,7 +522,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     // Write dV, staged over V. No warp reads V any longer: the dK consumer writes dS of the last step after its last MMA on V.
     store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, block.first_key, kv_head_of(params, block), block.batch,
                               kStoreBarrier, lane);
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // TMA must read shared memory before the exit; the grid's end waits for the writes
 }
 
 // The consumer of dK: warpgroup 2.
@@ -561,8 +561,9 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         compute_ds(ds, p, delta);
         PackedScores<kBlockM> packed_ds;
         packed_ds.set(ds);
-        // 2. Wait until the buffer is free: it has dS of step i - 2. The wait is for the peer, which has then read its copy of it. The warps here
-        // have read it too: p_full of step i implies ds_ready of step i - 1, and so dQ of step i - 2. For i < 2 the wait returns at once. Write dS.
+        // 2. Wait until the buffer is free, write dS. The buffer has dS of step i - 2. slot_free says that the peer has read its copy. The warps
+        // of this thread block have read theirs: p_full of step i implies ds_ready of step i - 1, and so dQ of step i - 2 is computed. For i < 2
+        // the wait returns at once.
         mbarrier_wait(barriers.slot_free(i % 2), (i / 2 + 1) % 2);
         const shared_address ds_smem = shared + kDsOffset + i % 2 * kDsBytes;
         store_ds(packed_ds, ds_smem, warp_row, lane);
@@ -578,7 +579,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         // The copy and the MMAs of dQ in the next step read dS by the async proxy, so a fence comes first.
         fence_proxy_async();
         __syncwarp();  // all lanes have read P and delta, and written their dS
-        // Announce the bytes that the peer sends. They may have come before: without this arrival the phase cannot complete.
+        // Announce the bytes that the peer sends. They may arrive before the announcement: the phase cannot complete without it.
         if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kOwnDsBytes);
         if (lane == 0) send_ds(ds_smem + warp_row * kPanelRowBytes, barriers.ds_received(i % 2), peer);
         // 5. Wait for dQ, release P and dS of both thread blocks, add dQ to memory while dK runs.
@@ -624,7 +625,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     }
     barrier_arrive(kAddedBarrier, kAddedThreads);
     release(barriers.ds_ready());  // this warp no longer reads K
-    mbarrier_wait(barriers.ds_ready(), count % 2);  // nor does any other: dK is staged there
+    mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K: dK is staged there
     // Shared memory must outlive the last two copies out of it, and the peer's last arrivals at slot_free here. The wait of this warpgroup is
     // enough, as the memory stays until the last thread of the block exits.
     if (count > 1) mbarrier_wait(barriers.slot_free(count % 2), (count - 2) / 2 % 2);
@@ -632,7 +633,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     // Write dK, staged over K.
     store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, shared, block.first_key, kv_head_of(params, block), block.batch,
                              kStoreBarrier + 1, lane);
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // TMA must read shared memory before the exit; the grid's end waits for the writes
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
@@ -653,9 +654,9 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
         prefetch_tensormap(params.dk);
         prefetch_tensormap(params.dv);
     }
-    cluster_arrive_relaxed();  // the dV consumer waits; the dK consumer follows it by p_full, and the producer sends nothing
+    cluster_arrive_relaxed();  // the dV consumer waits; the dK consumer waits for it (p_full); the producer sends nothing
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -693,9 +694,9 @@ __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& par
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
-// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
-// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
-// keys and columns are queries, of S rows are queries and columns are keys.
+// Visits the scores that a lane holds of a step. In visit(row, column, score), `row` is 0 or 8 and counts from the lane's first row: the warp's
+// first row + lane / 4. `column` is 8 j or 8 j + 1 and counts from the lane's first column: the step's first column + lane % 4 * 2. Both are
+// constants after unrolling. Rows of S^T are keys, and its columns queries. Rows of S are queries, and its columns keys.
 template <typename Visit>
 __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
 #pragma unroll
@@ -710,13 +711,13 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
 
 // ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
-// The first query that attends to a key: the query of its diagonal; to a key past the last none does.
+// The first query that attends to a key: the query on its diagonal. No query attends to a key past the last one.
 __device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
     const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
     return max(diagonal, 0);
 }
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
+// The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int begin = max(0, first_key - params.diagonal_offset);
     const int end = params.seqlen_q;
@@ -724,8 +725,8 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
     return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones. Queries past the last are
-// not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first key and first query. Queries
+// past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
     const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
     for_each_score(scores, [&](int key, int query, float& score) {
@@ -734,7 +735,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 }
 // ====
 
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for queries that see nothing and for queries past the last: P is 0
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for queries that attend to no key and for queries past the last one: P is 0
 // there, if S is finite.
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
@@ -756,8 +757,8 @@ __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float
 }
 
 // The block of keys of a thread block.
-// Heads are launched in groups of heads_per_l2_group, about as many thread blocks as run at a time, or one head. The first blocks of all heads of
-// a group are launched first, then the second ones. The blocks of a head run at about the same time, so they share its queries in L2.
+// Heads are launched in groups of heads_per_l2_group: about as many thread blocks as run at a time, but at least one head. The first blocks of all
+// heads of a group are launched first, then the second ones. So the blocks of a head run at about the same time, and share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_l2_group * params.num_row_blocks) * params.heads_per_l2_group;
     const int group_heads = min(params.heads_per_l2_group, params.batch_size * params.num_heads_kv - first_head);
@@ -766,7 +767,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     const int pair_in_group = index_in_group / 2;
     const int pairs_before = pair_in_group / group_heads;  // of its head
     const int head_of_batch = first_head + pair_in_group - pairs_before * group_heads;
-    // The first keys first: under a diagonal the most queries attend to them, so the grid ends with short blocks.
+    // Launch the first keys first: under a diagonal the most queries attend to them, so the grid ends with short blocks.
     block.index = 2 * pairs_before + index % 2;
     block.first_key = block.index * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
@@ -777,7 +778,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
 // The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
-// The query head of a step: each has a kv head of its own.
+// The query head of a step: the same as the kv head, because each query head has its own kv head.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
 // The first step of a thread block.
@@ -808,10 +809,9 @@ __device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p
     }
 }
 
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+// The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
+// 64 x N in fp32. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // the simulator emulates them in C++
 
 // wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
@@ -829,7 +829,7 @@ __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: the M or N dimension is contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
@@ -845,7 +845,7 @@ __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint6
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// wgmma.mma_async.m64n32k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+// wgmma.mma_async.m64n32k16: a and b in shared memory under descriptors, both MN-major: the M or N dimension is contiguous.
 __device__ __forceinline__ void wgmma_m64n32k16_bf16_ss_mn(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
@@ -907,8 +907,8 @@ __device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const u
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -956,8 +956,8 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores<kBl
     wgmma_commit();
 }
 
-// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each key has a row, with
-// 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
+// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each row is a key, with
+// 64 queries in dS^T, and with the columns of a panel in K. SBO leads to the next eight keys.
 template <int kCount>
 __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate) {
 #pragma unroll
@@ -968,8 +968,8 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint6
     }
 }
 
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
-// all others, whatever these hold: 0 * NaN would be NaN.
+// The row of a key in the tensor maps of K and V. The maps end with the last key that any query attends to. For later keys TMA fills in zeros,
+// because 0 times a NaN in memory would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
@@ -1018,7 +1018,7 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
 }
 
 // Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`.
-// No warp reads `staging` any more. `barrier` is the warpgroup's named barrier; one thread starts the TMA stores.
+// Call it when no warp reads `staging` any more. `barrier` is the warpgroup's named barrier; one thread starts the TMA stores.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
                                                int first_row, int head, int batch, int barrier, int lane) {
@@ -1072,7 +1072,7 @@ __device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock
 
 // Waits until dq_accum of the head is clear.
 // The producer thread calls it before it loads Q of the second step, in which consumers add dQ of the first step. Their wait for that Q passes the
-// acquire on to them. Where there is a single step, their wait for its dO does.
+// acquire on to them. If there is only one step, their wait for its dO does.
 __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlock& block) {
     const int head = head_of_grid(params, block);
     if (head < params.clear_distance) return;
@@ -1130,9 +1130,9 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 }
 
 // Starts the first loads of a thread block: K and Q, V and dO of the first step.
-// One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0), V on dout_full(0), and so does the
-// peer's K of a cluster. Their bytes may arrive before load_q() and load_dout() announce them: the phase cannot end without the arrival of the
-// announcing thread. A thread block without steps loads nothing.
+// One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0). V completes on dout_full(0). In a
+// cluster the peer's K completes there, too. Their bytes may arrive before load_q() and load_dout() announce them: a phase does not end without
+// the arrival of the thread that announces. A thread block without steps loads nothing.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
@@ -1145,11 +1145,11 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
     load_q(params, rows, shared, barriers, 0, kKBytes);
     load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.dout_full(0), row, kv_head, batch);
     load_peer_k(params, block, shared, barriers.dout_full(0));
-    // With one step produce() loads dO, after its wait for the zeros in dq_accum: this load tells the consumers to add.
+    // If there is only one step, produce() loads dO after its wait for the zeros in dq_accum: the arrival of this dO lets the consumers add dQ.
     if (count > 1) load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
 }
 
-// Whether some query of the block that begins with `first_query` does not attend to some of a warp's 16 keys.
+// Whether the block that begins with `first_query` has a query that does not attend to all of a warp's 16 keys.
 __device__ __forceinline__ bool needs_mask(const Params& params, int first_key, int first_query) {
     opaque(first_key);  // the compiler would compute the ranges before the loop and hold them in registers
     return first_query < first_query_of_key(params, first_key + 15);
@@ -1168,12 +1168,12 @@ __device__ __forceinline__ int first_key_of_pair(const KeyBlock& block) { return
 // The first key of the peer.
 __device__ __forceinline__ int first_key_of_peer(const KeyBlock& block) { return first_key_of_pair(block) + peer_of(block) * kBlockN; }
 
-// The blocks of queries that both thread blocks go through: some query of the block attends to some key of either.
+// The blocks of queries that both thread blocks go through: a query of the block attends to a key of at least one of the two.
 __device__ __forceinline__ QueryBlocks queries_of_block(const Params& params, const KeyBlock& block) {
     return find_query_blocks(params, first_key_of_pair(block));  // a query that attends to a later key attends to the first one, too
 }
 
-// The first panel that is loaded of the peer's K. The thread block of rank 0 computes the first half of the columns of dQ, rank 1 the second.
+// The first panel of the peer's K that is loaded. The thread block of rank 0 computes the first half of the columns of dQ, rank 1 the second.
 __device__ __forceinline__ int first_peer_panel(const KeyBlock& block) { return rank_of(block) * (kPanels - kPeerPanels); }
 
 // Starts loading kPeerPanels panels of the peer's K.
@@ -1217,7 +1217,7 @@ __device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_r
     bulk_send(map_shared(rows + kOwnDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
 }
 
-// Adds a warp's part of dQ of step `i`, at any time.
+// Adds a warp's part of dQ of step `i`, in no fixed order.
 template <int kCount>
 __device__ __forceinline__ void add_dq_of_step(const Barriers&, int, float* own, const float (&dq)[kCount], int) {
     add_dq(own, dq);

@@ -91,7 +91,7 @@ struct alignas(1024) SharedStorage {
     Mbarriers mbarriers;
 };
 
-// Bytes and offsets of these arrays: a shared_address is a number.
+// Sizes and byte offsets of these arrays, to be added to a shared_address, which is an integer.
 constexpr int kTileBytes = sizeof(SharedStorage::tile);
 constexpr int kTileBytesV = sizeof(SharedStorage::tile_v), kTileOffsetV = offsetof(SharedStorage, tile_v);
 constexpr int kStepBytes = sizeof(SharedStorage::step) / kStages, kStepOffset = offsetof(SharedStorage, step);
@@ -120,8 +120,8 @@ struct Params {
     int32_t batch_size;                   // sequences
     int32_t num_heads_q;
     int32_t num_heads_kv;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t num_row_blocks_beside;        // the same of the second kind of tiles
     uint64_t num_row_blocks_divisor;      // of num_row_blocks; see divide()
@@ -137,8 +137,8 @@ __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 // Visits the scores that a lane holds of a step
 template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded before the wait for the MMAs of these scores, which hides their
-// latency.
+// LSE or delta of the queries whose scores a lane holds, in pairs. They are loaded before the wait for the MMAs of these scores, so that the
+// MMAs hide the latency of the loads.
 struct QueryValues {
     float2 values[kBlockM / 8];
 
@@ -160,7 +160,7 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
+// The blocks with a query that attends to a key of [first_key, first_key + kBlockN)
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 // Masks the scores of queries that do not attend to their key
 __device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
@@ -193,15 +193,15 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
-// The keys in the range of some row of [first_row, first_row + count)
+// The union of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// The keys in the range of every row of [first_row, first_row + count)
+// The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 // Masks the scores of keys that their query does not attend to
 __device__ void apply_mask_of_rows(const Params& params, float (&scores)[kBlockM / 2], int lane_query, int lane_key);
 // ====
 
-// The steps of a tile of keys: of each query head of the group the blocks of kBlockM queries, from the last to the first.
+// The steps of a tile of keys: blocks of kBlockM queries, from the last to the first.
 struct QuerySteps {
     QueryBlocks blocks;
     int count;
@@ -236,7 +236,8 @@ __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes 
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// registers.
 template <int kColumns>
 struct PackedScores {
     uint32_t fragment[kColumns / 16][4];
@@ -259,7 +260,7 @@ template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColu
 // Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`
 template <int kColumns> __device__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
     shared_address staging, int first_row, int head, int batch, int barrier, int lane);
-__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
+__device__ int mapped_row(const Params&, int key);  // The row of a key in the tensor maps of K and V
 
 // Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage is empty when every consumer warp has released it. The
 // warps that compute delta do not arrive there: consumers of a tile of keys wait for delta before they release a stage, so its dO and O have
@@ -291,7 +292,7 @@ struct Barriers {
     }
 };
 
-// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
 template <int kLength>
 struct RingPosition {
     int stage = 0;
@@ -308,7 +309,7 @@ template <int kPanelCount, int kRows> __device__ void load_rows(shared_address d
     int first_row, int head, int batch);
 
 // lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here, so that no kernel has to end before this one. A thread has
-// every kValueThreads-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so that P is 0 there.
+// every kValueThreads-th row. For a row that attends to no key, and past the last row, lse_log2 is +inf, so that P is 0 there.
 
 constexpr int kValueThreads = 32 * kValueWarps;
 
@@ -346,7 +347,7 @@ template <int kRows> __device__ void put_lse(const RowValues<kRows>& values, int
 // Writes delta of a thread's rows of dO and O, which are in panels of kRows rows
 template <int kRows> __device__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem,
     int value_thread, shared_address delta_smem);
-// Whether some query of the block that begins with `first_query` does not attend to some of a warp's 16 keys
+// Whether the block that begins with `first_query` has a query that does not attend to all of a warp's 16 keys
 __device__ bool needs_mask(const Params& params, int first_key, int first_query);
 
 // Timeline of step i of a tile of keys. Time runs down, an arrow is an mbarrier. The consumers have S^T(i) from the step before.
@@ -522,7 +523,7 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
     barrier_sync(barrier, 128);  // no warp of the warpgroup reads its K and V any longer: dK and dV are staged there
     store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_row, tile.head, tile.batch, barrier, lane);
     store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_row, tile.head, tile.batch, barrier, lane);
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // TMA must read shared memory before the exit; the grid's end waits for the writes
 }
 
 // A consumer warpgroup of a tile of queries: dQ of 64 queries.
@@ -597,7 +598,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
     const int barrier = kStoreBarrier + threadIdx.x / 128;
     barrier_sync(barrier, 128);  // no warp of the warpgroup reads its Q any longer: dQ is staged there
     store_gradient<kHeadDim>(params.dq, dq, params.softmax_scale, q_own, first_row, tile.head, tile.batch, barrier, lane);
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // TMA must read shared memory before the exit; the grid's end waits for the writes
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
@@ -624,7 +625,7 @@ flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params par
     const Tile tile = find_tile(params, block_index(), kind == 0);
     __syncthreads();
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -658,15 +659,15 @@ flash_bwd_hdim64_bf16_causal_direct_both_sm90(const __grid_constant__ Params par
     }
 }
 
-// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
-// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+// n / d for 0 <= n < 2^31. The launcher computes `divisor` from d: a multiplier in the lower half, and in the upper half the shift that follows.
+// Dividing by a number that the compiler does not know takes about 20 dependent instructions.
 __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
-// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
-// keys and columns are queries, of S rows are queries and columns are keys.
+// Visits the scores that a lane holds of a step. In visit(row, column, score), `row` is 0 or 8 and counts from the lane's first row: the warp's
+// first row + lane / 4. `column` is 8 j or 8 j + 1 and counts from the lane's first column: the step's first column + lane % 4 * 2. Both are
+// constants after unrolling. Rows of S^T are keys, and its columns queries. Rows of S are queries, and its columns keys.
 template <typename Visit>
 __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
 #pragma unroll
@@ -681,13 +682,13 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
 
 // ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
-// The first query that attends to a key: the query of its diagonal; to a key past the last none does.
+// The first query that attends to a key: the query on its diagonal. No query attends to a key past the last one.
 __device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
     const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
     return max(diagonal, 0);
 }
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
+// The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int begin = max(0, first_key - params.diagonal_offset);
     const int end = params.seqlen_q;
@@ -695,8 +696,8 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
     return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones. Queries past the last are
-// not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first key and first query. Queries
+// past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
     const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
     for_each_score(scores, [&](int key, int query, float& score) {
@@ -705,7 +706,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 }
 // ====
 
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for queries that see nothing and for queries past the last: P is 0
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for queries that attend to no key and for queries past the last one: P is 0
 // there, if S is finite.
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
@@ -760,15 +761,15 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. A block outside
-// of it is not visited.
+// The union of the key ranges of rows [first_row, first_row + count). A range never begins or ends before the range of the previous row. KV
+// blocks outside of the union are not visited.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
+// The intersection of the key ranges of rows [first_row, first_row + count). A KV block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -785,10 +786,9 @@ __device__ __forceinline__ void apply_mask_of_rows(const Params& params, float (
 }
 // ====
 
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+// The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
+// 64 x N in fp32. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // the simulator emulates them in C++
 
 // wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
@@ -826,8 +826,8 @@ __device__ __forceinline__ void wgmma_m64n64k16_bf16_rs(float (&d)[32], const ui
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -887,7 +887,7 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
 }
 
 // Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, from `staging`.
-// No warp reads `staging` any more. `barrier` is the warpgroup's named barrier; one thread starts the TMA stores.
+// Call it when no warp reads `staging` any more. `barrier` is the warpgroup's named barrier; one thread starts the TMA stores.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
                                                int first_row, int head, int batch, int barrier, int lane) {
@@ -903,8 +903,8 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
-// all others, whatever these hold: 0 * NaN would be NaN.
+// The row of a key in the tensor maps of K and V. The maps end with the last key that any query attends to. For later keys TMA fills in zeros,
+// because 0 times a NaN in memory would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
 // Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time. Rows and columns outside of the array become zeros.
@@ -938,14 +938,14 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 
 // The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. On its way here the LSE is rounded
 // a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
-// LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
+// LSEs stay as they are. A row that attends to no key has the LSE -inf; it gets +inf, which makes its P 0.
 __device__ __forceinline__ float rounded_lse_log2(float lse) {
     const float lse_log2 = lse * kLog2e;
     if (lse_log2 == -INFINITY) return INFINITY;
     return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
 }
 
-// delta of a row: the sum of dO times O, less dlse. A row that sees nothing has no gradients, whatever dO and O of it are: its delta is 0.
+// delta of a row: the sum of dO times O, less dlse. A row that attends to no key has no gradients, whatever dO and O of it are: its delta is 0.
 // References: with values ptxas writes other code for a kernel.
 __device__ __forceinline__ float row_delta(const float& lse, float sum, const float& dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
 // ====
@@ -980,7 +980,7 @@ __device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared
     }
 }
 
-// Whether some query of the block that begins with `first_query` does not attend to some of a warp's 16 keys.
+// Whether the block that begins with `first_query` has a query that does not attend to all of a warp's 16 keys.
 __device__ __forceinline__ bool needs_mask(const Params& params, int first_key, int first_query) {
     opaque(first_key);  // the compiler would compute the ranges before the loop and hold them in registers
     return first_query < first_query_of_key(params, first_key + 15);

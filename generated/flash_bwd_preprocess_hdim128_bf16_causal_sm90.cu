@@ -15,9 +15,9 @@
 //
 //     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e), rounded up
 //
-// so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or is past the last one, has
-// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears dq_accum, or the heads of it that the main
-// kernel does not clear itself, and the counters.
+// so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that attends to no key, or is past the last one, has lse_log2 = inf
+// and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears dq_accum, or the heads of it that the main kernel does
+// not clear itself, and the counters.
 
 using element = bf16;
 
@@ -35,10 +35,10 @@ struct Params {
     const float* lse;                     // (batch, num_heads_q, seqlen_q); natural logarithm
     const float* dlse;                    // (batch, num_heads_q, seqlen_q); may be null; the gradient of lse
     float* delta;                         // (heads, unit_rows): sum(dout * out) - dlse
-    float* lse_log2;                      // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
+    float* lse_log2;                      // (heads, unit_rows): lse in log2 units; inf for a row that attends to no key
     float* dq_accum;                      // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
     int32_t* cleared;                     // (heads of the main grid): CTAs that have cleared their part of dq_accum
-    int32_t* added;                       // (heads of the main grid): CTAs that will add no more to dq_accum
+    int32_t* added;                       // (heads of the main grid): CTAs that have added all their dQ to dq_accum
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
@@ -47,12 +47,12 @@ struct Params {
     int64_t out_head_stride;
     int32_t cleared_heads;                // query heads, over the batch, whose dq_accum this kernel clears
     int32_t num_heads_q;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
 };
 
-// In the workspace a head has whole units of kRowUnit rows, so the last block of queries is within the array.
+// The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
 __device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
@@ -82,7 +82,7 @@ flash_bwd_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Params par
     const int head = head_of_batch - batch * params.num_heads_q;
     const int lane = threadIdx.x % kLanes;
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -164,14 +164,14 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 
 // The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. On its way here the LSE is rounded
 // a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
-// LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
+// LSEs stay as they are. A row that attends to no key has the LSE -inf; it gets +inf, which makes its P 0.
 __device__ __forceinline__ float rounded_lse_log2(float lse) {
     const float lse_log2 = lse * kLog2e;
     if (lse_log2 == -INFINITY) return INFINITY;
     return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
 }
 
-// delta of a row: the sum of dO times O, less dlse. A row that sees nothing has no gradients, whatever dO and O of it are: its delta is 0.
+// delta of a row: the sum of dO times O, less dlse. A row that attends to no key has no gradients, whatever dO and O of it are: its delta is 0.
 // References: with values ptxas writes other code for a kernel.
 __device__ __forceinline__ float row_delta(const float& lse, float sum, const float& dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
 // ====

@@ -33,11 +33,11 @@ struct Params {
     float* dsinks;                        // (num_heads_q,); may be null
     int32_t batch_size;                   // sequences
     int32_t num_heads_q;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t sink_bytes;                   // of an element of sinks: 4, or 2 of bfloat16
 };
 
-// In the workspace a head has whole units of kRowUnit rows, so the last block of queries is within the array.
+// The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
 __device__ int unit_rows(const Params& params);  // Rows of a head in the workspace
@@ -55,7 +55,7 @@ struct SavedRow {
 // The rows of a head that a thread adds up: every kThreads-th of all sequences, one sequence after another.
 struct RowsOfThread {
     int sequence;
-    int row;  // of the sequence; of packed sequences, of all
+    int row;  // of the sequence
 
     __device__ __forceinline__ RowsOfThread() : sequence(0), row(threadIdx.x) {}
 
@@ -84,7 +84,7 @@ flash_bwd_sinks_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Para
     const int lane = threadIdx.x % 32;
     const int head = block_index();
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();

@@ -37,7 +37,7 @@ struct Params {
     int64_t dv_head_stride;
     int32_t num_heads_kv;
     int32_t group_parts;                  // parts of the query heads of a kv head
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
@@ -63,7 +63,7 @@ flash_bwd_sum_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params
     element* dk = params.dk + batch * params.dk_batch_stride + head * params.dk_head_stride;
     element* dv = params.dv + batch * params.dv_batch_stride + head * params.dv_head_stride;
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();

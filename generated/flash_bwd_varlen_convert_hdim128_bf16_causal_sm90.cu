@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, dropout none, gqa mha, dq_order none, kv_starts
-//           none
+//           none, dkv_dtype none
 // tile      block_m 64, block_n 128, stages 2, dout_stages 2, cluster 1, producer_registers 24, consumer_registers 240,
 //           lse early, dv early, starts turns, held_k 0, held_v 0, dq_address free, mask_bounds computed, steps all
 // block     256 threads, 0 bytes of dynamic shared memory
@@ -33,7 +33,7 @@ struct Params {
     int32_t batch_size;                   // sequences
     int32_t num_heads_q;
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     float softmax_scale;                  // S is softmax_scale Q K^T
 };
@@ -51,8 +51,8 @@ __device__ int64_t first_dq_row(const Params& params, int head);  // The row of 
 
 // dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
-// are contiguous. Elsewhere element e of all lanes is contiguous.
+// So the red instructions of a warp fill whole lines of 128 bytes. If one red adds four elements (kRedWidth of flashgen/ptx.cuh), the four
+// elements of a lane are contiguous. Otherwise element e of all 32 lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
@@ -98,7 +98,7 @@ __device__ void store(element* destination, const float (&values)[8], float scal
 extern "C" __global__ void __launch_bounds__(kThreads)
 flash_bwd_varlen_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params all) {
     // The wait comes first: lengths may be results of the grid before.
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();

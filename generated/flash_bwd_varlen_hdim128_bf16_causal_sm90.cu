@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, dropout none, gqa mha, dq_order none, kv_starts
-//           none
+//           none, dkv_dtype none
 // tile      block_m 64, block_n 128, stages 2, dout_stages 2, cluster 1, producer_registers 24, consumer_registers 240,
 //           lse early, dv early, starts turns, held_k 0, held_v 0, dq_address free, mask_bounds computed, steps all
 // block     384 threads, 165944 bytes of dynamic shared memory
@@ -37,7 +37,7 @@
 //   barrier              arrivals of a phase                                          who waits
 //   q_full, dout_full    1: the producer, and the bytes of TMA                        consumers
 //   empty                4 kConsumers: lane 0 of each warp, after its last MMA        producer warpgroup
-//   ds_ready             4 kConsumers: lane 0 of each warp, dS written and read       consumers
+//   ds_ready             4 kConsumers: lane 0 of each warp, new dS written, old read  consumers
 //   other barriers       see NamedBarrier and Mbarriers
 
 using element = bf16;
@@ -64,10 +64,10 @@ constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of
 
 enum NamedBarrier : int {  // __syncthreads() has the number 0
     kClearBarrier = 1,  // rows that no query sees are cleared: 256 threads, both consumers
-    kStartBarrier = 3,  // + consumer: the other consumer has issued S and dP, so this one may: 256 threads, both consumers
+    kStartBarrier = 3,  // + consumer: the other consumer has issued its S and dP, so this consumer may issue its S and dP. 256 threads
 };
 
-// The mbarriers. Of those that not every kernel has, the comment says who arrives and who waits.
+// The mbarriers. The map above says who arrives and who waits. If an mbarrier is not in the map, its comment says who.
 struct Mbarriers {
     uint64_t ds_ready;            // dS of a step is written, and dS of the step before is read
     uint64_t q_full[kStages];     // Q and LSE have arrived; with the first one K
@@ -75,10 +75,10 @@ struct Mbarriers {
     uint64_t empty[kStages];      // no warp reads the stage
 };
 
-// Begins at a multiple of 1024 bytes, where the pattern of the swizzle does.
+// Begins at a multiple of 1,024 bytes, as the pattern of the swizzle repeats every 1,024 bytes.
 struct SharedStorage {
-    element k[kPanels][kBlockN][kPanelColumns];   // dK leaves through it
-    element v[kPanelsV][kBlockN][kPanelColumns];  // dV leaves through it
+    element k[kPanels][kBlockN][kPanelColumns];   // at the end dK, for TMA
+    element v[kPanelsV][kBlockN][kPanelColumns];  // at the end dV, for TMA
     element q[kStages][kPanels][kBlockM][kPanelColumns];
     element dout[kStages][kPanelsV][kBlockM][kPanelColumns];
     element ds[2][kBlockM / 64][kBlockN][64];  // dS^T of a step, and of the step before, whose dQ is computed meanwhile
@@ -111,7 +111,7 @@ struct Params {
     const int32_t* cu_seqlens_q;          // (boundaries,); may be null; null where queries are padded
     const int32_t* cu_seqlens_kv;         // (boundaries,); may be null; null where keys are not packed
     const float* delta;                   // (heads, unit_rows): sum(dout * out) - dlse
-    const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
+    const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that attends to no key
     float* dq_accum;                      // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
     const int32_t* key_blocks;            // (thread blocks, 8): the block of keys of each thread block of the main kernel
     int64_t dk_batch_stride;              // strides are in elements
@@ -122,8 +122,8 @@ struct Params {
     int64_t dv_head_stride;
     int32_t batch_size;                   // sequences
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
@@ -145,8 +145,8 @@ __device__ int64_t first_unit_row(const Params& params, int, int head);  // The 
 
 // dq_accum has the layout of MMA accumulators: tiles of 16 rows by 8 columns, and the tiles of 16 rows are contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// So the reds of a warp fill whole lines of 128 bytes. Where one red adds four elements (kRedWidth of flashgen/ptx.cuh), the elements of a lane
-// are contiguous. Elsewhere element e of all lanes is contiguous.
+// So the red instructions of a warp fill whole lines of 128 bytes. If one red adds four elements (kRedWidth of flashgen/ptx.cuh), the four
+// elements of a lane are contiguous. Otherwise element e of all 32 lanes is contiguous.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
@@ -154,8 +154,8 @@ __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int, int he
 // Visits the scores that a lane holds of a step
 template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit);
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded before the wait for the MMAs of these scores, which hides their
-// latency.
+// LSE or delta of the queries whose scores a lane holds, in pairs. They are loaded before the wait for the MMAs of these scores, so that the
+// MMAs hide the latency of the loads.
 struct QueryValues {
     float2 values[kBlockM / 8];
 
@@ -177,7 +177,7 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is
+// The blocks with a query that attends to a key of [first_key, first_key + kBlockN)
 __device__ QueryBlocks find_query_blocks(const Params& params, int first_key);
 // Masks the scores of queries that do not attend to their key
 __device__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query);
@@ -223,7 +223,7 @@ struct Barriers {
     shared_address first;
 
     // Complete when every consumer warp has written its part of a step's dS and has read dS of the step before. It completes once more after
-    // the last step: no warp reads K.
+    // the last step, when no warp reads K any longer.
     __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
     __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
@@ -242,7 +242,7 @@ struct Barriers {
     }
 };
 
-// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
 template <int kLength>
 struct RingPosition {
     int stage = 0;
@@ -259,7 +259,8 @@ __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes 
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// registers.
 template <int kColumns>
 struct PackedScores {
     uint32_t fragment[kColumns / 16][4];
@@ -434,12 +435,12 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         pin_registers(ds);
         compute_ds(ds, p, delta);
         packed_ds.set(ds);
-        // 5. dS^T to shared memory, for both consumers. Wait until all warps have written dS of step i - 1, and so have read dS of step
+        // 5. dS^T to shared memory, for both consumers. Wait until all warps have written dS of step i - 1. By then they have read dS of step
         // i - 2, whose buffer this step takes. For i = 0 the wait returns at once: the phase of parity 1 of a new mbarrier counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
-        // 6. dQ = dS K of the previous step: issue. The first step has no previous dS: it reads K as dS and discards the result, as ptxas would
-        // serialise all MMAs if some were conditional.
+        // 6. dQ = dS K of the previous step: issue. The first step has no previous dS: it reads K as dS and discards the result. If some MMAs
+        // were conditional, ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         float* dq_sums = dq_address_of(previous);
@@ -470,8 +471,8 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         pin_registers(dq);
         add_dq_of_warp(dq_address_of(previous), dq);
     }
-    // dV is staged over the consumer's V, which it has not read since the last dP. dK is staged over K, which both consumers read for dQ: wait for
-    // one more phase of ds_ready.
+    // dV is staged in the consumer's part of V, which it last read for dP. dK is staged in K, which both consumers read for dQ: wait for one more
+    // phase of ds_ready.
     release(barriers.ds_ready());  // this warp no longer reads K
     const KeyBlock stored = load_key_block(params, block_index());  // read again, as the loop has no registers for it
     store_dv(params, stored, dv, v_smem, 64 * consumer, lane);
@@ -496,7 +497,7 @@ flash_bwd_varlen_hdim128_bf16_causal_sm90(const __grid_constant__ Params params)
         prefetch_tensormap(params.dout);
     }
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -541,9 +542,9 @@ __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& par
     return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
 }
 
-// Visits the scores that a lane holds of a step: visit(row, column, score), where `row` (0 or 8) counts from the lane's first row, the warp's plus
-// lane / 4, and `column` (8 j or 8 j + 1) from its first column, the step's plus lane % 4 * 2. Both are constants once unrolled. Of S^T rows are
-// keys and columns are queries, of S rows are queries and columns are keys.
+// Visits the scores that a lane holds of a step. In visit(row, column, score), `row` is 0 or 8 and counts from the lane's first row: the warp's
+// first row + lane / 4. `column` is 8 j or 8 j + 1 and counts from the lane's first column: the step's first column + lane % 4 * 2. Both are
+// constants after unrolling. Rows of S^T are keys, and its columns queries. Rows of S are queries, and its columns keys.
 template <typename Visit>
 __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
 #pragma unroll
@@ -558,13 +559,13 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
 
 // ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
-// The first query that attends to a key: the query of its diagonal; to a key past the last none does.
+// The first query that attends to a key: the query on its diagonal. No query attends to a key past the last one.
 __device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
     const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
     return max(diagonal, 0);
 }
 
-// The blocks with a query in whose range some key of [first_key, first_key + kBlockN) is.
+// The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     if (first_key >= params.seqlen_kv) return {0, -1};  // rows past the sequence's keys
     const int begin = max(0, first_key - params.diagonal_offset);
@@ -573,8 +574,8 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
     return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones. Queries past the last are
-// not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first key and first query. Queries
+// past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
     const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
     for_each_score(scores, [&](int key, int query, float& score) {
@@ -583,7 +584,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 }
 // ====
 
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for queries that see nothing and for queries past the last: P is 0
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for queries that attend to no key and for queries past the last one: P is 0
 // there, if S is finite.
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
@@ -633,7 +634,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlo
 // The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
-// The query head of a step: each has a kv head of its own.
+// The query head of a step: the same as the kv head, because each query head has its own kv head.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
 // The first step of a thread block.
@@ -644,10 +645,9 @@ __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const
 // The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+// The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
+// 64 x N in fp32. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // the simulator emulates them in C++
 
 // wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
@@ -665,7 +665,7 @@ __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: the M or N dimension is contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
@@ -707,8 +707,8 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -751,8 +751,8 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores<kBl
     wgmma_commit();
 }
 
-// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each key has a row, with
-// 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
+// Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`. Both operands are MN-major: each row is a key, with
+// 64 queries in dS^T, and with the columns of a panel in K. SBO leads to the next eight keys.
 template <int kCount>
 __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate) {
 #pragma unroll
@@ -956,9 +956,9 @@ __device__ __forceinline__ void load_dout(const Params& params, const StepRows& 
 }
 
 // Starts the first loads of a thread block: K and Q, V and dO of the first step.
-// One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0), V on dout_full(0), and so does the
-// peer's K of a cluster. Their bytes may arrive before load_q() and load_dout() announce them: the phase cannot end without the arrival of the
-// announcing thread. A thread block without steps loads nothing.
+// One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0). V completes on dout_full(0). In a
+// cluster the peer's K completes there, too. Their bytes may arrive before load_q() and load_dout() announce them: a phase does not end without
+// the arrival of the thread that announces. A thread block without steps loads nothing.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = queries_of_block(with_lengths(params, block.seqlen_q, block.seqlen_kv), block);
     const int count = num_steps(params, queries);

@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, dropout none, gqa mha, dq_order none, kv_starts
-//           none
+//           none, dkv_dtype none
 // tile      block_m 64, block_n 128, stages 2, dout_stages 2, cluster 1, producer_registers 24, consumer_registers 240,
 //           lse early, dv early, starts turns, held_k 0, held_v 0, dq_address free, mask_bounds computed, steps all
 // block     256 threads, 0 bytes of dynamic shared memory
@@ -16,9 +16,9 @@
 //
 //     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e), rounded up
 //
-// so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or is past the last one, has
-// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears dq_accum, or the heads of it that the main
-// kernel does not clear itself, and the counters.
+// so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that attends to no key, or is past the last one, has lse_log2 = inf
+// and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears dq_accum, or the heads of it that the main kernel does
+// not clear itself, and the counters.
 
 using element = bf16;
 
@@ -41,7 +41,7 @@ struct Params {
     const int32_t* cu_seqlens_kv;         // (boundaries,); may be null; null where keys are not packed
     const int32_t* kv_lengths;            // (batch,); may be null; null where cu_seqlens_kv has them, or all have seqlen_kv
     float* delta;                         // (heads, unit_rows): sum(dout * out) - dlse
-    float* lse_log2;                      // (heads, unit_rows): lse in log2 units; inf for a row that sees nothing
+    float* lse_log2;                      // (heads, unit_rows): lse in log2 units; inf for a row that attends to no key
     float* dq_accum;                      // (heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles
     int32_t* key_blocks;                  // (thread blocks, 8): the block of keys of each thread block of the main kernel
     int64_t dout_batch_stride;            // strides are in elements
@@ -57,8 +57,8 @@ struct Params {
     int32_t num_heads_kv;
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
     int32_t rows_kv;                      // of an entry of k: all tokens where sequences are packed
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t num_key_blocks;               // entries of key_blocks, some of which may be empty
     int32_t blocks_together;              // about how many blocks of keys of a sequence are launched together
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
@@ -167,7 +167,7 @@ __device__ float row_delta(const float& lse, float sum, const float& dlse);  // 
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
 flash_bwd_varlen_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Params all) {
     // The wait comes first: lengths may be results of the grid before.
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -460,14 +460,14 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 
 // The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. On its way here the LSE is rounded
 // a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
-// LSEs stay as they are. A row that sees nothing has the LSE -inf; it gets +inf, which makes its P 0.
+// LSEs stay as they are. A row that attends to no key has the LSE -inf; it gets +inf, which makes its P 0.
 __device__ __forceinline__ float rounded_lse_log2(float lse) {
     const float lse_log2 = lse * kLog2e;
     if (lse_log2 == -INFINITY) return INFINITY;
     return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
 }
 
-// delta of a row: the sum of dO times O, less dlse. A row that sees nothing has no gradients, whatever dO and O of it are: its delta is 0.
+// delta of a row: the sum of dO times O, less dlse. A row that attends to no key has no gradients, whatever dO and O of it are: its delta is 0.
 // References: with values ptxas writes other code for a kernel.
 __device__ __forceinline__ float row_delta(const float& lse, float sum, const float& dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
 // ====

@@ -10,14 +10,14 @@
 // template  flash_decode_sm90.cu.j2
 #include "flashgen/sm90_mma.cuh"
 
-// Few rows of queries on many keys: decoding, bound by reading K and V once. A cluster of thread blocks has a tile, and each of them a part of
-// its KV blocks; parts differ by one at most. For each KV block:
+// Few rows of queries on many keys: decoding, bound by reading K and V once. The thread blocks of a cluster share a tile. Each computes a part
+// of the tile's KV blocks; parts differ by at most one block. For each KV block:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
-// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end a thread block sends each
-// row of its O to the thread block of the cluster that combines this row, through shared memory: no part goes to global memory, and no second
-// kernel waits for this one.
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end each row of the tile is
+// combined by one thread block of the cluster. The others send it their part of the row through shared memory, so no part goes to global
+// memory, and there is no second kernel.
 //
 // Map
 //   warps                kWarps = 4: each copies and computes its keys of each KV block, for all rows of the tile
@@ -27,7 +27,7 @@
 //   Q                    4096         kBlockM = 16 rows
 //   stages               32768  x 3   K and V of a KV block; in the end O of all warps
 //   received rows        8192         O of the rows combined here, from each thread block of the cluster
-//   received sums        128          row_max and row_sum of these
+//   received sums        128          row_max and row_sum of these rows
 //
 //   barrier              arrivals of a phase                                            who waits
 //   received             1: thread 0, and the bytes of st.async from the cluster        all threads, before they combine
@@ -50,17 +50,18 @@ constexpr int kCluster = 8;  // thread blocks of a cluster
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 
-// A group of warps copies and computes keys of its own, for all rows of the tile. Here a group is one warp.
+// A group of warps copies its share of the keys and computes their scores for all rows of the tile. Here each warp is a group.
 constexpr int kGroupThreads = 32;
 constexpr int kGroups = kWarps;
-constexpr int kGroupKeys = kBlockN / kGroups;  // keys of a KV block that a group has
+constexpr int kGroupKeys = kBlockN / kGroups;  // keys of a KV block in a group's share
 constexpr int kRowTiles = kBlockM / 16;        // MMA tiles along the rows
 constexpr int kRowTileStep = 16;               // rows from an MMA tile to the next
 constexpr int kKeyTiles = kGroupKeys / 8;      // MMA tiles of S along the keys
 constexpr int kDimTiles = kHeadDimV / 8;       // MMA tiles of O along the head dimension
 
-// Shared memory: Q, the stages, each with a KV block of K and one of V, then what thread blocks send: O of all parts of the rows that this one
-// combines, their row_max and row_sum, and the barrier that counts these bytes. Rows of V are as long as rows of K.
+// Shared memory: Q, the stages, each with a KV block of K and one of V, then buffers for the data that thread blocks of the cluster send: O,
+// row_max and row_sum of all parts of the rows that this thread block combines. Last is the barrier that counts these bytes. Rows of V are as
+// long as rows of K.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = kBlockM * kRowBytes;
 constexpr int kVOffset = kBlockN * kRowBytes;  // within a stage
@@ -71,8 +72,8 @@ constexpr int kReceivedSumsOffset = kReceivedOffset + kReceivedRows * kCluster *
 constexpr int kBarrierOffset = kReceivedSumsOffset + kReceivedRows * kCluster * 8;
 constexpr int kSharedBytes = kBarrierOffset + 8;
 
-// Once the last KV block is computed, the stages have O, row_max and row_sum of all groups. A row of O is 8 floats longer, so that
-// lanes of a warp store to different banks.
+// After the last KV block the stages hold O, row_max and row_sum of all groups. A row of O is 8 floats longer, so that lanes of a warp store to
+// different banks.
 constexpr int kGroupRowFloats = kHeadDimV + 8;
 constexpr int kGroupSumsOffset = kStageOffset + kGroups * kBlockM * kGroupRowFloats * 4;
 
@@ -95,8 +96,8 @@ struct Params {
     int64_t out_row_stride;
     int64_t out_head_stride;
     int32_t group_size;                   // num_heads_q / num_heads_kv
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_heads_q;
@@ -109,18 +110,18 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;  // first query head of the group that shares a head of K and V
     int kv_head;
-    int first_row;  // below 0 where a head's first tile is not whole
+    int first_row;  // the first tile of a head may begin before row 0
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 // Visits the scores of S with their rows and keys
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -135,7 +136,7 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
-// The keys in the range of every row of [first_row, first_row + count)
+// The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
@@ -146,7 +147,7 @@ template <int kTiles> __device__ void apply_mask(const Params& params, const Til
 template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     int row_in_tile, int first_key, int lane);
 
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
+// The rows of a block of keys that at least one query of the sequence attends to: the rows before `end`.
 struct SeenRows {
     int end;
 
@@ -161,15 +162,15 @@ struct SeenRows {
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time are in eight different groups of banks.
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number. ldmatrix reads one logical column
+// of eight consecutive rows at a time; after the permutation these eight chunks are in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row. An offset that is added must not change the bits that step_address() XORs.
+// The address of a lane's part of the first MMA fragment in a row. Adding an offset to it must not change the bits that step_address() XORs.
 using LaneAddress = shared_address;
 
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
@@ -184,14 +185,13 @@ template <int kColumns> __device__ void copy_keys(shared_address keys, const ele
     int head_dim);
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, a line a thread
 template <int kColumns> __device__ void prefetch_keys(const element* source, int64_t row_stride, const SeenRows& rows, int head_dim);
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
-__device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
+__device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);  // Starts the copy of the tile's rows of Q
 __device__ int cluster_rank();  // The rank of a thread block in its cluster
 __device__ Tile find_tile(const Params& params);  // The tile of the thread block's cluster
 
-// How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
+// A group's progress through the KV blocks of its thread block's part of the tile.
 struct Fetch {
-    int left;           // KV blocks that are still to come
+    int left;           // KV blocks left to fetch
     int first_key;      // the first of the group's keys of the next one
     const element* k;   // that key's row
     const element* v;
@@ -209,7 +209,7 @@ struct Start {
     Fetch fetch;
 };
 
-__device__ Start find_start(const Params& params, int group);
+__device__ Start find_start(const Params& params, int group);  // The tile of the thread block, and its first KV block
 
 // Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
 // row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
@@ -224,7 +224,8 @@ __device__ float rescale_factor(float row_max, float larger);  // The factor of 
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
+// A row that attends to no key has row_sum 0: its O becomes 0, its LSE -inf. Most threads need only the factor, so the LSE is computed on
+// demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -242,7 +243,7 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
 __device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+// The state that a warp keeps of 16 of its rows, an MMA tile. The four lanes of quad g hold rows g and g + 8.
 struct RowTile {
     float row_max[2];  // log2 domain
     float row_sum[2];  // this lane's share
@@ -275,17 +276,18 @@ template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTil
     float (&block_max)[kTiles][2]);
 // Raises row_max to the maxima of a block, and rescales O and row_sum
 template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
-// P of the scores, which is added to row_sum
+// Computes P of the scores, and adds it to row_sum
 template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
 // A step of online softmax
 template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
-// Groups have different keys of the same rows
+// Writes O, row_max and row_sum of a group over the stages
 __device__ void store_group_rows(const RowTile (&rows)[kRowTiles], shared_address smem, int group, int lane);
 // Where the thread block that combines a row receives its O from thread block `rank`
 __device__ shared_address received_row(shared_address smem, int received, int rank);
-__device__ shared_address received_sums(shared_address smem, int received, int rank);  // Where it receives row_max and row_sum of that part
+// Where the same thread block receives row_max and row_sum of that part
+__device__ shared_address received_sums(shared_address smem, int received, int rank);
 // Adds up the groups, in order, and sends each row of the tile to the thread block that combines it
 __device__ void send_rows(shared_address smem, int num_rows_of_tile);
 // Waits for all parts of the rows that this thread block combines, adds them up in the order of their ranks, divides O by row_sum and
@@ -307,9 +309,9 @@ flash_decode_hdim128_bf16_packgqa_sm90(const __grid_constant__ Params params) {
     cluster_arrive_relaxed();  // its wait is after the loop, before rows are sent
 
     Start start = find_start(params, group);
-    prefetch_next(params, start.fetch);  // on its way to L2 while the grid before this one ends
+    prefetch_next(params, start.fetch);  // fetched into L2 while the previous grid ends
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -357,8 +359,8 @@ flash_decode_hdim128_bf16_packgqa_sm90(const __grid_constant__ Params params) {
     combine_rows(params, tile, smem, num_rows_of_tile);
 }
 
-// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
-// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+// n / d for 0 <= n < 2^31. The launcher computes `divisor` from d: a multiplier in the lower half, and in the upper half the shift that follows.
+// Dividing by a number that the compiler does not know takes about 20 dependent instructions.
 __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
@@ -371,7 +373,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -404,7 +406,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
+// The intersection of the key ranges of rows [first_row, first_row + count). A KV block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -435,7 +437,7 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+// The rows of the block that begins at `first_key`. All other rows become zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
     const int end = params.seqlen_kv;
     return {end - first_key};
@@ -477,9 +479,8 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
 
-// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. kSwizzleChunks threads stand side by side along a row and
-// each takes every kSwizzleChunks-th chunk of its rows. Rows that are not among `rows` and elements from `head_dim` on become zeros.
-// `row_stride` is in elements.
+// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. kSwizzleChunks neighbouring threads copy a row, and each takes every
+// kSwizzleChunks-th chunk of it. Rows that are not among `rows` and elements from `head_dim` on become zeros. `row_stride` is in elements.
 template <int kColumns>
 __device__ __forceinline__ void copy_keys(shared_address keys, const element* source, int64_t row_stride, const SeenRows& rows,
                                           int head_dim) {
@@ -492,8 +493,8 @@ __device__ __forceinline__ void copy_keys(shared_address keys, const element* so
     const SeenRows rows_left = rows.from(row);
     const shared_address destination = keys + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     source += row * row_stride + chunk * kChunkElements;
-    // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
-    // five, if it saw through the pointer.
+    // One pointer steps from row to row, with one addition a row. If the compiler saw through the pointer, it would compute an address for each
+    // copy, with five additions.
 #pragma unroll
     for (int first = 0; first < kGroupKeys; first += kRowsPerPass) {
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
@@ -509,8 +510,8 @@ __device__ __forceinline__ void copy_keys(shared_address keys, const element* so
     }
 }
 
-// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, a line a thread. Left out are rows that are not among `rows`,
-// elements from `head_dim` on, and what a row that begins within a line has in one line more.
+// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, a line a thread. Skips rows that are not among `rows`, and elements
+// from `head_dim` on. A row that begins within a line reaches into one more line, which is skipped, too.
 template <int kColumns>
 __device__ __forceinline__ void prefetch_keys(const element* source, int64_t row_stride, const SeenRows& rows, int head_dim) {
     constexpr int kLineElements = 128 / sizeof(element);
@@ -523,7 +524,7 @@ __device__ __forceinline__ void prefetch_keys(const element* source, int64_t row
     }
 }
 
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+// Starts the copy of the tile's rows of Q. Rows past the last one, and elements from head_dim on, become zeros.
 __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, shared_address smem) {
     constexpr int kRowChunks = kRowBytes / 16;
     constexpr int kChunks = kBlockM * kRowChunks;
@@ -546,8 +547,8 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
 // The rank of a thread block in its cluster.
 __device__ __forceinline__ int cluster_rank() { return block_index() % kCluster; }
 
-// The tile of the thread block's cluster. With lengths every sequence has as many tiles as the longest one may need, so a tile may begin past its
-// last row, also in a sequence without queries.
+// The tile of the thread block's cluster. With variable lengths every sequence has as many tiles as the longest one may need, so a tile may
+// begin past the last row of its sequence, also if the sequence has no queries.
 __device__ __forceinline__ Tile find_tile(const Params& params) {
     const int index = block_index() / kCluster;
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
@@ -599,6 +600,7 @@ __device__ __forceinline__ void fetch_next(const Params& params, Fetch& fetch, s
     cp_async_commit();
 }
 
+// The tile of the thread block, and its first KV block.
 __device__ __forceinline__ Start find_start(const Params& params, int group) {
     const Tile tile = find_tile(params);
     return {tile, seek(params, tile, group)};
@@ -724,8 +726,8 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the maxima of a block, and rescales O and row_sum. A pair of warps raises it to a whole number: where the two raise to
-// different ones, P is scaled by a power of two, and not rounded a second time.
+// Raises row_max to the maxima of a block, and rescales O and row_sum. If a pair of warps shares the rows, each warp raises row_max to an
+// integer. If the two integers differ, P is rescaled by a power of two, which does not round it a second time.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
@@ -741,7 +743,7 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
     }
 }
 
-// P of the scores, which is added to row_sum.
+// Computes P of the scores, and adds it to row_sum.
 template <int kTiles>
 __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
                                              P<kTiles>& p) {
@@ -769,7 +771,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     exponentiate(scores, rows, scale_log2, p);
 }
 
-// Groups have different keys of the same rows. Each leaves its O, row_max and row_sum where the stages were.
+// Writes O, row_max and row_sum of a group over the stages. The groups have different keys of the same rows.
 __device__ __forceinline__ void store_group_rows(const RowTile (&rows)[kRowTiles], shared_address smem, int group, int lane) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -795,13 +797,13 @@ __device__ __forceinline__ shared_address received_row(shared_address smem, int 
     return smem + kReceivedOffset + (received * kCluster + rank) * kHeadDimV * 4;
 }
 
-// Where it receives row_max and row_sum of that part.
+// Where the same thread block receives row_max and row_sum of that part.
 __device__ __forceinline__ shared_address received_sums(shared_address smem, int received, int rank) {
     return smem + kReceivedSumsOffset + (received * kCluster + rank) * 8;
 }
 
-// Adds up the groups, in order, and sends each row of the tile to the thread block that combines it: row r to the one of rank r % kCluster. A
-// thread has four elements of a row.
+// Adds up the groups, in order, and sends each row of the tile to the thread block that combines it: row r goes to rank r % kCluster. A thread
+// has four elements of a row.
 __device__ __forceinline__ void send_rows(shared_address smem, int num_rows_of_tile) {
     constexpr int kRowVectors = kHeadDimV / 4;
     const int rank = cluster_rank();

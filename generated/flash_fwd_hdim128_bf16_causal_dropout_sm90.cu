@@ -30,14 +30,14 @@
 //
 //   barrier              arrivals of a phase                                              who waits
 //   q_full               1: the producer, and the bytes of TMA                            consumers
-//   q_empty              kConsumers: one thread of each, once TMA has read O from q       producer
+//   q_empty              kConsumers: one thread of each, after TMA has read O from q      producer
 //   k_full, v_full       1: the producer, and the bytes of TMA                            consumers
 //   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it    producer
-//   kTurnBarrier         256: the consumer before, and the one that waits                 a consumer, before its MMAs
-//   kStoreBarrier        128: the warpgroup, once its O is in q                           the same, before TMA reads O
+//   kStoreBarrier        128: a consumer, when its O is in q                              the same consumer, before TMA reads O
+//   kTurnBarrier         256: the previous consumer, and the consumer that waits          a consumer, before its MMAs
 //
-// Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. Of KV block n in the order
-// of visits, S(n) is Q K^T and O(n) is P V:
+// Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. S(n) is Q K^T and O(n) is P V
+// of the n-th KV block visited:
 //
 //   consumer c           issue S(1) O(0) | softmax(1)                        | issue S(2) O(1) | softmax(2)
 //   consumer c + 1       softmax(0)      | issue S(1) O(0) | softmax(1)                        | issue S(2) O(1)
@@ -54,7 +54,8 @@ constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread. At launch all threads have equal shares of 65,536 registers. setmaxnreg moves registers between warpgroups: consumers
-// share what the producer leaves, at most 240 each. ptxas lowers the share at launch to kConsumerRegisters where it is larger.
+// share the registers that the producer gives up, at most 240 a thread. If the share at launch is larger than kConsumerRegisters, ptxas lowers
+// it to kConsumerRegisters.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 32;
 constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
@@ -72,7 +73,7 @@ constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and O
 
-// Begins at a multiple of 1024 bytes, where the pattern of a swizzle does.
+// Begins at a multiple of 1024 bytes. The swizzle XORs bits of the address, so its pattern repeats every 1024 bytes.
 struct SharedStorage {
     element q[kQStages][kPanels][kBlockM][kPanelColumns];
     element k[kStages][kPanels][kBlockN][kPanelColumns];
@@ -91,7 +92,7 @@ constexpr int kVBytes = sizeof(SharedStorage::v[0]);
 // Addresses within the SharedStorage of the thread block.
 struct SharedAddresses {
     shared_address storage;
-    shared_address barriers;  // the first one, kept in a register: the others are at constant distances
+    shared_address barriers;  // of the first barrier, kept in a register; the other barriers are at constant offsets from it
 
     __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
 
@@ -123,16 +124,16 @@ struct Params {
     tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
     tensor_map out;                       // (head_dim_v, seqlen_q, num_heads_q, batch)
     float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
-    const int64_t* dropout_seed;          // (2,); may be null; seed and offset of the random numbers of dropout
+    const int64_t* dropout_seed;          // (2,); seed and offset of the random numbers of dropout
     int32_t batch_size;                   // sequences
     int32_t num_heads_q;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t num_tiles;                    // tiles of the grid
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
-    int32_t rows_ahead;                   // rows of a head's first tile before its first query
+    int32_t rows_ahead;                   // rows of a head's first tile that come before its first query
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
-    int32_t num_l2_groups;                // the last has the heads that are left
+    int32_t num_l2_groups;                // the last group has the remaining heads
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
     int32_t keep_threshold;               // the largest random byte of a score that counts
@@ -140,18 +141,18 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;
     int kv_head;
-    int first_row;  // below 0 where a head's first tile is not whole
+    int first_row;  // the first tile of a head may begin before row 0
 };
 
-__device__ Tile find_tile(const Params& params, int index);  // The tile of number `index`, in the order of the launch
+__device__ Tile find_tile(const Params& params, int index);  // The tile with number `index` in launch order
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 // Visits the scores that a lane holds of a KV block
 template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
@@ -165,13 +166,13 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
-// The keys in the range of some row of [first_row, first_row + count)
+// The union of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// The keys in the range of every row of [first_row, first_row + count)
+// The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
-// A lane holds two of every eight keys of a row. A word has a bit for each of these keys, the first key on top. One instruction, R2P, makes
-// predicates of seven bits of a byte; a comparison makes one.
+// A lane holds two of every eight keys of a row. A word has a bit for each of these keys; the top bit is the first key. One R2P instruction
+// turns seven bits of a byte into predicates; a comparison sets only one predicate.
 using key_word = uint32_t;  // a bit for each key of a lane
 
 __device__ constexpr key_word key_bit(int key);  // The bit of a key
@@ -181,7 +182,7 @@ __device__ key_word bits_from(int key, int first_key, int lane);
 __device__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key, int lane);
 // ====
 
-// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
 template <int kLength>
 struct RingPosition {
     int stage = 0;
@@ -201,7 +202,7 @@ struct KvBlocks {
     int last;
 };
 
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on
+// The KV blocks that rows [first_row, first_row + count) attend to
 __device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 __device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
 
@@ -212,15 +213,15 @@ struct TileSequence {
 
     __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
 
-    // Under a diagonal, the first of the tiles that are launched together are the longest. So thread blocks go back and forth: a short tile
-    // follows a long one.
+    // Under a diagonal the longest of the tiles that are launched together come first. Odd rounds run through the thread blocks backwards: after
+    // a long tile a thread block takes a short one.
     __device__ __forceinline__ void advance() {
         index += step;
         step = 2 * gridDim.x - step;
     }
 };
 
-__device__ int mapped_row(const Params&, int key);  // Where the tensor maps of K and V have a key
+__device__ int mapped_row(const Params&, int key);  // The row of a key in the tensor maps of K and V
 // Loads kBlockN rows of K or V of one head, panel by panel
 template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
     int first_key, int head, int batch);
@@ -231,7 +232,8 @@ __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leadi
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// registers.
 template <int kColumns>
 struct PackedScores {
     uint32_t fragment[kColumns / 16][4];
@@ -263,7 +265,8 @@ __device__ float rescale_factor(float row_max, float larger);  // The factor of 
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
+// A row that attends to no key has row_sum 0: its O becomes 0, its LSE -inf. Most threads need only the factor, so the LSE is computed on
+// demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -321,7 +324,7 @@ __device__ void store_tile(const Params& params, const Tile& tile, const float (
 
 // The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
-    // The buffers begin empty: a wait for the parity before the first phase returns at once.
+    // All buffers are empty at first. A wait for parity 1 of a new mbarrier returns at once.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
@@ -350,8 +353,8 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
 
-    // O of a tile is stored through the buffer of its Q. The buffer is empty once TMA has read O. The thread that started the stores waits for
-    // that while the next tile's first MMA runs. This delays the load of Q of the tile after that, which is not needed yet.
+    // O of a tile is stored through the buffer of its Q. The buffer is empty once TMA has read O. The thread that started the stores waits for TMA
+    // while the next tile's first MMA runs. This delays the load of Q of the tile after the next one, which no consumer needs yet.
     bool store_in_flight = false;
     auto release_previous_q = [&] {
         static_assert(kQStages == 2, "the previous tile's Q is in the other buffer");
@@ -362,9 +365,9 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         store_in_flight = false;
     };
 
-    // Skips a KV block of which this warpgroup's rows see nothing: releases it like any other, since the barriers count every warp,
-    // and takes its turn. Wait for full first: another warp may not have arrived yet for the previous phase of empty, and this arrival
-    // would be counted there.
+    // Skips a KV block that this warpgroup's rows do not attend to. It still takes its turn and releases K and V, because the barriers count
+    // every warp. It waits for full first. Otherwise its arrival could count for the previous phase of empty, if another warp has not yet
+    // arrived for that phase.
     auto skip_block = [&] {
         mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         begin_turn();
@@ -372,7 +375,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         release(shared.k_empty(k_ring.stage));
         k_ring.advance();
         mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
-        // All lanes have seen this phase before lane 0 arrives on empty. Two phases later a lane that still polls would wait forever.
+        // All lanes must see this phase before lane 0 arrives on empty. A lane that still polls two phases later would wait forever.
         __syncwarp();
         release(shared.v_empty(v_ring.stage));
         v_ring.advance();
@@ -383,14 +386,14 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
         int kv_block = blocks.last;
 
-        // The KV blocks of which this warpgroup's rows see a key: none if the rows are before the first query. The first tile begins a multiple of
-        // 64 rows before that query, so all 64 rows are before it, or none is.
+        // The KV blocks that this warpgroup's rows attend to: none if the rows are before the first query. The first tile begins a multiple of 64 rows
+        // before that query, so either all 64 rows are before it or none is.
         const int warpgroup_row = tile.first_row + 64 * consumer;
         const bool has_rows = warpgroup_row >= 0;
         const KvBlocks visible_blocks = has_rows ? find_kv_blocks(params, warpgroup_row, 64) : KvBlocks{0, -1};
         const bool visible = visible_blocks.last >= visible_blocks.first;
         const int first_block = visible_blocks.first;
-        // Skips KV blocks past the last key that these rows see; all of them if they see none.
+        // Skips KV blocks past the last key that these rows attend to; all KV blocks if they attend to none.
 #pragma unroll 1
         for (; kv_block > max(visible_blocks.last, blocks.first - 1); --kv_block) skip_block();
         const int first_row = tile.first_row + warp_row;
@@ -400,7 +403,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         RowState rows;
 
         const Dropout dropout = of_head(load_dropout(params, tile.batch, lane), tile.head);
-        // Most blocks need no mask for a warp's 16 rows. first_row is clamped because a warp's rows may all lie past the last.
+        // Most blocks need no mask for a warp's 16 rows. first_row is clamped because all rows of a warp may be past the last row.
         const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
         // Every score passes here once, between Q K^T and softmax.
         auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
@@ -449,8 +452,8 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
                 release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
                 // 6. Pack P for the next P V. Rescale O where row_max has moved.
-                // exp2_approx and pack are not volatile: ptxas moves most exponentials below the wait and interleaves them with the packing.
-                // Kept before the branch so that both are in one basic block.
+                // The packing comes before the branch, in one basic block with the exponentials. Neither is volatile, so ptxas moves most exponentials below
+                // the wait and interleaves them with the packing.
                 p.set(scores);
                 drop(p, dropout, params.keep_threshold, first_row, kv_block * kBlockN);
                 if (moved) rescale(output, rows);
@@ -468,7 +471,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         store_in_flight = true;
         q_ring.advance();
     }
-    // Before the warpgroup ends, its stores have read shared memory, and no named barrier has pending arrivals.
+    // Before the warpgroup exits, TMA must have read the O that it stores, and no arrival may be pending on a named barrier.
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // the end of the grid waits for the writes
     if (consumer == 0) begin_turn();  // takes the last turn that was passed on
 }
@@ -489,7 +492,7 @@ flash_fwd_hdim128_bf16_causal_dropout_sm90(const __grid_constant__ Params params
     }
     __syncthreads();
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -503,7 +506,7 @@ flash_fwd_hdim128_bf16_causal_dropout_sm90(const __grid_constant__ Params params
     }
 }
 
-// The tile of number `index`, in the order of the launch.
+// The tile with number `index` in launch order.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups: tiles of a head, which share K and V in L2, run at about the same time. Within an L2 group row blocks come
     // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
@@ -520,8 +523,8 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     tile.batch = head_of_batch / num_heads;
     tile.head = head_of_batch - tile.batch * num_heads;
     tile.kv_head = tile.head;
-    // Where rows_ahead is not 0, the last tile ends with the last unit of 64 rows that has a query. The first tile lacks units in its place: its
-    // rows attend to the fewest keys.
+    // If rows_ahead is not 0, the last tile ends with the last unit of 64 rows that has a query, and the first tile is the partial one: its rows
+    // attend to the fewest keys.
     tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM - params.rows_ahead;
     return tile;
 }
@@ -532,7 +535,7 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 // The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -560,15 +563,15 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. A block outside
-// of it is not visited.
+// The union of the key ranges of rows [first_row, first_row + count). A range never begins or ends before the range of the previous row. KV
+// blocks outside of the union are not visited.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
+// The intersection of the key ranges of rows [first_row, first_row + count). A KV block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -583,10 +586,11 @@ __device__ constexpr key_word key_bit(int key) {
 
 // The bits of the lane's keys from `key` on, in the KV block at `first_key`.
 __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
-    // How many of the lane's keys are before `key`: of the first ones of each eight, and of the second ones. With 6 added both round up.
+    // Count the lane's keys before `key`. A lane has two of every eight keys: one term counts the first of each two, the other the second.
+    // Adding 6 makes both terms round up.
     const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
     const int before = (distance + 1) / 8 + distance / 8;
-    return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
+    return __funnelshift_rc(0xffffffff, 0, before);  // unlike >>, it is defined for a shift of 32 or more
 }
 
 // Hides the keys of the KV block at `first_key` that are outside the range of their row; the warp's rows begin at `first_row`.
@@ -618,7 +622,7 @@ __device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
     }
 }
 
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
+// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const int skipped = max(-first_row, 0);
     const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
@@ -635,8 +639,8 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, from the first one on, so that TMA brings zeros for
-// all others, whatever these hold: 0 * NaN would be NaN.
+// The row of a key in the tensor maps of K and V. The maps end with the last key that any query attends to. For later keys TMA fills in zeros,
+// because 0 times a NaN in memory would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
 // Loads kBlockN rows of K or V of one head, panel by panel. Rows and columns outside of the array become zeros.
@@ -662,10 +666,9 @@ __device__ __forceinline__ void produce_kv(const Params& params, const Tile& til
     ring.advance();
 }
 
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+// The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
+// 64 x N in fp32. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // the simulator emulates them in C++
 
 // wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
@@ -709,8 +712,8 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -770,7 +773,7 @@ __device__ __forceinline__ float quad_sum(float value) {
 
 // Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
 // before anything is added to it. The block's maximum is rounded up and the limit down, so that P stays within its limit for scores of
-// any size. scale_log2 > 0: the launcher sees to it.
+// any size. The launcher makes sure that scale_log2 > 0.
 __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
     float block_max[2];
     bool moves = false;
@@ -819,7 +822,7 @@ __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row >= 0 && row < num_rows(params);
 }
 
-// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. `factor` becomes what O is multiplied by, 1 / row_sum.
+// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. Sets `factor` to 1 / row_sum; the caller multiplies O by it.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll
@@ -904,7 +907,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
                                            const RowState& rows, int first_row, int lane, shared_address staging, int consumer) {
     float factor[2];
     finish_rows(params, tile, rows, first_row, lane, factor);
-    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // the row whose address this lane passes to stmatrix
 #pragma unroll
     for (int n = 0; n < kHeadDimV / 8; n += 2) {
         // Rows 0 to 7 and 8 to 15 of eight columns, then of the next eight columns.

@@ -37,10 +37,10 @@
 //   mask_full            32 kMaskWarps: each thread that packs                            consumers, producer
 //   mask_empty           128 kConsumers + 1: each thread that reads                       read_mask()
 //   kMaskBarrier         32 kMaskWarps: each thread that packs                            the same
-//   kTurnBarrier         256: the consumer before, and the one that waits                 a consumer, before its MMAs
+//   kTurnBarrier         256: the previous consumer, and the consumer that waits          a consumer, before its MMAs
 //
-// Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. Of KV block n in the order
-// of visits, S(n) is Q K^T and O(n) is P V:
+// Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. S(n) is Q K^T and O(n) is P V
+// of the n-th KV block visited:
 //
 //   consumer c           issue S(1) O(0) | softmax(1)                        | issue S(2) O(1) | softmax(2)
 //   consumer c + 1       softmax(0)      | issue S(1) O(0) | softmax(1)                        | issue S(2) O(1)
@@ -57,7 +57,8 @@ constexpr int kConsumers = 2;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread. At launch all threads have equal shares of 65,536 registers. setmaxnreg moves registers between warpgroups: consumers
-// share what the producer leaves, at most 240 each. ptxas lowers the share at launch to kConsumerRegisters where it is larger.
+// share the registers that the producer gives up, at most 240 a thread. If the share at launch is larger than kConsumerRegisters, ptxas lowers
+// it to kConsumerRegisters.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 88;
 constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
@@ -83,7 +84,7 @@ struct alignas(8) MaskEntry {
     int32_t kv_block;             // below 0: the tile ends
 };
 
-// Begins at a multiple of 1024 bytes, where the pattern of a swizzle does.
+// Begins at a multiple of 1024 bytes. The swizzle XORs bits of the address, so its pattern repeats every 1024 bytes.
 struct SharedStorage {
     element q[kQStages][kPanels][kBlockM][kPanelColumns];
     element k[kStages][kPanels][kBlockN][kPanelColumns];
@@ -105,7 +106,7 @@ constexpr int kVBytes = sizeof(SharedStorage::v[0]);
 // Addresses within the SharedStorage of the thread block.
 struct SharedAddresses {
     shared_address storage;
-    shared_address barriers;  // the first one, kept in a register: the others are at constant distances
+    shared_address barriers;  // of the first barrier, kept in a register; the other barriers are at constant offsets from it
 
     __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
 
@@ -140,7 +141,7 @@ struct Params {
     tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
     element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
     float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
-    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); may be null; not 0 = hidden
+    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); not 0 = hidden
     int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
@@ -149,13 +150,13 @@ struct Params {
     int64_t mask_head_stride;
     int32_t batch_size;                   // sequences
     int32_t num_heads_q;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_tiles;                    // tiles of the grid
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
-    int32_t num_l2_groups;                // the last has the heads that are left
+    int32_t num_l2_groups;                // the last group has the remaining heads
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     int32_t window_left;                  // keys before the diagonal that a query attends to
     int32_t window_right;                 // and after it
@@ -164,18 +165,18 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;
     int kv_head;
-    int first_row;  // below 0 where a head's first tile is not whole
+    int first_row;  // the first tile of a head may begin before row 0
 };
 
-__device__ Tile find_tile(const Params& params, int index);  // The tile of number `index`, in the order of the launch
+__device__ Tile find_tile(const Params& params, int index);  // The tile with number `index` in launch order
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 // Visits the scores that a lane holds of a KV block
 template <typename Visit> __device__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit);
@@ -189,9 +190,9 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys in the range of a query
-// The keys in the range of some row of [first_row, first_row + count)
+// The union of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// The keys in the range of every row of [first_row, first_row + count)
+// The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 __device__ uint32_t nonzero_bytes(uint32_t word);  // The top bit of each byte that is not 0
 
@@ -314,7 +315,7 @@ template <bool kWhole> __device__ bool pack_mask(const Params& params, const Til
     int warp, int lane);
 // ====
 
-// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
 template <int kLength>
 struct RingPosition {
     int stage = 0;
@@ -334,7 +335,7 @@ struct KvBlocks {
     int last;
 };
 
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on
+// The KV blocks that rows [first_row, first_row + count) attend to
 __device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 __device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
 
@@ -345,15 +346,15 @@ struct TileSequence {
 
     __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
 
-    // Under a diagonal, the first of the tiles that are launched together are the longest. So thread blocks go back and forth: a short tile
-    // follows a long one.
+    // Under a diagonal the longest of the tiles that are launched together come first. Odd rounds run through the thread blocks backwards: after
+    // a long tile a thread block takes a short one.
     __device__ __forceinline__ void advance() {
         index += step;
         step = 2 * gridDim.x - step;
     }
 };
 
-__device__ int mapped_row(const Params& params, int key);  // Where the tensor maps of K and V have a key
+__device__ int mapped_row(const Params& params, int key);  // The row of a key in the tensor maps of K and V
 // Loads kBlockN rows of K or V of one head, panel by panel
 template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
     int first_key, int head, int batch);
@@ -364,7 +365,8 @@ __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leadi
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// registers.
 template <int kColumns>
 struct PackedScores {
     uint32_t fragment[kColumns / 16][4];
@@ -399,7 +401,8 @@ __device__ float rescale_factor(float row_max, float larger);  // The factor of 
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
+// A row that attends to no key has row_sum 0: its O becomes 0, its LSE -inf. Most threads need only the factor, so the LSE is computed on
+// demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -437,7 +440,7 @@ __device__ void store_tile(const Params& params, const Tile& tile, const float (
 
 // The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
-    // The buffers begin empty: a wait for the parity before the first phase returns at once.
+    // All buffers are empty at first. A wait for parity 1 of a new mbarrier returns at once.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
     RingPosition<kMaskStages> mask_ring;
@@ -520,7 +523,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         const int first_row = tile.first_row + warp_row;
         const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
-        // All lanes have seen this phase before lane 0 arrives on empty. Two phases later a lane that still polls would wait forever.
+        // All lanes must see this phase before lane 0 arrives on empty. A lane that still polls two phases later would wait forever.
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
@@ -570,8 +573,8 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
                 release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
                 // 6. Pack P for the next P V. Rescale O where row_max has moved.
-                // exp2_approx and pack are not volatile: ptxas moves most exponentials below the wait and interleaves them with the packing.
-                // Kept before the branch so that both are in one basic block.
+                // The packing comes before the branch, in one basic block with the exponentials. Neither is volatile, so ptxas moves most exponentials below
+                // the wait and interleaves them with the packing.
                 p.set(scores);
                 if (moved) rescale(output, rows);
             }
@@ -587,7 +590,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         store_tile(params, tile, output, rows, first_row, lane);
         q_ring.advance();
     }
-    // Before the warpgroup ends, its stores have read shared memory, and no named barrier has pending arrivals.
+    // Before the warpgroup exits, TMA must have read the O that it stores, and no arrival may be pending on a named barrier.
     if (consumer == 0) begin_turn();  // takes the last turn that was passed on
 }
 
@@ -606,7 +609,7 @@ flash_fwd_hdim128_fp16_dense_sm90(const __grid_constant__ Params params) {
     }
     __syncthreads();
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -621,7 +624,7 @@ flash_fwd_hdim128_fp16_dense_sm90(const __grid_constant__ Params params) {
     }
 }
 
-// The tile of number `index`, in the order of the launch.
+// The tile with number `index` in launch order.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups: tiles of a head, which share K and V in L2, run at about the same time. Within an L2 group row blocks come
     // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
@@ -648,7 +651,7 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 // The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -677,15 +680,15 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
 }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. A block outside
-// of it is not visited.
+// The union of the key ranges of rows [first_row, first_row + count). A range never begins or ends before the range of the previous row. KV
+// blocks outside of the union are not visited.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
+// The intersection of the key ranges of rows [first_row, first_row + count). A KV block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -713,7 +716,8 @@ __device__ constexpr uint32_t mask_bits() {
 template <bool kWhole>
 __device__ __forceinline__ bool pack_mask(const Params& params, const Tile& tile, shared_address entry, int first_key,
                                           bool inside, int warp, int lane) {
-    constexpr int kBatch = kWhole ? (kBlockM == 128 && kHeadDim <= 128 ? 6 : 3) : (kHeadDim > 128 ? 1 : 2);  // groups that are read at once
+    // Groups that are read at once.
+    constexpr int kBatch = kWhole ? (kBlockM == 128 && kHeadDim <= 128 ? 6 : 3) : (kHeadDim > 128 ? 1 : 2);
     const int end_row = min(tile.first_row + kBlockM, num_rows(params));
     const int end_key = min(first_key + kBlockN, params.seqlen_kv);
     const uint8_t* mask = params.mask + tile.batch * params.mask_batch_stride;
@@ -767,7 +771,7 @@ __device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
     }
 }
 
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
+// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -783,8 +787,8 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// Where the tensor maps of K and V have a key. They have the keys that some query sees, so that TMA brings zeros for all others, whatever
-// these hold: 0 * NaN would be NaN.
+// The row of a key in the tensor maps of K and V. The maps have the keys that some query sees. For other keys TMA brings zeros, since a NaN in
+// memory would give 0 * NaN, which is NaN.
 __device__ __forceinline__ int mapped_row(const Params& params, int key) { return key - keys_of_query(params, 0).begin; }
 
 // Loads kBlockN rows of K or V of one head, panel by panel. Rows and columns outside of the array become zeros.
@@ -810,10 +814,9 @@ __device__ __forceinline__ void produce_kv(const Params& params, const Tile& til
     ring.advance();
 }
 
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+// The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
+// 64 x N in fp32. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // the simulator emulates them in C++
 
 // wgmma.mma_async.m64n128k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
 __device__ __forceinline__ void wgmma_m64n128k16_fp16_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
@@ -863,8 +866,8 @@ __device__ __forceinline__ void wgmma_m64n128k16_fp16_rs(float (&d)[64], const u
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -924,7 +927,7 @@ __device__ __forceinline__ float quad_sum(float value) {
 
 // Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
 // before anything is added to it. The block's maximum is rounded up and the limit down, so that P stays within its limit for scores of
-// any size. scale_log2 > 0: the launcher sees to it.
+// any size. The launcher makes sure that scale_log2 > 0.
 __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
     float block_max[2];
     bool moves = false;
@@ -973,7 +976,7 @@ __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
 
-// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. `factor` becomes what O is multiplied by, 1 / row_sum.
+// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. Sets `factor` to 1 / row_sum; the caller multiplies O by it.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll

@@ -10,8 +10,8 @@
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
-// A thread block has kBlockM rows of queries that attend to the keys of one kv head. It takes them through the KV blocks that they attend to,
-// the last one first:
+// A thread block has kBlockM rows of queries that attend to the keys of one kv head. It visits the KV blocks that these rows attend to, the
+// last one first:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -20,8 +20,8 @@
 // Map
 //   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
 //   shared memory     SharedStorage, 107088 bytes: Q, kBlockM = 64 rows of kRowBytes = 512; blocks of K and V, kStageBytes = 32768 each.
-//                     O leaves through the rows of Q
-//   barrier           barrier_sync(kThreads): all warps, before they read what the others have copied, and before it is overwritten
+//                     O is staged in the rows of Q
+//   barrier           barrier_sync(kThreads): all warps, before they read data that other warps copied, and before it is overwritten
 
 using element = bf16;
 
@@ -47,7 +47,7 @@ constexpr int kCopyThreads = kThreads;       // all threads share the copy of a 
 
 // Rows of V are as long as rows of K, also where V has fewer columns.
 struct SharedStorage {
-    element q[kBlockM][kHeadDim];  // then O, on its way to global memory
+    element q[kBlockM][kHeadDim];
     element k[kKStages][kBlockN][kHeadDim];
     element v[kVStages][kBlockN][kHeadDim];
     int32_t tile[4];  // the Tile: stash_tile()
@@ -84,13 +84,13 @@ struct Params {
     int64_t out_head_stride;
     int32_t batch_size;                   // sequences
     int32_t num_heads_q;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
-    int32_t num_l2_groups;                // the last has the heads that are left
+    int32_t num_l2_groups;                // the last group has the remaining heads
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
     uint64_t l2_group_tiles_divisor;      // of the tiles of an L2 group; see divide()
     uint64_t l2_group_heads_divisor;      // of heads_per_l2_group; see divide()
@@ -99,19 +99,19 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;
     int kv_head;
-    int first_row;  // below 0 where a head's first tile is not whole
+    int first_row;  // the first tile of a head may begin before row 0
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
-__device__ Tile find_tile(const Params& params, int index);  // The tile of number `index`, in the order of the launch
+__device__ Tile find_tile(const Params& params, int index);  // The tile with number `index` in launch order
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 // Visits the scores of S with their rows and keys
 template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -126,9 +126,9 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
-// The keys in the range of some row of [first_row, first_row + count)
+// The union of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// The keys in the range of every row of [first_row, first_row + count)
+// The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
@@ -145,10 +145,10 @@ struct KvBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a key in the range of some row of [first_row, first_row + count)
+// The KV blocks that rows [first_row, first_row + count) attend to
 __device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
 
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
+// The rows of a block of keys that at least one query of the sequence attends to: the rows before `end`.
 struct SeenRows {
     int end;
 
@@ -163,15 +163,15 @@ struct SeenRows {
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time are in eight different groups of banks.
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number. ldmatrix reads one logical column
+// of eight consecutive rows at a time; after the permutation these eight chunks are in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row. An offset that is added must not change the bits that step_address() XORs.
+// The address of a lane's part of the first MMA fragment in a row. Adding an offset to it must not change the bits that step_address() XORs.
 using LaneAddress = shared_address;
 
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
@@ -190,7 +190,7 @@ template <int kColumns> __device__ void copy_rows(shared_address block, const el
 __device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
 __device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
 __device__ void load_q(const Params& params, const Tile& tile, shared_address smem);  // Starts the copy of the tile's rows of Q
-// The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask
+// Stashes the tile in shared memory, because registers have no room for it
 __device__ void stash_tile(const Tile& tile, shared_address smem);
 __device__ Tile stashed_tile(shared_address smem);  // The tile that was stashed
 
@@ -207,7 +207,8 @@ __device__ float rescale_factor(float row_max, float larger);  // The factor of 
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
+// A row that attends to no key has row_sum 0: its O becomes 0, its LSE -inf. Most threads need only the factor, so the LSE is computed on
+// demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -225,7 +226,7 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
 __device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+// The state that a warp keeps of 16 of its rows, an MMA tile. The four lanes of quad g hold rows g and g + 8.
 struct RowTile {
     float row_max[2];  // log2 domain
     float row_sum[2];  // this lane's share
@@ -258,7 +259,7 @@ template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTil
     float (&block_max)[kTiles][2]);
 // Raises row_max to the maxima of a block, and rescales O and row_sum
 template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
-// P of the scores, which is added to row_sum
+// Computes P of the scores, and adds it to row_sum
 template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
 
@@ -319,7 +320,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     float previous_max = 0.0f;  // of row t of the quad's four, in its lane t: row_max before it was last raised
 
     for (int block = blocks.last; block >= blocks.first; --block) {
-        // 1. Wait for K: it is here, and every warp has finished with V, P and max_update of the previous block. Start the copy of V.
+        // 1. Wait for K, and for every warp to finish with V, P and max_update of the previous block. Start the copy of V.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         copy_v(params, v, v_stage, block);
@@ -347,7 +348,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
         store_p(pair, p, lane);
         if (lane == 0) store_shared_32(pair.max_update, raised);
 
-        // 3. Wait for V: it is here, every warp has finished with K, and P and max_update are complete. Start the copy of the next K.
+        // 3. Wait for V, and for every warp to finish with K and to complete P and max_update. Start the copy of the next K.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         P<kRowTiles> partner_p;
@@ -379,7 +380,7 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     RowTile rows[kRowTiles];
     clear(rows);
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -392,13 +393,13 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     store_output(params, stored_tile, rows, smem, warp, lane);
 }
 
-// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
-// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+// n / d for 0 <= n < 2^31. The launcher computes `divisor` from d: a multiplier in the lower half, and in the upper half the shift that follows.
+// Dividing by a number that the compiler does not know takes about 20 dependent instructions.
 __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// The tile of number `index`, in the order of the launch.
+// The tile with number `index` in launch order.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups: tiles of a head, which share K and V in L2, run at about the same time. Within an L2 group row blocks come
     // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
@@ -425,7 +426,7 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 // The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -456,15 +457,15 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. A block outside
-// of it is not visited.
+// The union of the key ranges of rows [first_row, first_row + count). A range never begins or ends before the range of the previous row. KV
+// blocks outside of the union are not visited.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
+// The intersection of the key ranges of rows [first_row, first_row + count). A KV block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -495,13 +496,13 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The blocks with a key in the range of some row of [first_row, first_row + count).
+// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+// The rows of the block that begins at `first_key`. All other rows become zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
     const int end = params.seqlen_kv;
     return {end - first_key};
@@ -566,8 +567,8 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     const SeenRows rows_left = rows.from(row);
     const shared_address destination = block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     source += row * row_stride + chunk * kChunkElements;
-    // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
-    // five, if it saw through the pointer.
+    // One pointer steps from row to row, with one addition a row. If the compiler saw through the pointer, it would compute an address for each
+    // copy, with five additions.
 #pragma unroll
     for (int first = 0; first < kBlockN; first += kRowsPerPass) {
         if (kBlockN % kRowsPerPass != 0 && first + row >= kBlockN) break;
@@ -602,7 +603,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     const int chunk = threadIdx.x % kSwizzleChunks;
     const int rows_left = num_rows(params) - tile.first_row - row;
     const shared_address destination = smem + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    // One pointer steps from row to row; the compiler would work out the addresses of all copies ahead.
+    // One pointer steps from row to row; the compiler would compute the addresses of all copies in advance.
     const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
     for (int first = 0; first < kBlockM; first += kRowsPerPass) {
@@ -617,7 +618,8 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// The tile, stashed in shared memory and read back where it is needed, by the epilogue or also by each block's mask: registers have no room.
+// Stashes the tile in shared memory, because registers have no room for it. The epilogue reads it back. In some kernels the mask of each block
+// does, too.
 __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
     store_shared_64(smem + kTileOffset, tile.batch, tile.head);
     store_shared_64(smem + kTileOffset + 8, tile.kv_head, tile.first_row);
@@ -754,8 +756,8 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the maxima of a block, and rescales O and row_sum. A pair of warps raises it to a whole number: where the two raise to
-// different ones, P is scaled by a power of two, and not rounded a second time.
+// Raises row_max to the maxima of a block, and rescales O and row_sum. If a pair of warps shares the rows, each warp raises row_max to an
+// integer. If the two integers differ, P is rescaled by a power of two, which does not round it a second time.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
@@ -771,7 +773,7 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
     }
 }
 
-// P of the scores, which is added to row_sum.
+// Computes P of the scores, and adds it to row_sum.
 template <int kTiles>
 __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
                                              P<kTiles>& p) {
@@ -965,8 +967,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     const shared_address warp_rows = smem + first_row * kRowBytes;
     const int chunk = lane % kSwizzleChunks;
 
-    // All vectors are loaded before the first is stored: their latencies overlap, where one by one each store would wait for
-    // its own.
+    // Load all vectors before the first store, so that the latencies of the loads overlap. Otherwise each store would wait for its own load.
     uint4 vectors[kPasses][kPanels];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -978,7 +979,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
         }
     }
     element* out = params.out + tile.batch * params.out_batch_stride;
-    // One pointer steps from row to row; the compiler would work out the addresses of all stores ahead.
+    // One pointer steps from row to row; the compiler would compute the addresses of all stores in advance.
     element* out_row = out + row_offset(params, tile, tile.first_row + first_row + row_of_pass(0), params.out_row_stride,
                                         params.out_head_stride);
 #pragma unroll

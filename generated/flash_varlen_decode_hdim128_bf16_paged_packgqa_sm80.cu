@@ -3,12 +3,12 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, splits none, kv_starts none, sinks
-//           none, gqa packed
+//           none, kv_dtype none, gqa packed
 // tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
 // block     128 threads, 103936 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_varlen_decode_sm80.yaml
-// template  flash_decode_sm80.cu.j2
+// template  flash_varlen_decode_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
 // Attention of few query rows over many keys, which is bound by the bandwidth of global memory. So each thread block keeps copies of K and V in
@@ -40,7 +40,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kGroupWarps = 1;
 constexpr int kGroupThreads = 32 * kGroupWarps;
 constexpr int kGroups = kWarps / kGroupWarps;
-constexpr int kGroupKeys = kBlockN / kGroups;     // keys of a KV block that a group has
+constexpr int kGroupKeys = kBlockN / kGroups;     // keys of a KV block in a group's share
 constexpr int kWarpRows = kBlockM / kGroupWarps;  // rows of a warp
 constexpr int kRowTiles = kWarpRows / 16;         // MMA tiles of a warp along its rows
 constexpr int kRowTileStep = 16;                  // rows from a warp's MMA tile to its next
@@ -72,7 +72,7 @@ struct Params {
     float* lse;                           // (batch_q, num_heads_q, rows_q); may be null; natural logarithm
     const int32_t* cu_seqlens_q;          // (boundaries,); may be null; null where queries are padded
     const int32_t* kv_lengths;            // (batch,); may be null; null where cu_seqlens_kv has them, or all have seqlen_kv
-    const int32_t* pages;                 // (batch, max_pages); may be null; entries past the last key are never read
+    const int32_t* pages;                 // (batch, max_pages); entries past the last key are never read
     float* part_outputs;                  // (parts, kBlockM, kHeadDimV): O, not divided by row_sum; null where no tile is split
     float* part_sums;                     // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
     int64_t q_batch_stride;               // strides are in elements
@@ -95,8 +95,8 @@ struct Params {
     int32_t batch_size;                   // sequences
     int32_t batch_kv;                     // entries of k: of a paged cache its pages
     int32_t page_size;                    // keys of a page
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_shares;                   // thread blocks of a set of heads in the main kernel
@@ -108,12 +108,12 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;  // first query head of the group that shares a head of K and V
     int kv_head;
-    int first_row;  // below 0 where a head's first tile is not whole
+    int first_row;  // the first tile of a head may begin before row 0
 };
 
 // What a thread block computes: the numbers [begin, end). find_share() says what is numbered, one tile after the other. Shares are equal.
@@ -124,16 +124,16 @@ struct Share {
 
 // A part of a tile that a thread block computes at a time: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // among the tiles of the sequence and the set
+    int tile;  // its number: in the sequence where the device has lengths, else in all of them
     int first;
     int end;
-    int slot;  // of the workspace, where another share has KV blocks of the tile; below 0 where this is all of the tile
+    int slot;  // of the workspace; below 0 where this is all of the tile
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
@@ -213,7 +213,7 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
-// The keys in the range of every row of [first_row, first_row + count)
+// The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
@@ -224,7 +224,7 @@ template <int kTiles> __device__ void apply_mask(const Params& params, const Til
 template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
     int row_in_tile, int first_key, int lane);
 
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
+// The rows of a block of keys that at least one query of the sequence attends to: the rows before `end`.
 struct SeenRows {
     int end;
 
@@ -239,15 +239,15 @@ struct SeenRows {
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
-// consecutive rows of one logical column that ldmatrix reads at a time are in eight different groups of banks.
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number. ldmatrix reads one logical column
+// of eight consecutive rows at a time; after the permutation these eight chunks are in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row. An offset that is added must not change the bits that step_address() XORs.
+// The address of a lane's part of the first MMA fragment in a row. Adding an offset to it must not change the bits that step_address() XORs.
 using LaneAddress = shared_address;
 
 __device__ LaneAddress lane_address(shared_address block, int row, int chunk);
@@ -259,7 +259,7 @@ __device__ int first_row_of(int warp);  // A warp's first row in the tile
 __device__ const element* head_k(const Params& params, const Tile& tile);  // Where K of the tile's head begins in page 0
 __device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
 
-// kSwizzleChunks threads stand side by side along a row, and each takes every kSwizzleChunks-th chunk of its rows.
+// kSwizzleChunks neighbouring threads copy a row, and each takes every kSwizzleChunks-th chunk of it.
 constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
 constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
 
@@ -293,14 +293,13 @@ template <int kColumns, typename RowOfPass> __device__ void copy_keys(const RowO
     const SeenRows& rows, int head_dim);
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them
 template <int kColumns, typename RowOfPass> __device__ void prefetch_keys(const RowOfPass& row_of_pass, const SeenRows& rows, int head_dim);
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros
-__device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);
+__device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);  // Starts the copy of the tile's rows of Q
 
-// How far a group has come in fetching the KV blocks of its thread block's share, one after the other, across tiles and sequences.
+// A group's progress through the KV blocks of its thread block's share, across tiles and sequences.
 struct Fetch {
     Place place;
-    int index;         // of the KV block that comes next
-    int left;          // KV blocks of its tile from there on
+    int index;         // of the piece, a KV block or a split, that has the KV block that comes next
+    int left;          // KV blocks from there on, of the split or else of the tile
     int first_key;     // the first of the group's keys of that KV block
     const element* k;  // where the head's rows begin in page 0
     const element* v;
@@ -349,7 +348,8 @@ __device__ float rescale_factor(float row_max, float larger);  // The factor of 
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
+// A row that attends to no key has row_sum 0: its O becomes 0, its LSE -inf. Most threads need only the factor, so the LSE is computed on
+// demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -367,7 +367,7 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
 __device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
-// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+// The state that a warp keeps of 16 of its rows, an MMA tile. The four lanes of quad g hold rows g and g + 8.
 struct RowTile {
     float row_max[2];  // log2 domain
     float row_sum[2];  // this lane's share
@@ -400,7 +400,7 @@ template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTil
     float (&block_max)[kTiles][2]);
 // Raises row_max to the maxima of a block, and rescales O and row_sum
 template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
-// P of the scores, which is added to row_sum
+// Computes P of the scores, and adds it to row_sum
 template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
 // A step of online softmax
@@ -417,7 +417,7 @@ __device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the comp
 // Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing
 __device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
 __device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);  // Writes O
-// Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts
+// Writes O, row_max and row_sum of a part to a slot of the workspace, for the kernel that combines the parts
 __device__ void store_part(const Params& params, const Tile& tile, int slot, const RowTile (&rows)[kRowTiles], int warp, int lane);
 // Writes O and the LSE of a whole tile, or a part for the next kernel
 __device__ void store_results(const Params& params, const Tile& tile, const Part& part, RowTile (&rows)[kRowTiles], int warp, int lane);
@@ -502,8 +502,8 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
     }
 }
 
-// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
-// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+// n / d for 0 <= n < 2^31. The launcher computes `divisor` from d: a multiplier in the lower half, and in the upper half the shift that follows.
+// Dividing by a number that the compiler does not know takes about 20 dependent instructions.
 __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
@@ -516,7 +516,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -722,7 +722,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
 // The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
+// The intersection of the key ranges of rows [first_row, first_row + count). A KV block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -753,7 +753,7 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+// The rows of the block that begins at `first_key`. All other rows become zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
     const int end = params.seqlen_kv;
     return {end - first_key};
@@ -853,7 +853,8 @@ __device__ __forceinline__ void copy_keys(const RowOfPass& row_of_pass, shared_a
 }
 
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them: the first threads of a row a line
-// each. Left out are rows that are not among `rows`, elements from `head_dim` on, and what a row that begins within a line has in one line more.
+// each. Skips rows that are not among `rows`, and elements from `head_dim` on. A row that begins within a line reaches into one more line, which
+// is skipped, too.
 template <int kColumns, typename RowOfPass>
 __device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, const SeenRows& rows, int head_dim) {
     constexpr int kLineElements = 128 / sizeof(element);
@@ -867,7 +868,7 @@ __device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, cons
     }
 }
 
-// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+// Starts the copy of the tile's rows of Q. Rows past the last one, and elements from head_dim on, become zeros.
 __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, shared_address smem) {
     constexpr int kRowChunks = kRowBytes / 16;
     constexpr int kChunks = kBlockM * kRowChunks;
@@ -1129,8 +1130,8 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the maxima of a block, and rescales O and row_sum. A pair of warps raises it to a whole number: where the two raise to
-// different ones, P is scaled by a power of two, and not rounded a second time.
+// Raises row_max to the maxima of a block, and rescales O and row_sum. If a pair of warps shares the rows, each warp raises row_max to an
+// integer. If the two integers differ, P is rescaled by a power of two, which does not round it a second time.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
@@ -1146,7 +1147,7 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
     }
 }
 
-// P of the scores, which is added to row_sum.
+// Computes P of the scores, and adds it to row_sum.
 template <int kTiles>
 __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
                                              P<kTiles>& p) {
@@ -1292,7 +1293,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-// Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts.
+// Writes O, row_max and row_sum of a part to a slot of the workspace, for the kernel that combines the parts. O is not divided by row_sum yet.
 __device__ __forceinline__ void store_part(const Params& params, const Tile& tile, int slot, const RowTile (&rows)[kRowTiles], int warp,
                                            int lane) {
 #pragma unroll

@@ -8,7 +8,7 @@
 // block     512 threads, 197960 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_varlen_split_sm90.yaml
-// template  flash_fwd_sequences_sm90.cu.j2
+// template  flash_split_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
 // A few hundred rows of queries on many keys. A tile is kBlockM of these rows, and thread blocks have equal shares of the KV blocks of
@@ -39,10 +39,10 @@
 //   tile_full            1: lane 0 of find_tiles()                                        producer, consumers
 //   tile_empty           lane 0 of each warp that reads the tile                          find_tiles()
 //   rows_clear           4 kConsumers: lane 0 of each warp, once its rows of V are zero   consumers
-//   kTurnBarrier         256: the consumer before, and the one that waits                 a consumer, before its MMAs
+//   kTurnBarrier         256: the previous consumer, and the consumer that waits          a consumer, before its MMAs
 //
-// Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. Of KV block n in the order
-// of visits, S(n) is Q K^T and O(n) is P V:
+// Consumers take turns at issuing MMAs, so that the softmax of one runs while the tensor cores work for the next. S(n) is Q K^T and O(n) is P V
+// of the n-th KV block visited:
 //
 //   consumer c           issue S(1) O(0) | softmax(1)                        | issue S(2) O(1) | softmax(2)
 //   consumer c + 1       softmax(0)      | issue S(1) O(0) | softmax(1)                        | issue S(2) O(1)
@@ -59,7 +59,8 @@ constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread. At launch all threads have equal shares of 65,536 registers. setmaxnreg moves registers between warpgroups: consumers
-// share what the producer leaves, at most 240 each. ptxas lowers the share at launch to kConsumerRegisters where it is larger.
+// share the registers that the producer gives up, at most 240 a thread. If the share at launch is larger than kConsumerRegisters, ptxas lowers
+// it to kConsumerRegisters.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 56;
 constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
@@ -73,7 +74,7 @@ enum NamedBarrier : int {  // __syncthreads() has the number 0
 struct SequenceTile {
     int sequence;     // below 0: there are no more tiles
     int head;         // of the grid
-    int first_row;    // below 0 where the sequence's first tile is not whole
+    int first_row;    // the first tile of a sequence may begin before row 0
     int first_query;  // the row of q where the sequence begins
     int seqlen_q;
     int seqlen_kv;
@@ -121,7 +122,7 @@ struct Box {
     int32_t row;  // of the page, where the keys of the box begin
 };
 
-// Begins at a multiple of 1024 bytes, where the pattern of a swizzle does.
+// Begins at a multiple of 1024 bytes. The swizzle XORs bits of the address, so its pattern repeats every 1024 bytes.
 struct SharedStorage {
     element q[kQStages][kPanels][kBlockM][kPanelColumns];
     element k[kStages][kPanels][kBlockN][kPanelColumns];
@@ -146,7 +147,7 @@ constexpr int kVBytes = sizeof(SharedStorage::v[0]);
 // Addresses within the SharedStorage of the thread block.
 struct SharedAddresses {
     shared_address storage;
-    shared_address barriers;  // the first one, kept in a register: the others are at constant distances
+    shared_address barriers;  // of the first barrier, kept in a register; the other barriers are at constant offsets from it
 
     __device__ __forceinline__ SharedAddresses(shared_address begin) : storage(begin), barriers(begin + offsetof(SharedStorage, q_full)) {}
 
@@ -186,7 +187,7 @@ struct Params {
     float* lse;                           // (batch_q, num_heads_q, rows_q); may be null; natural logarithm
     const int32_t* cu_seqlens_q;          // (boundaries,); may be null; null where queries are padded
     const int32_t* kv_lengths;            // (batch,); may be null; null where cu_seqlens_kv has them, or all have seqlen_kv
-    const int32_t* pages;                 // (batch, max_pages); may be null; entries past the last key are never read
+    const int32_t* pages;                 // (batch, max_pages); entries past the last key are never read
     float* part_outputs;                  // (parts, kBlockM, kHeadDimV): O, not divided by row_sum; null where no tile is split
     float* part_sums;                     // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
     int64_t out_batch_stride;             // strides are in elements
@@ -203,8 +204,8 @@ struct Params {
     int32_t page_size;                    // keys of a page
     uint64_t page_size_divisor;           // of page_size; see divide()
     uint64_t group_size_divisor;          // of group_size; see divide()
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_shares;                   // thread blocks of a set of heads in the main kernel
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
@@ -212,12 +213,12 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query, or where the heads of a group are packed a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
     int head;  // first query head of the group that shares a head of K and V
     int kv_head;
-    int first_row;  // below 0 where a head's first tile is not whole
+    int first_row;  // the first tile of a head may begin before row 0
 };
 
 // What a thread block computes: the numbers [begin, end). find_share() says what is numbered, one tile after the other. Shares are equal.
@@ -228,16 +229,16 @@ struct Share {
 
 // A part of a tile that a thread block computes at a time: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // among the tiles of the sequence
+    int tile;  // its number: in the sequence where the device has lengths, else in all of them
     int first;
     int end;
-    int slot;  // of the workspace, where another share has KV blocks of the tile; below 0 where this is all of the tile
+    int slot;  // of the workspace; below 0 where this is all of the tile
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params& params, int row);  // The query of a row of a tile
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
@@ -310,13 +311,13 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
-// The keys in the range of some row of [first_row, first_row + count)
+// The union of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// The keys in the range of every row of [first_row, first_row + count)
+// The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
-// A lane holds two of every eight keys of a row. A word has a bit for each of these keys, the first key on top. One instruction, R2P, makes
-// predicates of seven bits of a byte; a comparison makes one.
+// A lane holds two of every eight keys of a row. A word has a bit for each of these keys; the top bit is the first key. One R2P instruction
+// turns seven bits of a byte into predicates; a comparison sets only one predicate.
 using key_word = uint32_t;  // a bit for each key of a lane
 
 __device__ constexpr key_word key_bit(int key);  // The bit of a key
@@ -326,7 +327,7 @@ __device__ key_word bits_from(int key, int first_key, int lane);
 __device__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key, int lane);
 // ====
 
-// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
 template <int kLength>
 struct RingPosition {
     int stage = 0;
@@ -346,14 +347,15 @@ struct KvBlocks {
     int last;
 };
 
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on
+// The KV blocks that rows [first_row, first_row + count) attend to
 __device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 __device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. Pairs of an accumulator have the layout of wgmma's operand A in registers.
+// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// registers.
 template <int kColumns>
 struct PackedScores {
     uint32_t fragment[kColumns / 16][4];
@@ -387,7 +389,8 @@ __device__ float rescale_factor(float row_max, float larger);  // The factor of 
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
+// A row that attends to no key has row_sum 0: its O becomes 0, its LSE -inf. Most threads need only the factor, so the LSE is computed on
+// demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -519,7 +522,7 @@ struct PagedArray {
 
 // The first KV block of the tile that has KV block `index` of all, in a sequence at `place`
 __device__ int begin_of_tile(const Params& params, const Place& place, int index);
-// Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts
+// Writes O, row_max and row_sum of a part to a slot of the workspace, for the kernel that combines the parts
 __device__ void store_part(const Params& params, const Tile& tile, int slot, const float (&output)[kHeadDimV / 2], const RowState& rows,
     int first_row, int lane);
 
@@ -527,7 +530,7 @@ __device__ void store_part(const Params& params, const Tile& tile, int slot, con
 __device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
     const int lane = threadIdx.x % 32;
     const PagedArray<kPanels> k = {params.k, shared.k(0), shared.k_full(0), shared.k_empty(0), shared.k_boxes()};
-    // The buffers begin empty: a wait for the parity before the first phase returns at once.
+    // All buffers are empty at first. A wait for parity 1 of a new mbarrier returns at once.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
     while (true) {
@@ -640,7 +643,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         const int first_row = tile.first_row + warp_row;
         const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
-        // All lanes have seen this phase before lane 0 arrives on empty. Two phases later a lane that still polls would wait forever.
+        // All lanes must see this phase before lane 0 arrives on empty. A lane that still polls two phases later would wait forever.
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
@@ -652,7 +655,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         }
 
         if (!visible) release(shared.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
-        // Most blocks need no mask for a warp's 16 rows. first_row is clamped because a warp's rows may all lie past the last.
+        // Most blocks need no mask for a warp's 16 rows. first_row is clamped because all rows of a warp may be past the last row.
         const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
         // Every score passes here once, between Q K^T and softmax.
         auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
@@ -701,8 +704,8 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
                 release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
                 // 6. Pack P for the next P V. Rescale O where row_max has moved.
-                // exp2_approx and pack are not volatile: ptxas moves most exponentials below the wait and interleaves them with the packing.
-                // Kept before the branch so that both are in one basic block.
+                // The packing comes before the branch, in one basic block with the exponentials. Neither is volatile, so ptxas moves most exponentials below
+                // the wait and interleaves them with the packing.
                 p.set(scores);
                 if (moved) rescale(output, rows);
             }
@@ -722,7 +725,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         }
         q_ring.advance();
     }
-    // Before the warpgroup ends, its stores have read shared memory, and no named barrier has pending arrivals.
+    // Before the warpgroup exits, TMA must have read the O that it stores, and no arrival may be pending on a named barrier.
     if (consumer == 0) begin_turn();  // takes the last turn that was passed on
 }
 
@@ -741,7 +744,7 @@ flash_varlen_split_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_constant_
     }
     __syncthreads();
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
@@ -761,8 +764,8 @@ flash_varlen_split_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_constant_
     }
 }
 
-// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
-// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+// n / d for 0 <= n < 2^31. The launcher computes `divisor` from d: a multiplier in the lower half, and in the upper half the shift that follows.
+// Dividing by a number that the compiler does not know takes about 20 dependent instructions.
 __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
@@ -775,7 +778,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -973,15 +976,15 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. A block outside
-// of it is not visited.
+// The union of the key ranges of rows [first_row, first_row + count). A range never begins or ends before the range of the previous row. KV
+// blocks outside of the union are not visited.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
+// The intersection of the key ranges of rows [first_row, first_row + count). A KV block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -996,10 +999,11 @@ __device__ constexpr key_word key_bit(int key) {
 
 // The bits of the lane's keys from `key` on, in the KV block at `first_key`.
 __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
-    // How many of the lane's keys are before `key`: of the first ones of each eight, and of the second ones. With 6 added both round up.
+    // Count the lane's keys before `key`. A lane has two of every eight keys: one term counts the first of each two, the other the second.
+    // Adding 6 makes both terms round up.
     const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
     const int before = (distance + 1) / 8 + distance / 8;
-    return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
+    return __funnelshift_rc(0xffffffff, 0, before);  // unlike >>, it is defined for a shift of 32 or more
 }
 
 // Hides the keys of the KV block at `first_key` that are outside the range of their row; the warp's rows begin at `first_row`.
@@ -1036,7 +1040,7 @@ __device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
     }
 }
 
-// The KV blocks with a key in the range of one of `count` rows from `first_row` on.
+// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -1053,10 +1057,9 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
-// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
-// 8 j + 2 t + e % 2.
-#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+// The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
+// 64 x N in fp32. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // the simulator emulates them in C++
 
 // wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
@@ -1100,8 +1103,8 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
+// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -1175,7 +1178,7 @@ __device__ __forceinline__ float quad_sum(float value) {
 
 // Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
 // before anything is added to it. The block's maximum is rounded up and the limit down, so that P stays within its limit for scores of
-// any size. scale_log2 > 0: the launcher sees to it.
+// any size. The launcher makes sure that scale_log2 > 0.
 __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
     float block_max[2];
     bool moves = false;
@@ -1224,7 +1227,7 @@ __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
 
-// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. `factor` becomes what O is multiplied by, 1 / row_sum.
+// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. Sets `factor` to 1 / row_sum; the caller multiplies O by it.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll
@@ -1348,7 +1351,7 @@ __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& 
     return index - (index - place.begin) % tiles_of(with_lengths(params, place.lengths)).kv_blocks;
 }
 
-// Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts.
+// Writes O, row_max and row_sum of a part to a slot of the workspace, for the kernel that combines the parts. O is not divided by row_sum yet.
 __device__ __forceinline__ void store_part(const Params& params, const Tile& tile, int slot, const float (&output)[kHeadDimV / 2],
                                            const RowState& rows, int first_row, int lane) {
 #pragma unroll

@@ -43,7 +43,7 @@ struct Params {
     int64_t out_row_stride;
     int64_t out_head_stride;
     int32_t num_heads_q;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
 };
@@ -59,7 +59,7 @@ merge_bf16_sm80(const __grid_constant__ Params params) {
     const int row = block_index() % params.num_row_blocks * kBlockM + threadIdx.x / kLanes;
     const int lane = threadIdx.x % kLanes;
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();

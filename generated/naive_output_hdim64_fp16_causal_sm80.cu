@@ -42,8 +42,8 @@ struct Params {
     int64_t out_row_stride;
     int64_t out_head_stride;
     int32_t num_heads_q;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
@@ -79,7 +79,7 @@ struct KeyRange {
 __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
 // ====
 
-// Which rows of a block of keys some query of the sequence sees: those before `end`.
+// The rows of a block of keys that at least one query of the sequence attends to: the rows before `end`.
 struct SeenRows {
     int end;
 
@@ -98,7 +98,8 @@ __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
+// A row that attends to no key has row_sum 0: its O becomes 0, its LSE -inf. Most threads need only the factor, so the LSE is computed on
+// demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys
@@ -201,7 +202,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
 }
 // ====
 
-// The rows of the block that begins at `first_key`. All others count as zeros, whatever they hold: 0 * NaN would be NaN.
+// The rows of the block that begins at `first_key`. All other rows become zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
     const int end = keys_of_query(params, params.seqlen_q - 1).end;
     return {end - first_key};

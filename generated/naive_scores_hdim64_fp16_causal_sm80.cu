@@ -41,8 +41,8 @@ struct Params {
     int64_t k_row_stride;
     int64_t k_head_stride;
     int32_t num_heads_q;
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
@@ -59,7 +59,7 @@ struct Tile {
 __device__ Tile find_tile(const Params& params, int index);
 __device__ int num_rows(const Params& params);  // Rows of a head of the grid
 __device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry
 __device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
 __device__ int row_keys(const Params& params);  // Floats of a row of S
 __device__ int64_t row_of_s(const Params& params, int head_of_batch, int row);  // Where a row of S begins, in floats
@@ -83,9 +83,9 @@ struct KeyRange {
 };
 
 __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
-// The keys in the range of some row of [first_row, first_row + count)
+// The union of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// The keys in the range of every row of [first_row, first_row + count)
+// The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 // Masks the keys outside the range of their row
 template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
@@ -102,7 +102,7 @@ struct KvBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a key in the range of some row of [first_row, first_row + count)
+// The KV blocks that rows [first_row, first_row + count) attend to
 __device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
 // S of this warp's rows and the keys of a block
 __device__ void mma_qk(float (&scores)[kRowTiles][kKeyTiles][4], shared_address q_block, shared_address k_block, int warp, int lane);
@@ -172,7 +172,7 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 // The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Where the row of an array for row `row` of the tile's head begins, in elements from the start of the batch entry.
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -243,15 +243,15 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys in the range of some row of [first_row, first_row + count). From row to row ranges do not move to the left. A block outside
-// of it is not visited.
+// The union of the key ranges of rows [first_row, first_row + count). A range never begins or ends before the range of the previous row. KV
+// blocks outside of the union are not visited.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys in the range of every row of [first_row, first_row + count). A block within it needs no mask.
+// The intersection of the key ranges of rows [first_row, first_row + count). A KV block within it needs no mask.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -282,7 +282,7 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The blocks with a key in the range of some row of [first_row, first_row + count).
+// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};

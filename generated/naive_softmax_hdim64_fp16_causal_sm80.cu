@@ -25,8 +25,8 @@ struct Params {
     float* scores;                        // (batch, num_heads_q, seqlen_q, row_keys(params)): S, and then P
     float* row_sum;                       // (batch, num_heads_q, seqlen_q): the sum of each row of P
     float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
-    int32_t seqlen_q;                     // queries of a sequence; where lengths vary, the most
-    int32_t seqlen_kv;                    // keys of a sequence; where lengths vary, the most
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
@@ -39,7 +39,8 @@ __device__ float rescale_factor(float row_max, float larger);  // The factor of 
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A row that sees nothing has row_sum 0: its O becomes 0, its LSE -inf. Most threads need the factor alone, so the LSE is computed on demand.
+// A row that attends to no key has row_sum 0: its O becomes 0, its LSE -inf. Most threads need only the factor, so the LSE is computed on
+// demand.
 struct RowEnd {
     float row_max;  // log2 domain
     float row_sum;  // of all keys

@@ -62,7 +62,7 @@ quantize_bf16_token_sm80(const __grid_constant__ Params params) {
     // The lanes of rows past the last one stay: they take part in the exchanges of their warp.
     const bool is_row = row < params.seqlen;
 
-    // Programmatic dependent launch: wait for the previous grid, which may still write what this one reads, or read what it writes.
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();

@@ -3,15 +3,19 @@ GPU that only keeps what it is asked to launch."""
 
 import functools
 import os
+import random
+import re
 import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from threadpoolctl import threadpool_limits
 
-from draw import VARIABLE, draw, is_drawn, run_seed, seed_of
+from draw import VARIABLE, draw, is_drawn, looks_for_a_fault, run_seed, seed_of
 from fake_gpu import H200, Binding, Driver
 from flashgen.families import tuned
 from flashgen.families.load import load_spec
@@ -32,10 +36,66 @@ def pytest_addoption(parser):
         action="store_true",
         help="run all tests: those that are drawn from, and those marked extra",
     )
+    parser.addoption(
+        "--faults",
+        metavar="N",
+        type=int,
+        default=1,
+        help="with --whole, of the tests that look for planted faults run one in N",
+    )
+    parser.addoption("--passed-to", metavar="FILE", help="write the tests that passed into FILE")
+    parser.addoption(
+        "--without-passed",
+        metavar="FILE",
+        help="leave out the tests that passed in FILE, which --passed-to wrote in an environment without "
+        "PyTorch, JAX and transformers, if their modules name none of these or are marked once",
+    )
 
 
-def pytest_configure():
+class PassedTests:
+    """Writes the ids of the tests that passed into a file."""
+
+    def __init__(self, path):
+        self.path = path
+        self.passed = []
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            self.passed.append(report.nodeid)
+
+    def pytest_sessionfinish(self):
+        self.path.write_text("\n".join(self.passed))
+
+
+def pytest_configure(config):
     run_seed()  # before pytest-xdist starts its workers
+    if config.option.markexpr == "gpu" and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+        begin_with_a_gpu(int(worker.removeprefix("gw")))
+    if config.option.passed_to and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(PassedTests(Path(config.option.passed_to)))
+
+
+def begin_with_a_gpu(worker):
+    """Each worker of pytest-xdist sees all GPUs, but another one first, so that they share the tests. Nothing
+    has used CUDA before.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None and (program := shutil.which("nvidia-smi")):
+        listing = subprocess.run([program, "-L"], capture_output=True, text=True, check=False).stdout
+        visible = ",".join(map(str, range(len(re.findall("^GPU ", listing, re.M)))))
+    gpus = visible.split(",") if visible else []
+    first = worker % max(1, len(gpus))
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
+
+def runs_once(item):
+    return item.get_closest_marker("once") is not None or not names_a_library(item.path)
+
+
+@functools.cache
+def names_a_library(path):
+    return re.search("torch|jax|transformers", path.read_text(encoding="utf-8")) is not None
 
 
 def pytest_report_header(config):
@@ -48,11 +108,23 @@ def pytest_collection_modifyitems(config, items):
     """Without --whole leave out tests that are marked extra, and most of those that a run draws from; but run
     all of a file that the command line names.
     """
-    if config.option.whole or any(".py" in argument for argument in config.args):
+    if config.option.without_passed:
+        passed = {*Path(config.option.without_passed).read_text().splitlines()}
+        repeated = {item for item in items if item.nodeid in passed and runs_once(item)}
+        leave_out(config, items, repeated)
+    if config.option.whole:
+        faults = [item for item in items if looks_for_a_fault(item)]
+        leave_out(config, items, set(faults) - draw(faults, run_seed(), config.option.faults))
+        return
+    if any(".py" in argument for argument in config.args):
         return
     many = [item for item in items if is_drawn(item)]
     left_out = set(many) - draw(many, run_seed())
     left_out |= {item for item in items if item.get_closest_marker("extra")}
+    leave_out(config, items, left_out)
+
+
+def leave_out(config, items, left_out):
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
@@ -110,6 +182,28 @@ def fresh_seed(request):
     """A fresh seed, from that of the run, which pytest shows where a test fails."""
     print(f"{VARIABLE}={run_seed()}")
     return seed_of(request.node.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def generators_repeat(request, monkeypatch):
+    """The run's seed repeats the generators of NumPy that a test or its module makes without a seed."""
+    default_rng, seeds = np.random.default_rng, np.random.SeedSequence(seed_of(request.node.nodeid))
+
+    def generator(seed=None):
+        return default_rng(seeds.spawn(1)[0] if seed is None else seed)
+
+    for value in vars(request.module).values():
+        if isinstance(value, np.random.Generator):
+            value.bit_generator.state = generator().bit_generator.state
+    monkeypatch.setattr(np.random, "default_rng", generator)
+
+
+@pytest.fixture
+def fixed_seed(request):
+    """The same seed in every run, for a test that looks for a planted fault: it shows that a check finds the
+    fault, and some inputs hide it.
+    """
+    return random.Random(request.node.nodeid).getrandbits(32)
 
 
 @pytest.fixture

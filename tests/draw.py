@@ -40,6 +40,11 @@ def is_drawn(item: pytest.Item) -> bool:
     return item.get_closest_marker("drawn") is not None and hasattr(item, "callspec")
 
 
+def looks_for_a_fault(item: pytest.Item) -> bool:
+    """Whether a test has the same seed in every run, so that it tells something new after a change alone."""
+    return "fixed_seed" in item.fixturenames
+
+
 def traits(item: pytest.Item) -> set[tuple[str, str]]:
     """What a run has to have of a test with these parameters: each check that finds a fault, each spec of
     kernels.
@@ -53,17 +58,19 @@ def traits(item: pytest.Item) -> set[tuple[str, str]]:
     return found
 
 
-def draw(items: Iterable[pytest.Item], seed: int) -> set[pytest.Item]:
-    """Of the tests of each file one in SHARE, at least one; and of all tests one with each of the traits."""
+def draw(items: Iterable[pytest.Item], seed: int, share: int = SHARE) -> set[pytest.Item]:
+    """Of the tests of each file one in ``share``, at least one; and of all tests one with each of the
+    traits.
+    """
     files = defaultdict(list)
     for item in items:
         files[item.nodeid.partition("::")[0]].append(item)
     drawn, others = set(), []
     for name, tests in files.items():
         random.Random(f"{seed} {name}").shuffle(tests)
-        share = math.ceil(len(tests) / SHARE)
-        drawn.update(tests[:share])
-        others += tests[share:]
+        count = math.ceil(len(tests) / share)
+        drawn.update(tests[:count])
+        others += tests[count:]
     covered = set().union(*map(traits, drawn))
     random.Random(seed).shuffle(others)
     for item in others:

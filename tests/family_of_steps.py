@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from flashgen.families.load import load_spec
-from flashgen.operators.attention import operator_for
+from flashgen.operators.attention import normalise
 from flashgen.runtime.arrays import view
 from flashgen.runtime.plans import Plan
 from flashgen.schedule.plan import plan_steps
@@ -15,7 +15,5 @@ SPEC = load_spec(Path(__file__).parent / "fixtures" / "steps" / "specs" / "row_s
 def plan_of(arrays, runner, device):
     """A plan of the family for q, k and v; ``runner(steps)`` makes the backend."""
     views = [view(x, name) for x, name in zip(arrays, "qkv", strict=True)]
-    problem = operator_for(None).normalise(
-        (*views, *[None] * 7), (False, None, (-1, -1), None, False, "auto", 0.0, None), (None,)
-    )
+    problem = normalise(*views)
     return Plan(problem, runner(plan_steps(problem, MAIN, device)), (*arrays, *[None] * 7))

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from flashgen.operators.attention import AttentionProblem, operator_for
+from flashgen.operators.attention import operator_for
+from flashgen.operators.attention_problem import AttentionProblem
 
 NAMES = tuple(argument.name for argument in operator_for(None).arguments)
 

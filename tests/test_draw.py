@@ -77,3 +77,8 @@ def test_tests_have_seeds_of_their_own_which_the_seed_of_the_run_repeats(monkeyp
     assert draw.seed_of("a test") != first
     monkeypatch.setenv(draw.VARIABLE, "")
     assert draw.run_seed() == draw.run_seed() > 0
+
+
+def test_a_larger_share_draws_more():
+    items = cases("test.py::test_it", range(100))
+    assert [len(draw.draw(items, 1, share)) for share in (1, 4, 100)] == [100, 25, 1]

@@ -66,4 +66,4 @@ def test_a_call_goes_one_way(room):
     modules = {name: path for name, path in MODULES.items() if name.startswith(inside)}
     used = {other for path in modules.values() for other in imported(ast.parse(path.read_text()))}
     rooms = {name.split(".")[1] for name in used if not name.startswith(inside)}
-    assert rooms - {"errors"} == WAY[room]
+    assert rooms - {"errors", room} == WAY[room]  # a module may import its room, which is a package

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -27,9 +28,11 @@ OPTIONAL = {
     "cupy_backends",
     "torch",
     "transformers",
+    "vllm",
     "jax",
     "matplotlib",
     "flash_attn",
+    "cudnn",
     "flashinfer",
     "threadpoolctl",
 }
@@ -61,7 +64,7 @@ def names(requirements: list[str]) -> set[str]:
     return {re.match(r"[A-Za-z0-9_.-]+", each)[0].lower().replace("_", "-") for each in requirements}
 
 
-def test_the_wheel_holds_every_spec_template_and_module_and_nothing_else(wheel):
+def test_the_wheel_holds_every_spec_template_module_and_workload_and_nothing_else(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = set()
     for source, target in (("codegen/flashgen", "flashgen"), ("specs", "flashgen/_data/specs")):
@@ -70,13 +73,26 @@ def test_the_wheel_holds_every_spec_template_and_module_and_nothing_else(wheel):
         f"flashgen/_data/templates/{p.relative_to(ROOT / 'templates').as_posix()}"
         for p in files(ROOT / "templates")
     }
+    expected.add("flashgen/_data/benchmarks/workloads.yaml")
     assert held == expected
     assert "flashgen/py.typed" in held
-    assert wheel.stat().st_size < 1.4e6, "the README says that the wheel has about 1.2 MB"
+    assert wheel.stat().st_size < 1.6e6, "the README says that the wheel has about 1.5 MB"
 
 
 def files(folder: Path) -> list[Path]:
     return [p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+
+
+def test_the_source_archive_builds_the_same_wheel(wheel, tmp_path):
+    hatch = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path), "-t"]
+    subprocess.run([*hatch, "sdist"], cwd=ROOT, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    subprocess.run(
+        [*hatch, "wheel"], cwd=tmp_path / archive.name[: -len(".tar.gz")], check=True, capture_output=True
+    )
+    assert (tmp_path / wheel.name).read_bytes() == wheel.read_bytes()
 
 
 def test_an_installed_flashgen_renders_from_its_own_data(wheel, tmp_path):
@@ -129,27 +145,39 @@ def test_a_hint_names_packages_that_there_are(wheel, tmp_path):
 
 TYPED = """\
 import warnings
-from typing import assert_type
+from typing import Any, assert_type
 
 import flashgen
+from flashgen import distributed
+from flashgen.compat import flash_attn
 
 
 def use(q: object, k: object, v: object) -> str:
-    out = flashgen.attention(q, k, v, causal=True, window_size=(128, 0))
+    out = flashgen.attention(q, k, v, causal=True, window_size=(128, 0), softcap=30.0, dropout_p=0.1)
     plan: flashgen.Plan = flashgen.plan(q, k, v, causal=True)
     plan(q, k, v, softmax_scale=0.1)
     assert_type(plan.workspace_bytes, int)
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    out, lse, weights = flashgen.attention(q, k, v, return_lse=True, return_weights=True)
+    gradients = flashgen.attention_backward(out, q, k, v, out, lse, deterministic=True)
+    cache = flashgen.KVCache(k, v, q, pages=q)
+    flashgen.append(cache, k, v, rotary=flashgen.Rotary(q, q))
+    flashgen.merge([(out, lse), (out, lse)])
+    flashgen.cascade(q, [(k, v), cache])
+    codes, scale = flashgen.quantize(k, per="head")
+    mask = flashgen.Mask("documents", doc=q)
+    flashgen.attention(q, k, v, mask=mask, splits=flashgen.SplitEvery(256))
+    with flashgen.record("calls.json"), flashgen.compiling("error"):
+        pass
     step: flashgen.AppendPlan = flashgen.plan(q, flashgen.KVCache(k, v, q), append=(k, v))
     assert_type(step.append, flashgen.Plan)
     names = flashgen.warmup([{"q": (1, 16, 2, 64), "causal": True}], arch="sm_90")
     assert_type(names, tuple[str, ...])
     found = flashgen.explain((1, 16, 2, 64), dtype="bf16", arch="sm_90")
-    try:
-        flashgen.attention(q, k, v)
-    except flashgen.BadParam as error:
-        print(error)
+    distributed.partition(1 << 17, world=8, heads=(32, 8))
+    answer: Any = flash_attn.flash_attn_func(q, k, v, causal=True)
     warnings.simplefilter("ignore", flashgen.CacheWarning)
-    print(out, flashgen.__version__)
+    print(out, weights, gradients, codes, scale, answer, flashgen.__version__)
     return found.variant.name if found.variant else ""
 """
 
@@ -157,7 +185,16 @@ def use(q: object, k: object, v: object) -> str:
 def test_code_that_uses_the_package_type_checks(tmp_path):
     pytest.importorskip("mypy")
     (tmp_path / "snippet.py").write_text(TYPED)
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "snippet.py"]
+    stub = ROOT / "codegen" / "flashgen" / "__init__.pyi"
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--follow-imports=silent",
+        "--explicit-package-bases",
+    ]
+    command += ["snippet.py", str(stub)]
     environment = os.environ | {"MYPYPATH": str(ROOT / "codegen")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

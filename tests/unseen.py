@@ -9,12 +9,13 @@ from flashgen.operators.masks import visible_keys
 from flashgen.operators.sequences import sequences
 from flashgen.simulator.example import outputs
 
-# What engines leave in pages that they recycle: all bits set, which is a NaN in each dtype, and infinities.
+# What engines leave in pages that they recycle: all bits set, which is a NaN in each dtype, infinities, or
+# the largest numbers of e4m3.
 BITS = {
-    "NaN": {"fp16": 0xFFFF, "bf16": 0xFFFF, "fp32": 0xFFFFFFFF},
-    "Inf": {"fp16": 0x7C00, "bf16": 0x7F80, "fp32": 0x7F800000},
-    "-Inf": {"fp16": 0xFC00, "bf16": 0xFF80, "fp32": 0xFF800000},
-    "0": {"fp16": 0, "bf16": 0, "fp32": 0},
+    "NaN": {"fp16": 0xFFFF, "bf16": 0xFFFF, "fp32": 0xFFFFFFFF, "e4m3": 0xFF},
+    "Inf": {"fp16": 0x7C00, "bf16": 0x7F80, "fp32": 0x7F800000, "e4m3": 0x7E},
+    "-Inf": {"fp16": 0xFC00, "bf16": 0xFF80, "fp32": 0xFF800000, "e4m3": 0xFE},
+    "0": {"fp16": 0, "bf16": 0, "fp32": 0, "e4m3": 0},
 }
 # Entries of a page table: none of them is a page.
 ENTRIES = {"NaN": -1, "Inf": 2**31 - 1, "-Inf": -(2**31), "0": 1 << 30}

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from flashgen.runtime.plans import Plan
     from flashgen.toolchain.policy import compiling
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AppendPlan",

@@ -765,10 +765,19 @@ CACHE_SHAPES = flashgen.KVCache((9, 16, 2, 32), (9, 16, 2, 64), (2,), pages=(2, 
             },
             "append_bf16_interleaved_wide_paged_sm80",
         ),
+        (
+            {
+                "cache": flashgen.KVCache((9, 16, 1, 96), None, (2,), (2, 4), head_dim_v=64),
+                "k_new": (2, 1, 1, 96),
+                "rotary": flashgen.Rotary((64, 16), (64, 16)),
+            },
+            "append_bf16_halves_wide_paged_latent_sm80",
+        ),
     ],
 )
 def test_append_is_explained_by_the_shapes_of_its_arrays(call, variant):
-    found = flashgen.explain(operator="append", cache=CACHE_SHAPES, dtype="bf16", arch="sm_90", **call)
+    call = {"cache": CACHE_SHAPES} | call
+    found = flashgen.explain(operator="append", dtype="bf16", arch="sm_90", **call)
     assert found.variant.name == variant
     assert f"takes {variant}" in str(found)
 
@@ -842,7 +851,7 @@ def test_nested_tensors_are_named_by_every_function():
         (
             {"q": (2, 1, 4, 32), "k": CACHE_SHAPES, "append": ((2, 1, 2, 32), (2, 1, 2, 64))},
             errors.BadParam,
-            "^append: no such option.* is a call of its own, with operator 'append'$",
+            "^append: no such option.* is a separate call, with operator 'append'$",
         ),
         ({}, errors.NullPointer, "^q is None"),
         ({"q": (2, 4, 2, 16), "deterministic": "x"}, errors.BadParam, "^deterministic is 'x'"),

@@ -12,6 +12,8 @@ import flashgen
 from flashgen import errors
 from flashgen.simulator import hostcompiler
 
+pytestmark = pytest.mark.once
+
 simulated = pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="there is no C++ compiler")
 ON = ("cpu", pytest.param("simulator", marks=simulated))
 LENGTHS = np.array([5, 0, 19], np.int32)
@@ -90,7 +92,7 @@ def test_what_attention_reads_has_no_memory_in_the_cache(name, held):
         named = {"slope" if name == "alibi_slopes" else name: x for name, x in options.items()}
         return plan(q, cache, new, **named)
 
-    with pytest.raises(flashgen.BadTensorStrides, match=f"^[kv] overlaps {seen} in memory; pass memory of"):
+    with pytest.raises(flashgen.BadTensorStrides, match=f"^[kv] overlaps {seen} in memory; pass separate"):
         call(**given)
     np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
     call(**given | {name: inside[name].copy()})
@@ -123,7 +125,7 @@ def test_results_have_no_memory_in_what_is_appended(name, held):
             return plan(given["q"], cache, pair, rotary=rotary, **options)
         return flashgen.attention(given["q"], cache, append=pair, rotary=rotary, **options)
 
-    with pytest.raises(flashgen.BadTensorStrides, match=f"^out overlaps {name} in memory; pass memory of"):
+    with pytest.raises(flashgen.BadTensorStrides, match=f"^out overlaps {name} in memory; pass separate"):
         call(out=out)
     np.testing.assert_array_equal(cache.k, before.k)
     np.testing.assert_array_equal(given[name], x)
@@ -152,9 +154,9 @@ def test_a_result_may_lie_between_what_is_appended_and_queries_between_the_keys(
         np.testing.assert_array_equal(together[:, :, :3], kept)
         np.testing.assert_array_equal(slots[:, :, :2], queries)
         across = together.reshape(3, 3, 8, 32)[:, :, 5:7]
-        with pytest.raises(flashgen.BadTensorStrides, match=r"^out overlaps v_new in memory; pass memory of"):
+        with pytest.raises(flashgen.BadTensorStrides, match=r"^out overlaps v_new in memory; pass separate"):
             call(q, own, out=across)
-    with pytest.raises(flashgen.BadTensorStrides, match=r"^k overlaps q in memory; pass memory of"):
+    with pytest.raises(flashgen.BadTensorStrides, match=r"^k overlaps q in memory; pass separate"):
         call(slots[:, :3, 1:3], own)
 
 
@@ -306,8 +308,8 @@ def test_errors_of_a_held_plan_name_what_its_caller_gave():
         r"the plan takes q, a KVCache with lengths, append=\(k_new, v_new\), rotary with cos and sin, mask$"
     )
     names = (
-        "is no argument; the arguments are q, cache, append, rotary, cu_seqlens_q, total_lengths, q_rotated, "
-        "mask, out, lse, sinks, dropout_seed, softmax_scale, stream, workspace$"
+        "is not an argument; the arguments are q, cache, append, rotary, cu_seqlens_q, total_lengths, "
+        "q_rotated, mask, out, lse, sinks, dropout_seed, tree, softmax_scale, stream, workspace$"
     )
     total, shared = np.empty(3, np.int32), np.empty_like(q)
 

@@ -124,8 +124,14 @@ def wrong_calls():
         "a falling indptr": (attend(falling, indices), "it must not fall"),
         "past the end of indices": (attend(indptr, indices[:-1]), "the length of"),
         "a dense mask type": (attend(indptr, indices, mask_type="dense"), "mask is a BlockMask"),
-        "lengths": (attend(indptr, indices, kv_lengths=np.full(2, 9, np.int32)), "a call with lengths"),
-        "weights": (attend(indptr, indices, return_weights=True), "return_weights does not take"),
+        "lengths": (
+            attend(indptr, indices, kv_lengths=np.full(2, 9, np.int32)),
+            "kv_lengths was given and mask is a BlockMask",
+        ),
+        "weights": (
+            attend(indptr, indices, return_weights=True),
+            "return_weights is True and mask is a BlockMask",
+        ),
     }
 
 

@@ -21,6 +21,7 @@ from api.parts import (
 )
 from flashgen import errors
 from flashgen.api import cascade
+from flashgen.api import parts as parts_of_cascade
 from flashgen.call import compute
 from flashgen.operators import merge as operator
 from flashgen.operators import reference
@@ -30,7 +31,7 @@ from flashgen.operators.numbers import widened
 
 @pytest.fixture(autouse=True)
 def fresh_plans(forget_plans, monkeypatch):
-    monkeypatch.setattr(cascade, "_sound", {})
+    monkeypatch.setattr(parts_of_cascade, "_sound", {})
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
 
 
@@ -338,7 +339,7 @@ def test_a_cascade_finds_a_misaligned_part_before_its_first_call(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(cascade, "attention", None)
             if fresh:
-                patch.setattr(cascade, "_sound", {})
+                patch.setattr(parts_of_cascade, "_sound", {})
             with pytest.raises(errors.BadTensorStrides, match=r"^parts\[1\]: v starts at address"):
                 flashgen.cascade(q, [(k, v), (k, misaligned)])
 
@@ -358,8 +359,8 @@ class Cleared(dict):
 def test_known_layouts_may_be_forgotten_meanwhile(monkeypatch):
     q, given = normal(BATCH, ROWS, HEADS, WIDTH), [keys(9), keys(4)]
     expected = flashgen.cascade(q, given)
-    for known in (cascade._sound, {}):
-        monkeypatch.setattr(cascade, "_sound", Cleared(known))
+    for known in (parts_of_cascade._sound, {}):
+        monkeypatch.setattr(parts_of_cascade, "_sound", Cleared(known))
         np.testing.assert_array_equal(flashgen.cascade(q, given), expected)
 
 

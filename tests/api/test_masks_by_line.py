@@ -12,6 +12,7 @@ from flashgen import Mask
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, DeviceTypeNotSupported
 from flashgen.operators import gradients, reference
 from flashgen.operators.visibility import Visibility
+from flashgen.simulator import hostcompiler
 
 HEADS, KV_HEADS = 4, 2
 rng = np.random.default_rng()
@@ -274,14 +275,21 @@ def test_what_is_wrong_with_a_mask_is_named(make, error, says):
         (Mask("documents", doc=documents(8)), {}, BadTensorShape, r"^doc of the mask has shape \(2, 8\)"),
         (Mask("kv <= q"), {"mask_type": "dense"}, BadParam, "^mask_type is 'dense', and mask is a Mask"),
         (Mask("kv <= q"), {"mask_type": 0}, BadParam, "^mask_type is 'none', and mask is a Mask"),
-        (Mask("kv <= q"), {"return_weights": True}, BadParam, "^mask is a Mask, of which there are no"),
-        (Mask("kv <= q"), {"backend": "simulator"}, DeviceTypeNotSupported, "^mask is a Mask, `kv <= q`"),
+        (Mask("kv <= q"), {"return_weights": True}, BadParam, "^return_weights is True and mask is a Mask; "),
     ],
 )
 def test_what_is_wrong_with_a_call_is_named(mask, options, error, says):
     q, k, v = arrays(9, 9)
     with pytest.raises(error, match=says):
         flashgen.attention(q, k, v, mask=mask, **options)
+
+
+@pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="there is no C++ compiler")
+def test_a_call_in_the_simulator():
+    q, k, v = (x.astype(np.float16) for x in arrays(40, 40))
+    mask = Mask("documents", doc=documents(40))
+    out = flashgen.attention(q, k, v, mask=mask, backend="simulator")
+    np.testing.assert_allclose(out, flashgen.attention(q, k, v, mask=mask), atol=4e-3)
 
 
 def test_arrays_of_two_libraries_are_refused():
@@ -291,15 +299,28 @@ def test_arrays_of_two_libraries_are_refused():
         flashgen.attention(q, k, v, mask=Mask("documents", doc=torch.from_numpy(documents(9))))
 
 
-def test_a_gpu_refuses_it_by_name(fake_gpu):
+def test_a_gpu_refuses_by_name_what_no_kernel_has(fake_gpu):
     from fake_gpu import array
 
-    q = array((2, 64, 4, 64))
-    with pytest.raises(
-        DeviceTypeNotSupported, match=r"^mask is a Mask, `kv <= q`, and no kernel takes one yet"
-    ):
-        flashgen.attention(q, q, q, mask=Mask("kv <= q"))
+    q, seed = array((2, 64, 4, 64)), array((2,), "int64")
+    refused = r"^mask is a Mask, `kv <= q`, and no kernel takes one with "
+    with pytest.raises(DeviceTypeNotSupported, match=f"{refused}dropout_p"):
+        flashgen.attention(q, q, q, mask=Mask("kv <= q"), dropout_p=0.5, dropout_seed=seed)
     assert not fake_gpu.launches
+
+
+def test_a_gpu_lists_blocks_before_attention(fake_gpu):
+    from fake_gpu import array
+
+    q, doc = array((2, 300, 4, 128)), array((2, 300), "int32")
+    plan = flashgen.plan(q, q, q, mask=Mask("documents", doc=doc))
+    names = [step.variant.name for step in plan.steps]
+    assert names == [
+        "mask_lists_bounds_int32_documents_sm80",
+        "mask_lists_counts_int32_documents_sm80",
+        "mask_lists_int32_documents_sm80",
+        "flash_fwd_hdim128_fp16_blocks_documents_m64_sm90",
+    ]
 
 
 def test_calls_share_a_plan_whatever_the_arrays_hold():

@@ -200,7 +200,7 @@ def test_errors_name_the_argument():
     ):
         flashgen.attention(q, KVCache(k, v, LENGTHS), kv_starts=STARTS)
     bias = np.zeros((6, 23), np.float32)
-    with pytest.raises(errors.BadParam, match=r"kv_starts was given, and the parameter bias of"):
+    with pytest.raises(errors.BadParam, match=r"kv_starts was given and score has the parameter bias"):
         flashgen.attention(q, k, v, kv_starts=STARTS, score="score + bias[q, kv]", params={"bias": bias})
     with pytest.raises(TypeError, match="did you mean kv_starts"):
         flashgen.attention(q, k, v, cache_leftpad=STARTS)

@@ -114,7 +114,7 @@ PACKED = {
         ({"lse": np.ones((1, 4, 9), np.float32)}, BadTensorShape, "lse has shape"),
         ({"dk": np.ones((1, 11, 2, 16), np.float16)}, BadTensorShape, "dk has shape"),
         ({"dv": np.ones((11, 2, 8), np.float32)}, BadTensorDtype, "dv has dtype"),
-        ({"mask": np.zeros((9, 11), bool)}, BadParam, "a mask was given with kv_lengths"),
+        ({"mask": np.zeros((9, 11), bool)}, BadParam, "cu_seqlens_q and mask were given"),
         ({"mask_type": 2}, BadParam, "take 'causal_bottom_right' or a window$"),
         ({"cu_seqlens_kv": np.array([0, 11], np.int32)}, BadTensorShape, "batch of 1"),
         ({"cu_seqlens_q": np.array([0, 4, 9])}, BadTensorDtype, "cu_seqlens_q has dtype int64"),

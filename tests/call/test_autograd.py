@@ -114,6 +114,19 @@ def test_the_gradient_of_a_result_may_have_any_strides():
         )
 
 
+def requests_of_gradients(monkeypatch):
+    """A list that gets the requests of backward passes to come."""
+    requests, compute = [], autograd.compute
+
+    def watched(request, kind):
+        if request.operator.name == "attention_backward":
+            requests.append(request)
+        return compute(request, kind)
+
+    monkeypatch.setattr(autograd, "compute", watched)
+    return requests
+
+
 def test_a_gradient_whose_rows_no_kernel_could_read_is_copied(monkeypatch):
     """One that begins within 16 bytes, has odd strides, or is still to be negated; of out and of lse."""
     q, k, v, dout = (x.half() for x in tensors())
@@ -121,15 +134,14 @@ def test_a_gradient_whose_rows_no_kernel_could_read_is_copied(monkeypatch):
     results = flashgen.attention(q, k, v, return_lse=True)
     dlse = torch.randn_like(results[1])
     expected = torch.autograd.grad(results, (q, k, v), (dout, dlse), retain_graph=True)
-    calls, real = [], autograd.gradients_of
-    monkeypatch.setattr(autograd, "gradients_of", lambda call: calls.append(call.dout) or real(call))
+    calls = requests_of_gradients(monkeypatch)
     size, flat = dout.shape, dout.flatten()
     odd = torch.cat([flat[:1], flat])[1:].view(size)
     rows = torch.cat([dout, dout[..., :1]], -1)[..., :-1]
     for given in ((odd, dlse), (rows, dlse), (torch._neg_view(-dout), torch._neg_view(-dlse))):
         found = torch.autograd.grad(results, (q, k, v), given, retain_graph=True)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-        read = calls.pop()
+        read = calls.pop().by_name()["dout"]
         assert (read.data_ptr() % 16, read.stride(), read.is_neg()) == (0, dout.stride(), False)
 
 
@@ -520,9 +532,9 @@ def test_a_mask_beside_lengths_is_traced_where_no_gradient_is_wanted():
     with torch.no_grad():
         for traced in (compiled, make_fx(call)(q)):
             assert torch.equal(traced(q), call(q))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="a mask was given with kv_lengths"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="kv_lengths and mask were given"):
         compiled(q)
-    with pytest.raises(BadParam, match=r"^a mask was given with kv_lengths"):
+    with pytest.raises(BadParam, match=r"^kv_lengths and mask were given"):
         make_fx(call)(q)
 
 
@@ -672,7 +684,7 @@ def test_what_has_no_gradient_is_refused_by_name():
             flashgen.attention(given, k, v, score="bias", params={"bias": bias}, kv_lengths=lengths)
     with pytest.raises(BadParam, match=r"^kv_lengths has type ndarray"):
         flashgen.attention(q, k, v, kv_lengths=lengths.numpy())
-    with pytest.raises(BadParam, match=r"^a mask was given with kv_lengths"):
+    with pytest.raises(BadParam, match=r"^kv_lengths and mask were given"):
         flashgen.attention(q, k, v, kv_lengths=lengths, mask=torch.zeros(6, 7, dtype=torch.bool))
     with pytest.raises(BadParam, match=r"^max_seqlen_q is 1.5"):
         flashgen.attention(q, k, v, kv_lengths=lengths, max_seqlen_q=1.5)
@@ -760,9 +772,8 @@ def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):
 
 
 def test_deterministic_reaches_the_gradients(monkeypatch):
-    calls, q, k, v = [], *tensors()[:3]
-    real = autograd.gradients_of
-    monkeypatch.setattr(autograd, "gradients_of", lambda call: calls.append(call.deterministic) or real(call))
+    q, k, v = tensors()[:3]
+    calls = requests_of_gradients(monkeypatch)
     for deterministic in (False, True):
         flashgen.attention(q, k, v, deterministic=deterministic).sum().backward()
     recorded = flashgen.attention(q, k, v).sum()
@@ -772,7 +783,8 @@ def test_deterministic_reaches_the_gradients(monkeypatch):
         recorded.backward()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert calls == [False, True, True, True]
+    options = [dict(zip(x.operator.options, x.options, strict=True)) for x in calls]
+    assert [x["deterministic"] for x in options] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("function", ["attention_backward", "plan_backward"])

@@ -342,31 +342,46 @@ def test_exported():
         same(exported.kv, layer.kv)
 
 
+def check_operator(name, entries=(), **arguments):
+    """PyTorch's checks of an operator with these arguments, and without the others. ``entries`` are what the
+    codec makes of the options of a call.
+    """
+    operator = getattr(torch.ops.flashgen, name).default
+    names = [argument.name for argument in operator._schema.arguments]
+    first = names.index("causal") if entries else 0
+    arguments |= dict(zip(names[first:], entries, strict=False))
+    assert arguments.keys() <= {*names}
+    torch.library.opcheck(operator, tuple(arguments.get(name) for name in names))
+
+
 def test_the_operators_pass_torchs_own_checks():
     x = given()
+    q = x["q"]
     k, v = (part.contiguous() for part in x["kv"].unbind(1))
-    operators = torch.ops.flashgen
-    call = call_of(AttentionCall, q=x["q"], causal=True, score="alibi", params={"slope": x["slopes"]})
+    call = call_of(AttentionCall, q=q, causal=True, score="alibi", params={"slope": x["slopes"]})
     score_arrays, entries = codec.encode(call)
-    arrays = {"q": x["q"], "k": k, "v": v, "kv_lengths": x["lengths"]}
-    inputs = [arrays.get(name) for name in codec.INPUTS]
-    results = torch.empty_like(x["q"]), torch.empty(3, HEADS, ROWS)
-    cached = *inputs, None, x["pages"], score_arrays, True, *entries, *results
-    torch.library.opcheck(operators.attention_into.default, cached)
-    total, rotated = torch.empty_like(x["lengths"]), torch.empty_like(x["q"])
-    arrays = *x["new"].unbind(), x["lengths"], x["q"], x["pages"], None, x["cos"], x["sin"], None, None
-    how = False, "each", False, None
-    torch.library.opcheck(operators.append.default, (*arrays, k, v, total, rotated, *how))
-    part = flashgen.attention(x["q"], *parts(x)[0], return_lse=True)
-    torch.library.opcheck(operators.merge.default, (*part, *part, *map(torch.empty_like, part), None))
-    k, v = parts(x)[0]
-    arrays = {"q": x["q"], "k": k, "v": v}
-    inputs = [arrays.get(name) for name in codec.INPUTS]
-    results = map(torch.empty_like, (x["q"], k, v))
-    backward = operators.attention_backward_into.default
-    torch.library.opcheck(
-        backward, (part[0], *inputs, *part, part[1], score_arrays, *entries, *results, None)
+    results = {"out": torch.empty_like(q), "lse": torch.empty(3, HEADS, ROWS)}
+    cache = {"k": k, "v": v, "kv_lengths": x["lengths"], "pages": x["pages"], "is_cache": True}
+    check_operator("attention_into", entries, q=q, **cache, score_arrays=score_arrays, **results)
+    check_operator(
+        "append",
+        **dict(zip(("k_new", "v_new"), x["new"].unbind(), strict=True)),
+        **{name: x[name] for name in ("lengths", "q", "pages", "cos", "sin")},
+        k_cache=k,
+        v_cache=v,
+        total_lengths=torch.empty_like(x["lengths"]),
+        q_rotated=torch.empty_like(q),
+        interleaved=False,
+        q_positions="each",
+        before_attention=False,
     )
+    k, v = parts(x)[0]
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    results = torch.empty_like(out), torch.empty_like(lse)
+    torch.library.opcheck(torch.ops.flashgen.merge.default, (out, lse, out, lse, *results, None))
+    gradients = {name: torch.empty_like(y) for name, y in (("dq", q), ("dk", k), ("dv", v))}
+    arrays = {"dout": out, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": lse}
+    check_operator("attention_backward_into", entries, **arrays, score_arrays=score_arrays, **gradients)
 
 
 @pytest.mark.parametrize("way", ["eager", "traced", "compiled"])
@@ -483,7 +498,7 @@ def test_what_is_wrong_is_told_where_it_is_traced():
         ("^deterministic is 2", {"deterministic": 2}),
         ("^workspace was given, but what is traced", {"workspace": torch.zeros(9)}),
         ("^stream was given, but what is traced", {"stream": 0}),
-        ("^a mask was given with kv_lengths", {"mask": torch.zeros(3, 8), "kv_lengths": x["lengths"]}),
+        ("^kv_lengths and mask were given", {"mask": torch.zeros(3, 8), "kv_lengths": x["lengths"]}),
         (r"^alibi_slopes requires a gradient", {"alibi_slopes": torch.rand(HEADS, requires_grad=True)}),
     ):
         with pytest.raises(BadParam, match=words):

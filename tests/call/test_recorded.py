@@ -110,7 +110,7 @@ def test_autograd_and_other_threads_are_recorded(path):
 
 
 def test_a_call_that_the_file_cannot_hold_is_told(path, monkeypatch):
-    monkeypatch.setattr("flashgen.call.recorded._encoded", lambda value: object())
+    monkeypatch.setattr("flashgen.call.text._option", lambda name, value: object())
     told = pytest.warns(
         UserWarning, match="leaves out a call of attention, which its file cannot hold: Object"
     )

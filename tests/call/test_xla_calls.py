@@ -18,9 +18,9 @@ import jax.numpy as jnp  # noqa: E402
 import flashgen  # noqa: E402
 from flashgen import BadParam, BadTensorShape, KVCache, Mask, Rotary  # noqa: E402
 from flashgen.call.record import AttentionCall, call_of  # noqa: E402
-from flashgen.call.request import request_of, score_key  # noqa: E402
+from flashgen.call.request import request_of  # noqa: E402
+from flashgen.call.text import decode, encode  # noqa: E402
 from flashgen.call.xla import primitive  # noqa: E402
-from flashgen.call.xla.text import decode, encode  # noqa: E402
 from flashgen.operators.arguments import Expected  # noqa: E402
 
 BATCH, ROWS, HEADS, WIDTH = 2, 24, 4, 16
@@ -490,7 +490,7 @@ def test_a_text_reads_back_as_its_request(x):
         params={"slope": normal(HEADS), "t": normal(ROWS)},
     )
     request = request_of(call)
-    read = decode(encode(request, score_key(call), {"q": "query"}))
+    read = decode(encode(request, {"q": "query"}))
     for name in ("operator", "options", "scalars"):
         assert getattr(read.request, name) == getattr(request, name), name
     assert read.names == ("q", "k", "v", "kv_lengths", "slope", "t")

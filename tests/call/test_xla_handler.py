@@ -18,9 +18,9 @@ jax = pytest.importorskip("jax")
 
 import flashgen  # noqa: E402
 from flashgen.call.record import AttentionCall, call_of  # noqa: E402
-from flashgen.call.request import request_of, score_key  # noqa: E402
+from flashgen.call.request import request_of  # noqa: E402
+from flashgen.call.text import encode, with_shapes  # noqa: E402
 from flashgen.call.xla import execution, handler, structs  # noqa: E402
-from flashgen.call.xla.text import encode, with_shapes  # noqa: E402
 from flashgen.runtime.numpykind import numpy_dtype  # noqa: E402
 
 # Offsets and values in the headers of jaxlib releases, as `in_header` reads them.
@@ -167,7 +167,7 @@ class Xla:
 def text_of(*, shapes, **values):
     """The text of a call of attention, whose arrays have these dtypes and shapes."""
     call = call_of(AttentionCall, **values)
-    return with_shapes(encode(request_of(call), score_key(call), {}), shapes)
+    return with_shapes(encode(request_of(call), {}), shapes)
 
 
 def described(arrays):
@@ -220,10 +220,10 @@ def test_an_error_is_one_of_xla_with_our_message(qkv):
 
 def test_a_text_of_another_version_is_refused(qkv):
     q, k, v = qkv
-    text = text_of(q=q, k=k, v=v, shapes=described(qkv)).replace(b'"version": 1', b'"version": 9')
+    text = text_of(q=q, k=k, v=v, shapes=described(qkv)).replace(b'"version": 2', b'"version": 9')
     xla = Xla()
     assert not xla.call(handler.ON_HOST, text, [(0, (1,))] * 3, [(0, (1,))])
-    assert "has version 9; this flashgen reads version 1" in xla.errors[0][0]
+    assert "is of version 9; this flashgen reads version 2" in xla.errors[0][0]
 
 
 def test_a_misaligned_array_is_an_error(qkv):

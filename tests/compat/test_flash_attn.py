@@ -13,6 +13,7 @@ import pytest
 import flashgen
 from flashgen import errors
 from flashgen.compat import flash_attn as compat
+from flashgen.compat import flash_attn_kvcache
 from flashgen.compat.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -22,6 +23,8 @@ from flashgen.compat.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+
+pytestmark = pytest.mark.once
 
 TOLERANCE = {np.float16: 4e-3, np.float32: 3e-5}
 
@@ -103,7 +106,8 @@ SIGNATURES = {
     )
     | {"block_table": None, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0}
     | {"rotary_interleaved": True, "alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False}
-    | SINKS,
+    | SINKS
+    | {"sm_margin": 0, "k_descale": None, "v_descale": None},  # of flash-attn 3 too
 }
 
 
@@ -332,7 +336,7 @@ def test_splits_are_those_of_attention(num_splits, filled, monkeypatch):
         given.append(splits)
         return flashgen.attention(*arrays, splits=splits, **options)
 
-    monkeypatch.setattr(compat, "attention", attention)
+    monkeypatch.setattr(flash_attn_kvcache, "attention", attention)
     q, k, v = qkv(np.random.default_rng())
     found = flash_attn_with_kvcache(
         q, k, v, cache_seqlens=filled, num_splits=num_splits, return_softmax_lse=True
@@ -532,8 +536,15 @@ def test_deterministic_reaches_the_gradients(deterministic, monkeypatch):
     torch = pytest.importorskip("torch")
     from flashgen.call import autograd
 
-    calls, real = [], autograd.gradients_of
-    monkeypatch.setattr(autograd, "gradients_of", lambda call: calls.append(call.deterministic) or real(call))
+    calls, compute = [], autograd.compute
+
+    def watched(request, kind):
+        options = dict(zip(request.operator.options, request.options, strict=True))
+        if request.operator.name == "attention_backward":
+            calls.append(options["deterministic"])
+        return compute(request, kind)
+
+    monkeypatch.setattr(autograd, "compute", watched)
     q, cu = torch.randn(2, 9, 4, 16, requires_grad=True), torch.tensor([0, 9, 18], dtype=torch.int32)
     flash_attn_func(q, q, q, deterministic=deterministic).sum().backward()
     rows = (q.flatten(0, 1),) * 3

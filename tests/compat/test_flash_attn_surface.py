@@ -8,11 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import flashgen  # noqa: E402
 from flashgen.compat import flash_attn as fa2  # noqa: E402
 from flashgen.compat import flash_attn_interface as fa3  # noqa: E402
 from flashgen.compat import flash_attn_layers as layers  # noqa: E402
 from flashgen.compat import xformers  # noqa: E402
-from flashgen.errors import BadParam, BadTensorShape  # noqa: E402
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer  # noqa: E402
 
 CU_Q, CU_K = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 7, 7, 20], [0, 9, 14, 33]))
 
@@ -95,11 +96,33 @@ def test_both_passes_write_where_they_are_told(width, is_packed):
     near(sums, (dout * out).sum(-1).transpose(-1, -2))
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_passes_drop_the_same_scores(is_packed):
+    """The backward pass by the state of the forward pass, beside `attention` with this seed and offset."""
+    inputs = [x.requires_grad_() for x in (packed() if is_packed else padded())]
+    lengths = (CU_Q, CU_K, 13, 19) if is_packed else ()
+    forward = fa2._flash_attn_varlen_forward if is_packed else fa2._flash_attn_forward
+    backward = fa2._flash_attn_varlen_backward if is_packed else fa2._flash_attn_backward
+    out, lse, _, state = forward(*inputs, *lengths, 0.25, None, True)
+    into = [torch.full_like(x, torch.nan) for x in inputs]
+    dout = torch.randn_like(out)
+    backward(dout, *inputs, out, lse, *into, *lengths, 0.25, None, True, rng_state=state)
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+    options = dict(zip(names, lengths, strict=False)) | {"dropout_p": 0.25, "dropout_seed": state}
+    right = flashgen.attention(*inputs, causal=True, **options)
+    assert torch.equal(out, right)
+    for x, y in zip(into, torch.autograd.grad(right, inputs, dout), strict=True):
+        near(x, y)
+
+
 def test_passes_refuse_by_name():
     q, k, v = packed()
     arguments = (q, k, v, CU_Q, CU_K, 13, 19, 0.0, None, True)
-    with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
-        fa2._flash_attn_forward(*padded(), 0.1, None, True)
+    with pytest.raises(BadParam, match=r"^dropout_p is 1\.5"):
+        fa2._flash_attn_forward(*padded(), 1.5, None, True)
+    out, lse = torch.zeros(3, 8, 4, 32), torch.zeros(3, 4, 8)
+    with pytest.raises(NullPointer, match=r"^rng_state is None and dropout_p is 0\.1"):
+        fa2._flash_attn_backward(out, *padded(), out, lse, None, None, None, 0.1, None, True)
     with pytest.raises(NotImplementedError, match="return_softmax is True"):
         fa2._flash_attn_varlen_forward(*arguments, return_softmax=True)
     for name in ("block_table", "leftpad_k", "seqused_k"):
@@ -177,6 +200,25 @@ def test_fa3_packed_in_one_array_and_its_cache():
         near(out[b], formula(q[b], k[b, :count], v[b, :count], right=0, sinks=sinks)[0])
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_fa3_reads_a_cache_of_codes(whole):
+    q, k, v = padded()
+    codes = [(20 * x).to(torch.float8_e4m3fn) for x in (k, v)]
+    descales = [torch.rand(3, 2) / 10 + 0.01 for _ in "kv"]
+    used = torch.tensor([12, 12, 12] if whole else [5, 12, 9], dtype=torch.int32)
+    out = fa3.flash_attn_with_kvcache(
+        q.half(),
+        *codes,
+        cache_seqlens=None if whole else used,
+        causal=True,
+        k_descale=descales[0],
+        v_descale=descales[1],
+    )
+    k, v = (x.float() * descale[:, None, :, None] for x, descale in zip(codes, descales, strict=True))
+    for b, count in enumerate(used):
+        near(out[b].float(), formula(q[b], k[b, :count], v[b, :count], right=0)[0], 5e-3)
+
+
 def test_fa3_combines_parts():
     q, k, v = padded()
     halves = [
@@ -193,12 +235,45 @@ def test_fa3_combines_parts():
 @pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"])
 @pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"])
 def test_fa3_refuses_by_name(function, name):
+    if function != "flash_attn_with_kvcache" and name.endswith("descale"):
+        scale = {name: torch.ones(2, 2)}
+        with pytest.raises(
+            BadTensorDtype, match=r"q has dtype fp32; q_descale.* are for q, k and v that are"
+        ):
+            getattr(fa3, function)(*padded(), **scale)
+        return
     with pytest.raises(NotImplementedError, match=f"{name} (was given|is 1)"):
         getattr(fa3, function)(*padded(), **{name: 1})
     with pytest.raises(BadParam, match="sm_margin is -1"):
         getattr(fa3, function)(*padded(), sm_margin=-1)
     with pytest.raises(BadParam, match="pack_gqa is 3"):
         getattr(fa3, function)(*padded(), pack_gqa=3)
+
+
+def test_fa3_takes_descales_of_codes():
+    q, k, v = (x.detach().clamp(-448, 448) for x in padded(width=32))
+    scales = [torch.rand(q.shape[0], k.shape[2]) + 0.5 for _ in range(3)]
+    names = ("q_descale", "k_descale", "v_descale")
+    codes = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    named = dict(zip(names, scales, strict=True))
+    out, lse = fa3.flash_attn_func(*codes, causal=True, **named, return_attn_probs=True)
+    assert out.dtype == torch.bfloat16
+    group = q.shape[2] // k.shape[2]
+    of_heads = scales[0].repeat_interleave(group, 1), scales[1], scales[2]
+    numbers = [x.float() * scale[:, None, :, None] for x, scale in zip(codes, of_heads, strict=True)]
+    right, right_lse = fa3.flash_attn_func(*numbers, causal=True, return_attn_probs=True)
+    assert (out.float() - right).abs().max() < 0.05
+    assert (lse - right_lse).abs().max() < 1e-4
+    # The same sequences packed, with a softcap and sinks.
+    options = {"causal": True, "softcap": 3.0, "s_aux": torch.randn(q.shape[2]), "return_attn_probs": True}
+    right, _ = fa3.flash_attn_func(*codes, **named, **options)
+    ends = [torch.arange(0, len(x) + 1, dtype=torch.int32) * x.shape[1] for x in (q, k)]
+    rows = [x.view(torch.uint8).flatten(0, 1).view(torch.float8_e4m3fn) for x in codes]
+    packed, _ = fa3.flash_attn_varlen_func(*rows, *ends, q.shape[1], k.shape[1], **named, **options)
+    assert (packed.view_as(right).float() - right.float()).abs().max() < 0.02
+    used = torch.ones(len(q), dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="seqused_q was given"):
+        fa3.flash_attn_varlen_func(*codes, seqused_q=used, **named)
 
 
 # What is around the attention.

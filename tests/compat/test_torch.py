@@ -293,7 +293,7 @@ def test_a_mask_has_a_gradient(dtype, shape):
     (gradient,) = torch.autograd.grad(found.square().sum(), mask)
     (expected,) = torch.autograd.grad(right.square().sum(), exact)
     assert gradient.dtype == dtype
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-2  # sums of up to 82 rounded numbers
     torch.testing.assert_close(gradient.double(), expected, rtol=tolerance, atol=tolerance)
 
 

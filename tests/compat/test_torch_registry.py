@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from torch.nn import attention as registry  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
+import flashgen  # noqa: E402
 from flashgen import errors  # noqa: E402
 from flashgen.compat.torch import register  # noqa: E402
 
@@ -202,7 +203,10 @@ def test_keys_that_are_used_in_part(source, calls):
         ({"alibi_slopes": torch.ones(4)}, "alibi_slopes was given"),
         ({"block_table": torch.zeros(3, 4, dtype=torch.int32)}, "block_table was given without seqused_k"),
         ({"return_debug_mask": True}, "return_debug_mask is True"),
-        ({"dropout_p": 0.1}, r"dropout_p is 0\.1"),
+        (
+            {"dropout_p": 0.1, "seqused_k": torch.ones(3, dtype=torch.int32)},
+            r"dropout_p is 0\.1 and seqused_k",
+        ),
     ],
 )
 def test_what_the_hook_does_not_serve_is_refused_by_name(options, message, calls):
@@ -213,6 +217,46 @@ def test_what_the_hook_does_not_serve_is_refused_by_name(options, message, calls
     with pytest.raises(NotImplementedError, match=message):
         ATTENTION(q, k, v, CU_Q, CU_K, 13, 19, dropout_p, True, mask, **options)
     assert not calls
+
+
+@pytest.mark.parametrize("operator", ["sdpa", "varlen", "compiled"])
+def test_dropout_and_its_gradients_by_one_state(operator, calls):
+    """The operators below SDPA and `varlen_attn`, beside `attention` with the state that they return."""
+    if operator == "varlen":
+        inputs = tensors((20, 4, 32), (33, 2, 32), (33, 2, 32))
+        lengths = {"cu_seqlens_q": CU_Q, "cu_seqlens_kv": CU_K, "max_seqlen_q": 13, "max_seqlen_kv": 19}
+    else:
+        inputs, lengths = tensors(*[(2, 4, 16, 32)] * 3), {}
+
+    def attend(q, k, v):
+        if operator == "varlen":
+            return ATTENTION(q, k, v, CU_Q, CU_K, 13, 19, 0.25, True, False)
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.25, True)
+
+    function = (
+        torch.compile(attend, backend="aot_eager", fullgraph=True) if operator == "compiled" else attend
+    )
+    states = []
+
+    def result(*x):
+        out, *others = function(*x)
+        states.append(next(x for x in others if torch.is_tensor(x) and x.dtype == torch.uint64))
+        return out
+
+    found = with_gradients(result, inputs)
+    assert calls == ["forward", "backward"]
+    state = states[0].view(torch.int64)
+    assert state.shape == (2,)
+
+    def right(*x):
+        if operator != "varlen":
+            x = [y.transpose(1, 2) for y in x]
+        out = flashgen.attention(*x, causal=True, dropout_p=0.25, dropout_seed=state, **lengths)
+        return out if operator == "varlen" else out.transpose(1, 2)
+
+    same(found, with_gradients(right, inputs))
+    result(*inputs)
+    assert not torch.equal(states[0], states[1])
 
 
 def test_errors_have_the_names_of_the_operator(calls):

@@ -340,7 +340,7 @@ def test_a_plan_for_tables_of_one_dtype_takes_no_others():
     arrays |= {"k_cache": given["k"], "v_cache": given["v"]}
     arrays = {name: x if x.dtype == np.int32 else x.astype(np.float16) for name, x in arrays.items()}
     narrow, wide = ({"cos": c, "sin": s} for c, s in (tables(rng, 8, d) for d in (np.float16, np.float32)))
-    plan = make_plan(Request(APPEND, APPEND.in_order(**arrays, **wide), (False, "each")))
+    plan = make_plan(Request(APPEND, APPEND.in_order(**arrays, **wide), (False, "each", None, None)))
     total = plan(**arrays, **wide)[-1]
     np.testing.assert_array_equal(total, LENGTHS + COUNT)
     with pytest.raises(BadTensorDtype, match="cos has dtype fp16; the plan was made for fp32"):

@@ -52,13 +52,16 @@ class Batch:
             x[~valid] = np.nan
         self.given = {name: x for name, x in self.lengths.items() if x is not None}
 
-    def check(self, **options):
+    def check(self, dkv=None, **options):
+        """``dkv`` is the dtype of dk and dv, if it is not the dtype of the call."""
         options |= self.given
         out, lse = flashgen.attention(self.q, self.k, self.v, return_lse=True, **options)
         inputs = self.dout, self.q, self.k, self.v, out, lse
         into = dict(zip(NAMES, (np.full_like(x, np.nan) for x in (self.q, self.k, self.v)), strict=True))
+        if dkv is not None:
+            into |= {f"d{x}": np.full(getattr(self, x).shape, np.nan, dkv) for x in ("k", "v")}
         found = flashgen.attention_backward(*inputs, dlse=self.dlse, **into, **options)
-        problem = flashgen.plan_backward(*inputs, dlse=self.dlse, **options).problem
+        problem = flashgen.plan_backward(*inputs, dlse=self.dlse, **into, **options).problem
         assert all(x is y for x, y in zip(found, into.values(), strict=True))
         of_q = {"dout": self.dout, "q": self.q, "out": out, "lse": lse, "dlse": self.dlse, "dq": found[0]}
         of_k = {"k": self.k, "v": self.v, "dk": found[1], "dv": found[2]}
@@ -98,6 +101,16 @@ def test_every_sequence_is_a_call_of_its_own(seed, pairs, packed_q, packed_kv, o
 def test_error_in_each_dtype(dtype):
     rng = np.random.default_rng()
     Batch(rng, [(100, 130), (0, 40), (70, 0), (60, 20)], True, True, dtype=dtype).check(causal=True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_keys_in_fp32(packed):
+    """For sums over several calls; rounded to the dtype of the call they are its gradients."""
+    batch = Batch(np.random.default_rng(7), [(60, 130), (60, 0), (60, 20)], packed, packed, dtype="bf16")
+    wide = batch.check(dkv=np.float32, causal=True)
+    for x, y in zip(wide[1:], batch.check(causal=True)[1:], strict=True):
+        assert x.dtype == np.float32
+        assert (x.astype(y.dtype) == y).all()
 
 
 def test_a_score_modification_counts_entries_and_positions():

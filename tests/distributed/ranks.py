@@ -51,8 +51,9 @@ def tensors(case):
 
 
 def options_of(case):
-    names = ("causal", "window_size", "softcap", "softmax_scale")
-    return {name: case[name] for name in names if name in case}
+    names = ("causal", "window_size", "softcap", "softmax_scale", "dropout_p")
+    options = {name: case[name] for name in names if name in case}
+    return options | ({"dropout_seed": (5, 7)} if "dropout_p" in case else {})
 
 
 def on_one(case):
@@ -87,7 +88,8 @@ def on_ranks(case, world):
         return shard(x, dim, layout=layout, cu_seqlens=cu, **where).contiguous()
 
     q, k, v = (cut(x, dim).requires_grad_() for x in (q, k, v))
-    more = {name: case[name] for name in ("method", "deterministic", "kv_heads_per_step") if name in case}
+    names = ("method", "deterministic", "kv_heads_per_step", "sm_margin")
+    more = {name: case[name] for name in names if name in case}
     if cu is not None:
         more["cu_seqlens"] = cu
     else:
@@ -337,3 +339,73 @@ def example(world, method):
 
     size = train_long.Size(1, 32, 4, 2, 200, 1)
     return [train_long.train(size, 8, over_ranks=over, method=method) for over in (True, False)]
+
+
+def on_dtensors(world, case, placements):
+    """The largest differences of results and gradients of DTensors with these placements from one process;
+    and the placements of out, so that a call that gathers is found.
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from flashgen.distributed.dtensor import register
+
+    register()
+    (q, k, v, dout), dlse, extra = tensors(case)
+    mesh = meshes["square" if len(placements) == 2 else "flat"]
+    of_tokens = [Replicate() if dim is None else Shard(dim) for dim in placements]
+    of_heads = [Shard(0) if dim == dout.ndim - 2 else Replicate() for dim in placements]
+    of_rows = [x if x == Replicate() or x.dim == 0 else Shard(x.dim - 1) for x in of_tokens]
+    if dout.ndim == 3:
+        of_rows = of_heads
+    shards = [distribute_tensor(x, mesh, of_tokens).requires_grad_() for x in (q, k, v)]
+    more, others = {}, []
+    if "sinks" in extra:
+        more["sinks"] = distribute_tensor(extra["sinks"].detach(), mesh, of_heads).requires_grad_()
+        others.append(more["sinks"])
+    if case.get("cu_seqlens") is not None:
+        cu = distribute_tensor(torch.tensor(case["cu_seqlens"], dtype=torch.int32), mesh)
+        more |= {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": 90, "max_seqlen_kv": 90}
+    out, lse = flashgen.attention(*shards, **options_of(case), **more, return_lse=True)
+    cotangents = distribute_tensor(dout, mesh, of_tokens), distribute_tensor(dlse, mesh, of_rows)
+    torch.autograd.backward((out, lse), cotangents)
+    ours = (out, lse, *(x.grad for x in (*shards, *others)))
+    right = [x for x in on_one(case) if x is not None]
+    whole = [x.detach().full_tensor() for x in ours]
+    differences = [float((x - y).abs().max()) for x, y in zip(whole, right, strict=True)]
+    return max(differences), str(out.placements) == str(tuple(of_tokens))
+
+
+def drawn_dropout(world):
+    """The results of two calls with dropout, on generators that differ between ranks."""
+    torch.manual_seed(dist.get_rank())
+    (q, k, v, _), *_ = tensors({"heads": (4, 4), "seqlen": 16, "batch": 2})
+    shards = [shard(x, 1).contiguous() for x in (q, k, v)]
+    return [unshard(attention(*shards, dropout_p=0.5), 1).tolist() for _ in range(2)]
+
+
+def dropout_of_dtensors(world, placements):
+    """Whether a call with dropout is computed whole, with the bits of one process."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from flashgen.distributed.dtensor import register
+
+    register()
+    (q, k, v, _), *_ = tensors({"heads": (8, 4), "seqlen": 40, "batch": 4})
+    shards = [distribute_tensor(x, meshes["flat"], [Shard(placements)]) for x in (q, k, v)]
+    seed = torch.tensor([5, 7])
+    out = flashgen.attention(*shards, dropout_p=0.25, dropout_seed=distribute_tensor(seed, meshes["flat"]))
+    return torch.equal(out.full_tensor(), flashgen.attention(q, k, v, dropout_p=0.25, dropout_seed=seed))
+
+
+def error_of_dv(world, case):
+    """The largest error of dv from float64, in units of half a step of its dtype: 1 where no more than the
+    result is rounded.
+    """
+    dv = on_ranks(case, world)[4].double()
+    (q, k, v, dout), dlse, extra = tensors(case)
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    out, lse = flashgen.attention(q, k, v, **options_of(case), **extra, return_lse=True)
+    torch.autograd.backward((out, lse), (dout.double(), dlse.double()))
+    step = torch.finfo(getattr(torch, case["dtype"])).eps * torch.exp2(v.grad.abs().log2().floor())
+    noise = 1e-5 * v.grad.abs().mean()  # of fp32, where terms cancel
+    return float((2 * ((dv - v.grad).abs() - noise) / step).max())

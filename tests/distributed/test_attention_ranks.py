@@ -24,7 +24,7 @@ CASES = {
         GATHER | {"kv_heads_per_step": 1, "batch": 2, "sinks": True, "layout": "contiguous"},
     ),
     "gather, ALiBi and softcap": (2, GATHER | {"alibi": True, "deterministic": True}),
-    "gather, softcap": (2, GATHER | {"softcap": 3.0, "kv_heads_per_step": 3}),
+    "gather, softcap": (2, GATHER | {"softcap": 3.0, "kv_heads_per_step": 3, "sm_margin": 8}),
     "gather, a window on both sides": (4, GATHER | {"causal": False, "window_size": (20, 9)}),
     "gather, a window on the left alone": (2, GATHER | {"causal": False, "window_size": (20, -1)}),
     "gather, a causal window": (4, GATHER | {"window_size": (20, 0), "dims": (16, 24)}),
@@ -47,6 +47,12 @@ CASES = {
     "gather, documents, no mask": (4, GATHER | {"cu_seqlens": LONG, "causal": False, "layout": "documents"}),
     "ulysses": (4, ULYSSES | {"batch": 2, "sinks": True, "alibi": True}),
     "ulysses, ALiBi without causal": (2, ULYSSES | {"causal": False, "alibi": True}),
+    "ulysses, dropout": (4, ULYSSES | {"batch": 3, "sinks": True, "dropout_p": 0.25}),
+    "ulysses, dropout, fewer kv heads than ranks": (
+        4,
+        ULYSSES | {"heads": (8, 2), "batch": 2, "dropout_p": 0.25, "layout": "contiguous"},
+    ),
+    "one rank, dropout": (1, GATHER | {"kv_heads_per_step": 1, "batch": 2, "dropout_p": 0.25}),
     "ulysses, documents": (4, ULYSSES | {"cu_seqlens": LONG, "layout": "documents"}),
     "ulysses, fewer kv heads than ranks": (4, ULYSSES | {"heads": (8, 2), "sinks": True}),
     "ulysses, kv heads that no rank has alone": (4, ULYSSES | {"heads": (12, 3), "causal": False}),
@@ -69,6 +75,13 @@ def test_ranks_give_what_one_process_gives(pool, name):
         assert max(differences, default=0) < limit
 
 
+def test_all_ranks_take_the_seed_that_the_first_one_draws(pool):
+    for environment in ({}, {"FLASHGEN_CHECK": "1"}):
+        first, *others = pool.run("drawn_dropout", environment=environment)
+        assert all(other == first for other in others)
+        assert first[0] != first[1]
+
+
 @pytest.mark.parametrize("mesh", [None, "flat", "square"])
 def test_shards_come_together_again(pool, mesh):
     assert all(pool.run("cut_and_join", mesh, world=4))
@@ -88,6 +101,8 @@ def test_two_passes_have_the_same_bits(pool):
         ("sm_80", {"heads": (2, 1), "causal": False, "window_size": (40, 9)}),
         ("sm_80", {"heads": (2, 1), "cu_seqlens": [0, 17, 17, 60, 61, 450], "layout": "documents"}),
         ("sm_90", {"heads": (4, 2), "seqlen": 512}),
+        ("sm_90", {"heads": (2, 1), "seqlen": 512, "causal": False, "window_size": (90, 9)}),
+        ("sm_90", {"heads": (2, 2), "cu_seqlens": [0, 17, 17, 60, 61, 450], "layout": "documents"}),
     ],
 )
 def test_a_gather_has_the_bits_of_one_gpu(pool, arch, case):
@@ -136,6 +151,16 @@ def test_errors_do_not_grow_with_the_number_of_ranks(pool):
     )
     assert max(two + four) < 2**-7
     assert sum(four) < 1.5 * sum(two) + 1e-3
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "change", [{"method": "gather", "batch": 2}, {"method": "ulysses", "heads": (8, 1)}], ids=str
+)
+def test_gradients_are_rounded_once(pool, world, change):
+    """1 and 8: parts of dK and dV that are rounded before they are added."""
+    case = PLAIN | {"dtype": "bfloat16", "seqlen": 300} | change
+    assert max(pool.run("error_of_dv", case, world=world)) < 1.02
 
 
 @pytest.mark.parametrize("change", [{"cu_seqlens": [0, 17, 60]}, {"seqlen": 200}, {"tokens": 50}])
@@ -250,7 +275,11 @@ def test_ranks_that_agree_compute(pool):
         (GATHER | {"alibi": True, "causal": False}, {}, "BadParam", "'ulysses' can compute"),
         (GATHER, {"method": "ring"}, "BadParam", "'gather' and 'ulysses' can"),
         (SQUARE, {"method": "gather"}, "BadParam", "mesh has two dimensions"),
-        (GATHER, {"dropout_p": 0.1}, "TypeError", "unexpected keyword argument 'dropout_p'"),
+        (GATHER, {"dropout_p": 0.1}, "BadParam", "dropout_p is 0.1 and method gathers.*'ulysses' without"),
+        (SQUARE, {"dropout_p": 0.1}, "BadParam", "dropout_p is 0.1 and method gathers"),
+        (ULYSSES | {"cu_seqlens": CU}, {"dropout_p": 0.1}, "BadParam", "0.1 and cu_seqlens was given"),
+        (ULYSSES, {"dropout_p": 0.9}, "BadParam", "dropout_p is 0.9; a score has one random byte"),
+        (ULYSSES, {"dropout_seed": (1, 2)}, "BadParam", "dropout_seed was given without dropout_p"),
         (GATHER, {"window_size": (1, 1)}, "BadParam", "causal hides every later key"),
         (GATHER, {"softmax_scale": -1.0}, "BadParam", "softmax_scale is -1.0"),
         (GATHER, {"group": "all"}, "BadParam", "group has type str"),
@@ -258,7 +287,7 @@ def test_ranks_that_agree_compute(pool):
         (GATHER, {"kv_heads_per_step": 1.5}, "BadParam", "kv_heads_per_step is 1.5; expected an integer"),
         (GATHER, {"softcap": -2.0}, "BadParam", "softcap is -2.0; it must be a number above 0"),
         (GATHER, {"softcap": "much"}, "BadParam", "softcap is 'much'; expected a number"),
-        (GATHER | {"cu_seqlens": CU}, {"seqlen": 5}, "BadParam", "padding is a document of its own"),
+        (GATHER | {"cu_seqlens": CU}, {"seqlen": 5}, "BadParam", "make padding a document"),
     ],
 )
 def test_what_a_method_lacks_is_refused_by_the_name_of_one_that_has_it(pool, case, changes, error, text):

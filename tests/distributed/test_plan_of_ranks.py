@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 import flashgen
 from flashgen.distributed.heads import head_shares
 from flashgen.distributed.layouts import LAYOUTS, TILE_ROWS, Run, joined, runs_of, tokens_of
-from flashgen.distributed.segments import Launch, Segment, Visibility, launches_of, pairs_of, visibility
+from flashgen.distributed.segments import (
+    Launch,
+    Segment,
+    Visibility,
+    launches_of,
+    longest_of,
+    pairs_of,
+    visibility,
+)
 from flashgen.errors import BadParam
 
 WINDOWS = ((-1, -1), (5, 0), (5, 3), (-1, 2), (4, -1))
@@ -255,7 +263,7 @@ def test_a_partition_imports_no_torch():
 def test_parts_are_records():
     segment = Segment(0, 4, 0, 4)
     launch = Launch((segment, segment._replace(q_begin=4, q_end=9)), 0)
-    assert (launch.rows, launch.longest_q, launch.layers) == (slice(0, 9), 5, 1)
+    assert (launch.rows, longest_of(launch)[0], launch.layers) == (slice(0, 9), 5, 1)
     part = flashgen.distributed.partition(64, world=2, heads=(8, 2))
     with pytest.raises(dataclasses.FrozenInstanceError):
         part.world = 3

@@ -41,8 +41,11 @@ def test_conditions_and_expressions_know_the_axis(edit_spec):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("{default: hed_dim}", r"axes.head_dim_v.default: `hed_dim` is no axis .*allowed: head_dim$"),
-        ("{default: dtype}", r"axes.head_dim_v.default: `dtype` is no axis before this one"),
+        (
+            "{default: hed_dim}",
+            r"axes.head_dim_v.default: `hed_dim` is not an earlier axis .*allowed: head_dim$",
+        ),
+        ("{default: dtype}", r"axes.head_dim_v.default: `dtype` is not an earlier axis"),
         ("{also: {64: 32}}", r"axes.head_dim_v: the key `default` is missing"),
         ("{default: head_dim, or: {64: 32}}", r"axes.head_dim_v.or: unknown key; allowed: default, also"),
         ("{default: head_dim, also: {48: 32}}", r"also.48: not a value of axes.head_dim; allowed: 32, 64"),

@@ -6,7 +6,6 @@ from flashgen.errors import SpecError
 from flashgen.families.load import load_spec, load_specs
 from flashgen.host.paths import specs_dir
 from flashgen.toolchain.cache import CubinCache
-from flashgen.tools.tune.specedit import edited
 
 WIDE = """\
 extends: flash_fwd_sm80
@@ -146,14 +145,14 @@ def test_a_changed_base_is_seen_through_the_cache(tiny_folder, edit_spec, tmp_pa
         ("axes: {}\nextends: wide\n", r"wide.yaml:2: extends: no spec wide in"),
         (WIDE.replace("block_n: 32", "blok_n: 32"), r"wide.yaml:6: tiles\[0\].blok_n: unknown key"),
         (WIDE.replace("loop: stages", "loop: no"), r"wide.yaml:6: tiles\[0\].loop"),
-        (WIDE.replace("[fp16, bf16]", "[fp64]"), r"wide.yaml:4: axes.dtype: no call asks for"),
+        (WIDE.replace("[fp16, bf16]", "[fp64]"), r"wide.yaml:4: axes.dtype: no call needs"),
         (WIDE + "  - {head_dim: 224, block_m: 128, block_n: 32, warps: 4, loop: stages, min_blocks: 2}\n",
          r"wide.yaml:7: tiles\[1\]: the row never applies"),
         (WIDE.partition("tiles:")[0], r"wide.yaml:1: tiles: found \[\]; expected a list that is not empty"),
         (STEPS.replace("128", "128\n    grid: {}"), r"wide.yaml:9: steps\[2\].grid"),
         (STEPS.replace("dq_order: [none]", "dq_order: [other]"), r"wide.yaml:2: axes.dq_order"),
         (AXES.format("head_dim: [-64]"), r"wide.yaml:3: axes.head_dim\[0\]: found -64; expected an integer"),
-        (AXES.format("dtype: [fp17]"), r"wide.yaml:3: axes.dtype: no call asks for `fp17`; allowed: fp16"),
+        (AXES.format("dtype: [fp17]"), r"wide.yaml:3: axes.dtype: no call needs `fp17`; allowed: fp16"),
         (AXES.format("head_dim: []"), r"wide.yaml:3: axes.head_dim: found \[\]; expected a list that is"),
         (AXES.format("head_dim: [72]"), r"wide.yaml:1: tiles: found \[\]; .*; no inherited row fits"),
         (AXES.format("head_dim: [64, wide]"), r"wide.yaml:3: axes.head_dim: `wide` stands in head_dim_v"),
@@ -162,7 +161,7 @@ def test_a_changed_base_is_seen_through_the_cache(tiny_folder, edit_spec, tmp_pa
         (AXES.format("dtype: [fp32]").replace("sm80", "sm90"),
          r"wide.yaml:3: axes.dtype: the size of `fp32` is missing; give it in `element_bytes`"),
         (STEPS + "workspace: {}\n",
-         rf"bwd_sm90.yaml:{DELTA_LINE}: steps\[0\].params\[4\]: `delta` is no parameter of"),
+         rf"bwd_sm90.yaml:{DELTA_LINE}: steps\[0\].params\[4\]: `delta` is neither a parameter of"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_file_and_line_that_is_wrong(text, message, write):
@@ -175,7 +174,7 @@ def test_an_error_names_the_file_and_line_that_is_wrong(text, message, write):
     [
         ("#\n'extends': flash_fwd_sm80\n", r"base.yaml:2: extends: write it as a line"),
         ("axes: [64]\n", r"base.yaml:1: axes: expected a mapping, found \[64\]"),
-        (AXES.format("dtype: [fp17]"), r"base.yaml:3: axes.dtype: no call asks for `fp17`"),
+        (AXES.format("dtype: [fp17]"), r"base.yaml:3: axes.dtype: no call needs `fp17`"),
         (AXES.format("head_dim_v: {default: head_dim, also: 3}"), r"base.yaml:3: axes.head_dim_v.also"),
     ],
 )
@@ -214,12 +213,7 @@ def test_only_a_file_itself_means_the_shipped_one_by_its_own_name(write):
         load_spec(write("wide", "extends: wide\n"))
 
 
-def test_an_inherited_row_is_not_edited(write):
-    path = write("wide", "extends: flash_fwd_sm80\naxes: {head_dim: [64], dtype: [fp16]}\n")
-    spec = load_spec(path)
-    point = next(iter(spec.content.entries))
-    from flashgen.tools.tune.userfile import Measured
-
-    won = Measured({"block_m": 64, "block_n": 64, "warps": 4, "loop": "stages", "min_blocks": 1}, 1.0, {})
-    with pytest.raises(SpecError, match="copy it into"):
-        edited(path, path.read_bytes(), {point: won})
+def test_what_is_committed_has_the_first_value_of_an_axis_that_is_added(write):
+    variants = load_spec(write("wide", "extends: flash_fwd_v1\naxes: {sinks: [none, sink]}\n")).variants()
+    assert {variant.axis("sinks") for variant in variants} == {"none", "sink"}
+    assert {variant.axis("sinks") for variant in variants if variant.committed} == {"none"}

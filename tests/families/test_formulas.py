@@ -72,8 +72,8 @@ def test_no_line_of_a_file_has_the_name_of_a_formula(tmp_path):
     [
         ("soft-cap", "'soft-cap'; it does not read `score`"),
         ("score +", r"column \d+: it is not an expression"),
-        ("score * out", "the parameter out: `out` has a meaning of its own"),
-        ("score + mine", "the parameter mine: `mine` has a meaning of its own"),
+        ("score * out", "the parameter out: `out` is reserved"),
+        ("score + mine", "the parameter mine: `mine` is reserved"),
         ("score + a[b, b]", "the dimension b occurs twice"),
         ("score + a[h] + a[b, h]", r"column 9: a has 2 dimensions, \(b, h\); 1 indices"),
         ("score + where", "column 9: unknown name 'where'"),

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from flashgen.cli import main
 from flashgen.families.jsonschema import schemas
 from flashgen.host.paths import specs_dir
+from flashgen.tools.cli import main
 
 SPECS = sorted(path for path in specs_dir().glob("*.yaml") if path.name not in ("scores.yaml", "masks.yaml"))
 _TYPES = {

@@ -45,7 +45,7 @@ def test_what_is_wrong_with_a_line_is_named_to_the_character(line, mark, says, t
         ("masks:\n  mine: {visible: q < a, params: {a: f32}}\n", 2, "i32"),
         ("masks:\n  mine: {visible: 'q < a[b]', params: {a: [i32]}}\n", 2, "an array has dimensions"),
         ("masks:\n  mine: {visible: 'q < a[b]', params: {a: [b, b, i32]}}\n", 2, "occurs twice"),
-        ("masks:\n  mine: {visible: 'q < kv', params: {where: i32}}\n", 2, "meaning of its own"),
+        ("masks:\n  mine: {visible: 'q < kv', params: {where: i32}}\n", 2, "is reserved"),
         ("masks:\n  mine: {visible: 'a[q, kv, h] > 0', params: {a: [q, kv, h, i32]}}\n", 2, "one name"),
         ("masks:\n  mine: {hidden: q < kv}\n", 2, "hidden"),
         ("masks: {\n", None, "masks.yaml"),

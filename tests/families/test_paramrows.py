@@ -109,9 +109,9 @@ def test_a_step_that_only_reads_an_array_says_const():
     [
         (
             "out, seqlen_qq",
-            r"params\[1\]: `seqlen_qq` is no parameter of attention .*`seqlen_q`.*type: \.\.\.",
+            r"params\[1\]: `seqlen_qq` is neither a parameter of attention .*`seqlen_q`.*type: \.\.\.",
         ),
-        ("out, dout", r"params\[1\]: `dout` is no parameter of attention"),
+        ("out, dout", r"params\[1\]: `dout` is neither a parameter of attention"),
         ("out, Out", r"params\[1\]: found 'Out'; expected the name of a parameter, or const and a name"),
         ("out, 3", r"params\[1\]: found 3; expected a mapping"),
         ("out, out", r"params\[1\]\.name: a second parameter is called `out`"),
@@ -123,7 +123,7 @@ def test_a_step_that_only_reads_an_array_says_const():
             "{name: lse_strides, box: {columns: 32, rows: 1}}",
             r"params\[0\]\.box: only a tensor_map has a box",
         ),
-        ("{name: nothing}", r"params\[0\]: `nothing` is no parameter"),
+        ("{name: nothing}", r"params\[0\]: `nothing` is neither a parameter"),
         ("{name: out, when: {mask_type: dense}}", r"params\[0\]\.when\.mask_type: found 'dense'; allowed"),
     ],
 )

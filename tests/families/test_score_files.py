@@ -106,7 +106,7 @@ def test_what_is_wrong_with_a_file_is_named_with_its_line(text, line, says, tmp_
 )
 def test_a_parameter_has_no_name_that_means_something_else(name, tmp_path):
     path = written(tmp_path, f"scores:\n  mine: {{score: score + {name}, params: {{{name}: f32}}}}\n")
-    with pytest.raises(SpecError, match=rf":2: scores\.mine\.params\.{name}: .*meaning of its own"):
+    with pytest.raises(SpecError, match=rf":2: scores\.mine\.params\.{name}: .*is reserved"):
         read_scores(path, keywords=PLAN_KEYWORDS)
 
 
@@ -123,7 +123,7 @@ def test_a_parameter_that_a_kernel_has_already_is_refused_when_they_meet(tmp_pat
     (variant, *_) = (
         v for spec in load_specs() if "gqa" in spec.axes for v in spec.select(head_dim=64, gqa="packed")
     )
-    with pytest.raises(SpecError, match=r"the score mine: .* has parameters of its own called group_size"):
+    with pytest.raises(SpecError, match=r"the score mine: .* already has parameters called group_size"):
         variant.modified(score)
 
 

@@ -46,15 +46,18 @@ WRONG = {
         [
             "operator: ",
             "'convolution'",
-            "allowed: append, attention, attention_backward, attention_weights, merge, quantize, "
-            "score_gradient",
+            "allowed: append, attention, attention_backward, attention_fp8, attention_weights, "
+            "latent_attention, mask_lists, merge, quantize, score_gradient, sparse_latent_attention",
         ],
     ),
     "lengths of an operator without them": (
         "operator: attention",
         "operator: merge\nlengths: device",
         "lengths:",
-        ["lengths: calls of merge have none; only calls of attention, attention_backward do"],
+        [
+            "lengths: calls of merge have none; only calls of attention, attention_fp8, attention_backward, "
+            "latent_attention do"
+        ],
     ),
     "option that writes a file": (
         "no_spills: true",
@@ -86,11 +89,11 @@ WRONG = {
         "  cap:",
         ["axes.cap: ", "does not say how a call chooses", "it claims head_dim, head_dim_v, dtype"],
     ),
-    "value that no call asks for": (
+    "value that no call needs": (
         "mask_type: [none, causal]",
-        "mask_type: [none, tree]",
+        "mask_type: [none, forest]",
         "  mask_type:",
-        ["axes.mask_type: no call asks for `tree`", "allowed: none, causal, local, dense"],
+        ["axes.mask_type: no call needs `forest`", "allowed: none, causal, local, dense"],
     ),
     "grid that covers nothing": (
         "{query_rows: block_m, heads: 1, batch: 1}",
@@ -418,7 +421,7 @@ WRONG = {
         "type: int32_t, doc: rows",
         "type: int16_t, doc: rows",
         "  - {name: seqlen_q",
-        ["allowed: bf16*, const bf16*, const element*"],
+        ["allowed: bf16*, const bf16*, const e4m3*, const element*"],
     ),
     "repeated parameter": (
         "{name: scale_log2",
@@ -931,6 +934,16 @@ def test_what_a_family_of_shares_may_say(old, new, place, why, tmp_path):
         return
     with pytest.raises(SpecError, match=rf"{place}: .*{re.escape(why)}"):
         load_spec(path)
+
+
+def test_a_step_may_stay_out_of_generated(tmp_path):
+    path = tmp_path / "flash_decode_sm80.yaml"
+    for text, steps in (
+        (SHARES, {"decode", "combine"}),
+        (SHARES.replace("combines:", "commit: false\n    combines:"), {"decode"}),
+    ):
+        path.write_text(text)
+        assert {v.step for v in load_spec(path).variants() if v.committed} == steps
 
 
 @pytest.mark.parametrize("name", ["flash_decode_sm80", "flash_decode_sm90"])

@@ -5,8 +5,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from flashgen.cli import main
 from flashgen.runtime.device import available, device, why_unavailable
+from flashgen.tools.cli import main
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not available(), reason=why_unavailable())]
 

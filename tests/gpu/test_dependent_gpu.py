@@ -315,7 +315,7 @@ def write_late():
 
 
 # Sequences, whether in pages, with an index, in fixed splits; and who decodes.
-SHARES, CLUSTERS = "flash_decode_sm80.cu.j2", "flash_decode_sm90.cu.j2"
+SHARES, CLUSTERS = "flash_varlen_decode_sm80.cu.j2", "flash_varlen_decode_sm90.cu.j2"
 LATE = {
     "contiguous": (8, False, False, "auto", SHARES),
     "index": (8, False, True, "auto", SHARES),

@@ -15,9 +15,9 @@ from flashgen.call.record import AttentionCall, call_of
 torch = pytest.importorskip("torch")
 
 from flashgen.distributed import kernels  # noqa: E402
-from flashgen.distributed.gather import cu_seqlens_of, rank_major  # noqa: E402
+from flashgen.distributed.gather import cu_seqlens_of, rank_major, table_of  # noqa: E402
 from flashgen.distributed.layouts import runs_of  # noqa: E402
-from flashgen.distributed.segments import launches_of, visibility  # noqa: E402
+from flashgen.distributed.segments import launches_of, longest_of, visibility  # noqa: E402
 
 CASES = [
     {"heads": (8, 2), "causal": True},
@@ -31,17 +31,20 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("tables", [False, True], ids=["launches", "tables"])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_launches_of_ranks_have_the_bits_of_one_gpu(case, world):
-    """Of ranks whose keys are all here: what `gather` computes, without what it sends."""
+def test_the_launches_of_ranks_have_the_bits_of_one_gpu(case, world, tables):
+    """Of ranks whose keys are all here: what `gather` computes, without what it sends. With ``tables`` of one
+    batch entry, whose launches take all keys and ranges of them.
+    """
     tokens, (heads, kv_heads), dim = 8192, case["heads"], case.get("head_dim", 128)
     dtype, cu, window = (
         getattr(torch, case.get("dtype", "bfloat16")),
         case.get("cu"),
         case.get("window", (-1, -1)),
     )
-    lead = () if cu else (2,)
+    lead = () if cu else (1 if tables else 2,)
     q, k, v = (
         torch.randn(*lead, tokens, h, dim, device="cuda").to(dtype) for h in (heads, kv_heads, kv_heads)
     )
@@ -61,27 +64,36 @@ def test_the_launches_of_ranks_have_the_bits_of_one_gpu(case, world):
     right = flashgen.attention(q, k, v, window_size=window, return_lse=True, **options, **lengths)
     bounds = cu or (0, tokens)
     whole = kernels.Whole(
-        2 if not cu else 1, tokens, len(cu) - 1 if cu else 0, longest, heads, kv_heads, window
+        1 if cu or tables else 2, tokens, len(cu) - 1 if cu else 0, longest, heads, kv_heads, window
     )
     visible = visibility(case["causal"], window)
     axis = 0 if cu else 1
     for runs in runs_of(case.get("layout", "zigzag"), bounds, world):
         rows = rank_major([tuple(run) for run in runs], q.device)
         queries = q.index_select(axis, rows)
-        for launch in launches_of(runs, bounds, visible, bool(cu)):
+        for launch in launches_of(runs, bounds, visible, bool(cu) or tables):
             keys = rank_major([(x.k_begin, x.k_end) for x in launch.segments], q.device)
             arrays = {"k": k.index_select(axis, keys), "v": v.index_select(axis, keys)}
             arrays["q"] = queries.narrow(axis, launch.rows.start, launch.rows.stop - launch.rows.start)
             if cu:
                 of_q, of_kv = cu_seqlens_of(launch, q.device)
                 arrays |= {"cu_seqlens_q": of_q, "cu_seqlens_kv": of_kv}
-                arrays |= {"max_seqlen_q": launch.longest_q, "max_seqlen_kv": launch.longest_kv}
+                arrays |= dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest_of(launch), strict=True))
             moved = (
                 window[0] if window[0] < 0 else window[0] + launch.shift,
                 window[1] if window[1] < 0 else window[1] - launch.shift,
             )
-            call = call_of(AttentionCall, **arrays, window_size=moved, **options, return_lse=True)
-            out, lse = kernels.attend(call, whole, launch.shift)
+            options |= {"window_size": moved, "return_lse": True}
+            call, like = call_of(AttentionCall, **arrays, **options), None
+            if tables:
+                like, table = call.replace(k=k, v=v), table_of(launch, q.device)
+                entry = (x if x.ndim == 4 else x[None] for x in (k, v))
+                cache = flashgen.KVCache(*entry, table.lengths, index=table.index, starts=table.starts)
+                packed = arrays["q"] if cu else arrays["q"][0]
+                of_q = {"cu_seqlens_q": table.cu_seqlens_q, "max_seqlen_q": longest_of(launch)[0]}
+                call = call_of(AttentionCall, q=packed, k=cache, **of_q, **options)
+            out, lse = kernels.attend(call, whole, launch.shift, like)
+            out, lse = (out, lse) if cu or not tables else (out[None], lse[None])
             here = rows[launch.rows]
             assert torch.equal(out, right[0].index_select(axis, here))
             assert torch.equal(lse, right[1].index_select(-1, here))
@@ -125,6 +137,10 @@ def _rank(rank, folder):
             for x, y in zip(first[2:], right, strict=True):
                 whole = shard(y, 1).float()
                 assert float((x.float() - whole).norm() / whole.norm()) < 6e-3
+    options = {"causal": True, "dropout_p": 0.25, "dropout_seed": (5, 7)}
+    dropped = attention(*shards, method="ulysses", **options)
+    whole = shard(flashgen.attention(q, k, v, **options), 1)
+    assert float((dropped - whole).float().norm() / whole.float().norm()) < 6e-3
     os.environ["FLASHGEN_CHECK"] = "1"
     with pytest.raises(flashgen.BadParam, match="layout differs between ranks"):
         attention(*shards, causal=True, layout=("zigzag", "contiguous")[rank])

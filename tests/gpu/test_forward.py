@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -16,10 +17,12 @@ from flashgen.runtime.plans import Plan  # noqa: E402
 from flashgen.schedule.dispatch import runs_on  # noqa: E402
 from flashgen.schedule.grid import tiles  # noqa: E402
 from flashgen.schedule.plan import plan_steps  # noqa: E402
+from flashgen.simulator import example as simulated  # noqa: E402
 from flashgen.toolchain import build, obtain  # noqa: E402
 from gpu import forward_cases  # noqa: E402
 from gpu.cases import DTYPES, Arrays, Case, Mask, check, compare, front_door, make, new_seed, problem_of  # noqa: E402
-from simulator.covering import covering  # noqa: E402
+from gpu.copies import computed  # noqa: E402
+from simulator.covering import covering, is_plain, shapes  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,9 +36,12 @@ SHIPPED = [
     for variant in spec.variants()
     if variant.is_main
 ]
-# Of split-KV, a third of all kernels, a set that has all pairs of values of its axes.
-SPLIT_KV = [variant for variant in SHIPPED if variant.grid.shares]
-VARIANTS = [variant for variant in SHIPPED if not variant.grid.shares] + covering(SPLIT_KV)
+PLAIN = [variant for variant in SHIPPED if is_plain(variant)]
+# Of split-KV, a third of all kernels, and of kernels with sinks, dropout and the like, a set that has all
+# pairs of values of its axes.
+VARIANTS = [variant for variant in PLAIN if not variant.grid.shares]
+VARIANTS += covering(variant for variant in PLAIN if variant.grid.shares)
+FEATURED = covering(variant for variant in SHIPPED if not is_plain(variant))
 
 
 def named(cases):
@@ -51,7 +57,7 @@ def compiled(request, tmp_path_factory):
     gpu = device(0)
     items = request.session.items
     given = {item.callspec.params.get("variant") for item in items if hasattr(item, "callspec")}
-    chosen = [variant for variant in VARIANTS if variant in given and runs_on(variant, gpu)]
+    chosen = [variant for variant in (*VARIANTS, *FEATURED) if variant in given and runs_on(variant, gpu)]
     wanted = [step for variant in chosen for step in variant.steps]
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -88,6 +94,20 @@ def test_variant(variant):
     attend = forced(variant)
     for case in forward_cases.of_variant(variant, forward_cases.smaller_head_dims(variant, VARIANTS)):
         check(case, attend, "cuda")
+
+
+@pytest.mark.parametrize("variant", FEATURED, ids=lambda variant: variant.name)
+def test_variant_with_sinks_dropout_or_lists(variant):
+    gpu = device(0)
+    if not runs_on(variant, gpu):
+        pytest.skip(
+            f"needs {variant.min_arch} and {variant.smem_bytes} bytes of shared memory; this is {gpu}"
+        )
+    for shape in shapes(variant):
+        seed = new_seed()
+        example = simulated.make(variant, shape, seed)
+        verdict = dataclasses.replace(example, **computed(example, variant, ("out", "lse"))).judge()
+        assert verdict.ok, f"{shape}, seed {seed}: {verdict}"
 
 
 @named(forward_cases.every_seqlen())

@@ -113,8 +113,9 @@ def test_many_scores_and_large_offsets():
     bias = torch.zeros(4, 12288, 12288, device="cuda", requires_grad=True)
     out = flashgen.attention(q, k, v, causal=True, score="bias", params={"bias": bias})
     out.float().square().sum().backward()
-    # Of each row the gradient of a softmax sums to 0, and hidden keys have none.
-    assert bias.grad.sum(-1).abs().max() < 1e-3
+    # Of each row the gradient of a softmax sums to 0, but for what rounding `out` moves delta by.
+    size = 2 * out.detach().float().square().sum(-1)[0].T
+    assert (bias.grad.sum(-1).abs() <= 2.0**-6 * size + 1e-4).all()
     assert not bias.grad[:, 0, 1:].any()
 
 

@@ -266,3 +266,33 @@ def test_arrays_of_the_host_are_refused(rng):
         flashgen.DeviceTypeNotSupported, match=r"^alibi_slopes is in host memory but q is on GPU 0"
     ):
         flashgen.attention(q, k, v, alibi_slopes=np.ones(4, np.float32))
+
+
+def spaced(x, pitch, offset):
+    """The elements in rows of ``pitch`` elements, the first ``offset`` elements past an aligned one."""
+    memory = cp.full((*x.shape[:-1], pitch), np.nan, x.dtype)
+    memory[..., offset : offset + x.shape[-1]] = x
+    return memory[..., offset : offset + x.shape[-1]]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("keys", "pitch", "offset"), [(640, 640, 0), (630, 632, 0), (630, 636, 2), (637, 637, 0), (640, 648, 1)]
+)
+def test_a_bias_of_16_bits_and_any_alignment(keys, pitch, offset, head_dim, causal, rng):
+    """Kernels stage its elements, and load those of the same bias in fp32 one by one."""
+    q, k, v = map(cp.asarray, arrays_of(rng, "fp16", (500, keys, 4, 2), (head_dim, head_dim)))
+    dout = cp.asarray(rng.standard_normal(q.shape, np.float32).astype(np.float16))
+    bias = spaced(
+        cp.asarray(rng.standard_normal((1, 4, 500, keys), np.float32).astype(np.float16)), pitch, offset
+    )
+    results = []
+    for array in (bias, bias.astype(np.float32)):
+        options = {"score": "bias", "params": {"bias": array}, "causal": causal}
+        out, lse = flashgen.attention(q, k, v, return_lse=True, **options)
+        results.append((out, lse, *flashgen.attention_backward(dout, q, k, v, out, lse, **options)))
+    for staged, loaded in zip(*results, strict=True):
+        np.testing.assert_allclose(
+            cp.asnumpy(staged).astype("f4"), cp.asnumpy(loaded).astype("f4"), rtol=1e-2, atol=1e-2
+        )

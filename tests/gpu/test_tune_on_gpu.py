@@ -7,12 +7,12 @@ import pytest
 from click.testing import CliRunner
 
 import slow_tile
-from flashgen.cli import main
 from flashgen.families.load import load_specs
 from flashgen.runtime.device import device
 from flashgen.schedule.dispatch import preferred, runs_on
 from flashgen.toolchain import compile as compiler
 from flashgen.tools.bench.hosts import CupyHost
+from flashgen.tools.cli import main
 from flashgen.tools.tune.gpu import GpuBench
 from flashgen.tools.tune.shapes import cases
 

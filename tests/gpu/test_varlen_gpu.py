@@ -13,23 +13,23 @@ from flashgen.runtime.device import device
 from flashgen.schedule.dispatch import runs_on
 from flashgen.simulator.example import Shape, make
 from gpu.copies import computed
+from simulator.covering import covering, is_plain
 
 pytestmark = pytest.mark.gpu
 
 FIXED = "flash_varlen_decode_hdim64_bf16"
 SPLIT = "flash_varlen_split"
-VARIANTS = [
+SHIPPED = [
     variant
     for spec in load_specs()
     if spec.operator == "attention" and spec.has_lengths
     for variant in spec.variants()
-    if variant.is_main
-    and variant.head_dim in (64, 128, 256)
-    # Starts change where a kernel finds its keys: every mask, layout, grouping and tile, once.
-    and (
-        variant.axis("kv_starts") == "none"
-        or (variant.head_dim, variant.dtype, variant.axis("sinks")) == (128, "bf16", "none")
-    )
+    if variant.is_main and variant.head_dim in (64, 128, 256)
+]
+VARIANTS = [
+    variant
+    for variant in SHIPPED
+    if is_plain(variant)
     # With fixed splits only what numbers them differs: every mask, layout, grouping and tile, once.
     and (variant.axis("splits") != "fixed" or (variant.name.startswith(FIXED) and variant.target == "sm80"))
     # Of chunks of queries every mask, layout and tile once, and each grouping.
@@ -38,6 +38,7 @@ VARIANTS = [
         or (variant.dtype == "bf16" and (variant.gqa == "packed" or variant.head_dim == 64))
     )
 ]
+VARIANTS += covering(variant for variant in SHIPPED if not is_plain(variant))
 # Small enough that the float64 of hundreds of variants takes a minute of the host.
 PREFILL = (Shape(300, 500, batch=9), Shape(130, 70, batch=30))
 DECODE = (Shape(3, 5000, batch=5), Shape(1, 300, batch=70))

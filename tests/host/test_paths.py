@@ -121,7 +121,7 @@ def test_importing_flashgen_imports_nothing_heavy():
 def test_tiles_are_tuned_into_a_folder(name, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLASHGEN_TUNED", str(tmp_path / name))
-    said = f"FLASHGEN_TUNED is '{tmp_path / name}', but {tmp_path / 'file'} is no folder; name a folder"
+    said = f"FLASHGEN_TUNED is '{tmp_path / name}', but {tmp_path / 'file'} is not a folder; name a folder"
     for look in (paths.tuned_dir, tuned.present_gpu, lambda: tuned.find("flash_fwd_sm90", "NVIDIA H200")):
         with pytest.raises(BadParam, match=f"^{re.escape(said)}"):
             look()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 from hypothesis import strategies as st
 
-from flashgen.operators.formula import FormulaError, Node, parse
+from flashgen.operators.parser import FormulaError, parse
 from flashgen.operators.scores import NAMES
+
+if TYPE_CHECKING:
+    from flashgen.operators.formula import Node
 
 SCALARS = {"gain": "float", "n": "int"}
 ARRAYS = {

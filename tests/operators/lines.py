@@ -4,6 +4,7 @@ import numpy as np
 
 from flashgen.families.masks import rule_of_line
 from flashgen.operators.visibility import visibility_on_host
+from flashgen.simulator.randomlines import bools_of
 
 BATCH, HEADS = 2, 3
 # Arrays by name: how a line reads them, and their dimensions.
@@ -11,6 +12,8 @@ READS = (
     *("doc[b, q]", "doc[b, kv]", "start[q]", "last[kv]", "prefix[b]", "of_head[h]", "doc[b, kv + 1]"),
     *("table[q - kv]", "pair[q // 3, kv]", "square[q, kv]", "table[h + 1]"),
 )
+# The arrays of bools.
+CONDITIONS = ("seen[b, q, kv]", "common[q, kv]", "padded[b, kv]", "on[h]", "odd[q % 3, kv]")
 ORDERS = ("sorted", "shuffled", "constant", "distinct")
 
 
@@ -39,6 +42,11 @@ def arrays(rng, seqlen_kv, order=None):
         "table": one(max(1, seqlen_kv // 2)),
         "square": one(seqlen_kv)[None],
         "pair": np.stack([one(seqlen_kv) for _ in range(4)]),
+        "seen": bools_of(rng, (BATCH, 1, seqlen_kv)),
+        "common": bools_of(rng, (1, seqlen_kv)),
+        "padded": bools_of(rng, (BATCH, seqlen_kv)),
+        "on": bools_of(rng, (HEADS,)),
+        "odd": bools_of(rng, (3, seqlen_kv)),
     }
 
 
@@ -73,6 +81,8 @@ def random_number(rng, length, depth=2):
 def random_line(rng, length, depth=2):
     """The text of a condition."""
     if depth == 0 or rng.random() < 0.2:
+        if rng.random() < 0.15:
+            return str(rng.choice(CONDITIONS))
         one, other = (random_number(rng, length, rng.integers(0, 3)) for _ in range(2))
         sign = rng.choice(["<", "<=", ">", ">=", "==", "!=", "<=", "<"])
         if rng.random() < 0.15:
@@ -116,7 +126,7 @@ class _Clamped:
     def __getitem__(self, index):
         index = index if isinstance(index, tuple) else (index,)
         at = tuple(min(max(i, 0), extent - 1) for i, extent in zip(index, self._array.shape, strict=True))
-        return int(self._array[at])
+        return self._array[at] != 0 if self._array.itemsize == 1 else int(self._array[at])
 
 
 def python_value(line, values, b, h, i, j, offset):

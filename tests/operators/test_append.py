@@ -16,7 +16,8 @@ from flashgen.errors import (
 from flashgen.families.load import load_specs
 from flashgen.operators.append import ARGUMENTS, normalise
 from flashgen.operators.append_reference import judge
-from flashgen.operators.arguments import ArrayLayout, ArrayView, interleave, view_of_shape
+from flashgen.operators.arguments import ArrayLayout, ArrayView, view_of_shape
+from flashgen.operators.overlaps import interleave
 from flashgen.simulator.append_example import Choices, make
 from flashgen.simulator.example import Shape
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen import errors
-from flashgen.operators.arguments import ArrayView, check_memory
+from flashgen.operators.arguments import ArrayView
 from flashgen.operators.attention import normalise, operator_for
 from flashgen.operators.contract import MAX_SCALE, MAX_SEQLEN, MIN_SCALE
+from flashgen.operators.overlaps import check_memory
 
 ARGUMENTS = operator_for(None).arguments
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from flashgen.errors import DeviceTypeNotSupported
+from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported
 from flashgen.operators.arguments import Argument, view_of_shape
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.attention import normalise as attention
-from flashgen.operators.backward import INPUT_OF, gradient_arguments, kept_of, normalise
+from flashgen.operators.backward import INPUT_OF, gradient_arguments, normalise, with_gradients
 
 ARGUMENTS = ATTENTION.without_lengths.arguments
 ROWS, LSE = (9, 4, 16), (4, 9)
@@ -43,6 +43,24 @@ def test_an_optional_gradient_is_there_where_its_input_is(monkeypatch):
     q = view_of_shape((2, 5, 4, 64), "fp16", 0)
     forward = attention(q, q, q)
     for views in ({}, {"scale": None}):
-        strides = kept_of(forward, arguments, views)["strides"]
+        strides = forward.fields_of(arguments, with_gradients(views))["strides"]
         by_name = dict(zip((x.name for x in arguments), strides, strict=True))
         assert (by_name["dscale"] is not None) == (by_name["scale"] is not None) == bool(views)
+
+
+def test_gradients_of_keys_may_be_fp32_in_calls_with_lengths():
+    views = {x: view_of_shape(shape, "fp32" if "lse" in x else "bf16", 0) for x, shape in SHAPES.items()}
+    views |= {x: view_of_shape(ROWS, "fp32", 0) for x in ("dk", "dv")}
+    cu = view_of_shape((3,), "int32", 0)
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    assert normalise(**views, **packed).dkv_dtype == "fp32"
+    assert normalise(**views, **packed).of_sequence(5, 7).dkv_dtype == "fp32"
+    with pytest.raises(BadTensorDtype, match=r"dk has dtype fp32; expected bf16.* only calls with lengths"):
+        normalise(**{name: x for name, x in views.items() if name != "dlse"})
+    for dv, what in ((None, "is None"), (view_of_shape(ROWS, "bf16", 0), "has dtype bf16")):
+        with pytest.raises(BadTensorDtype, match=f"dk has dtype fp32 and dv {what}; pass both as fp32"):
+            normalise(**views | packed | {"dv": dv})
+    with pytest.raises(BadTensorDtype, match="dq has dtype fp32; expected bf16"):
+        normalise(**views | packed | {"dq": view_of_shape(ROWS, "fp32", 0)})
+    with pytest.raises(BadParam, match="dk has dtype fp32 and dropout_seed was given"):
+        normalise(**views, **packed, dropout_p=0.25, dropout_seed=view_of_shape((2,), "int64", 0))

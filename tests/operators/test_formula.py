@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen.operators.formula import FormulaError, evaluate, number, parse, text
+from flashgen.operators.formula import evaluate, number, text
+from flashgen.operators.parser import FormulaError, parse
 from operators.formulas import ARRAYS, FORMULAS, SCALARS, Inputs, parsed, parsed_or_none, python_value
 
 NAMES = {"score": "float", "q": "int", "kv": "int", "h": "int", "b": "int"} | SCALARS

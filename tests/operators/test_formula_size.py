@@ -12,7 +12,8 @@ from flashgen.errors import BadParam
 from flashgen.families.params import score_params
 from flashgen.families.scores import read_scores
 from flashgen.operators.derivative import derivative
-from flashgen.operators.formula import MAX_DEPTH, FormulaError, evaluate, number, parse
+from flashgen.operators.formula import MAX_DEPTH, evaluate, number
+from flashgen.operators.parser import FormulaError, parse
 from flashgen.operators.roundoff import evaluate_with_error
 from flashgen.operators.scores import NAMES, Score, chained
 from flashgen.source.scores import score_functions

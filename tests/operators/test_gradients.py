@@ -6,9 +6,10 @@ import pytest
 from flashgen.families.scores import load_scores
 from flashgen.operators import formula, gradients, reference
 from flashgen.operators.derivative import derivative
-from flashgen.operators.formula import evaluate, parse
+from flashgen.operators.formula import evaluate
 from flashgen.operators.masks import Band
 from flashgen.operators.modification import ScoreOfCall
+from flashgen.operators.parser import parse
 
 HEADS, KV_HEADS, QUERIES, KEYS = 4, 2, 5, 6
 STEP = 1e-5

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen.operators.formula import Node, evaluate, number, parse, text
+from flashgen.operators.formula import Node, evaluate, number, text
 from flashgen.operators.lowering import CONSTANT, key_slope, lower
+from flashgen.operators.parser import parse
 from operators.formulas import FORMULAS, INTEGERS, SCALARS, Inputs, parsed, parsed_or_none
 from operators.lowered import Machine
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.operators.formula import MASK, FormulaError, parse
 from flashgen.operators.maskblocks import EMPTY, FULL, PARTIAL, blocks_of
+from flashgen.operators.parser import MASK, FormulaError, parse
 from operators.lines import BATCH, HEADS, ORDERS, line_and_values, python_value, visibility_of_line
 
 NAMES = {"q": "int", "kv": "int", "h": "int", "b": "int", "n": "int"}
@@ -205,8 +205,8 @@ def test_memory_grows_with_runs_and_not_with_pairs():
     ("line", "at", "says"),
     [
         ("q + kv", 0, "'q \\+ kv' is a number; a mask is a condition"),
-        ("q < 1.5", 4, "'1.5' is no integer"),
-        ("q < 3000000000", 4, "no integer below 2"),
+        ("q < 1.5", 4, "'1.5' is not an integer"),
+        ("q < 3000000000", 4, "not an integer below 2"),
         ("q / 2 < kv", 0, "integers are divided by //"),
         ("q // 0 < kv", 5, "a divisor is an integer above 0"),
         ("q % kv < 2", 4, "a divisor is an integer above 0, or a number among the parameters"),

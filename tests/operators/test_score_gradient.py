@@ -195,3 +195,21 @@ def test_a_wrong_element_is_judged_by_its_place():
     named["dscore"] = right.value.astype(np.float32)
     named["dscore"][0, 0, 0, KEYS - 1] = 1e-30  # no query sees this key
     assert not judge(problem, named).ok
+
+
+def test_the_bound_allows_for_a_forward_pass_that_rounded_its_p():
+    """Each P of a row is rounded the way that moves delta most, by up to half a unit in the last place. `out`
+    itself is near 0, and so is what its own rounding moves.
+    """
+    q, k, v, dout = (normal(1, 6, 1, 8).astype(np.float64) for _ in range(4))
+    q *= 1e-3
+    v[:, 1::2] = -v[:, ::2]
+    right = score_gradient(dout, q, k, v, "bf16", 1.0, (1, 1, 6, 6))
+    scores = q[0, :, 0] @ k[0, :, 0].T
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = dout[0, :, 0] @ v[0, :, 0].T
+    rounded = p * (1 + 2.0**-9 * np.sign(dp))
+    ds = p * (dp - (rounded * dp).sum(-1, keepdims=True))
+    shares = np.abs(ds - right.value[0, 0]) / right.bound[0, 0]
+    assert shares.max() < 1

@@ -174,3 +174,15 @@ def test_on_a_gpu_the_check_waits_for_the_stream_of_the_call_and_queues_nothing_
     call([17, 33])
     assert len(memory.waited) == waits
     assert len(fake_gpu.launches) > launched
+
+
+def test_on_a_gpu_elements_that_are_no_integers_are_read_too(fake_gpu, monkeypatch):
+    memory = Memory(monkeypatch)
+    places = [ADDRESS + place * (1 << 24) for place in range(3)]
+    dtypes = np.float16, np.uint8, np.float32
+    shapes = (1, 5, HEADS, 64), (1, 5, HEADS, 64), (1,)
+    x, out, scale = map(gpus.array, shapes, dtypes, places)
+    memory.arrays = {places[2]: np.zeros(1, np.float32)}
+    with pytest.raises(errors.BadParam, match="scale has an element"):
+        flashgen.quantize(x, scale=scale, out=out)
+    assert not fake_gpu.launches

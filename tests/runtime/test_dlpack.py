@@ -51,9 +51,9 @@ class TestJax:
         x = self.jax.numpy.zeros((3, 8))
         assert arrays.view(dlpack.adopt(x, "x"), "x").pointer == x.unsafe_buffer_pointer()
 
-    @pytest.mark.parametrize("name", ["float8_e4m3fn", "int4"])
+    @pytest.mark.parametrize("name", ["float8_e5m2", "int4"])
     def test_dtypes_that_dlpack_does_not_carry(self, name):
-        with pytest.raises(BadTensorDtype, match=f"^k has dtype {name}"):
+        with pytest.raises(BadTensorDtype, match=r"^k .*cannot be read through DLPack"):
             dlpack.adopt(self.jax.numpy.zeros((3, 8)).astype(name), "k")
 
     def test_an_array_without_memory(self):

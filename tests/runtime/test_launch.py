@@ -54,8 +54,18 @@ def unpacked(variant, template):
     return np.frombuffer(template, layout(variant.params).dtype)[0]
 
 
-@pytest.mark.parametrize("variant", SHIPPED, ids=str)
-def test_the_struct_of_every_shipped_variant_holds_the_problem(variant):
+@pytest.mark.parametrize("spec", sorted({variant.spec for variant in SHIPPED}))
+def test_the_struct_of_every_shipped_variant_holds_the_problem(spec):
+    wrong = {}
+    for variant in (variant for variant in SHIPPED if variant.spec == spec):
+        try:
+            check_struct(variant)
+        except AssertionError as error:
+            wrong[variant.name] = error
+    assert not wrong
+
+
+def check_struct(variant):
     # A tensor map has no negative strides.
     mappable = {"q_strides": (2**33, 640, 40), "v_strides": (480000, 160, 40)}
     call = replace(PROBLEM, **mappable) if variant.target == "sm90" else PROBLEM

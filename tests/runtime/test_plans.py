@@ -132,7 +132,7 @@ def test_what_was_not_planned_for_is_refused(gpu):
     for name, wrong in {"mask": array(MASK, bool), "lse": array((1, 2, 4), np.float32)}.items():
         with pytest.raises(errors.BadParam, match=f"{name} was given to a plan made without"):
             plan(*given, out=array(SHAPE, address=OUT), **{name: wrong})
-    with pytest.raises(errors.BadParam, match=r"softcap is no argument.*softmax_scale"):
+    with pytest.raises(errors.BadParam, match=r"softcap is not an argument.*softmax_scale"):
         plan(*given, softcap=3.0)
     with pytest.raises(errors.BadParam, match="q was given twice"):
         plan(*given, q=given[0])

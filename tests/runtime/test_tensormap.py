@@ -245,6 +245,7 @@ def test_the_enumerations_are_those_of_the_driver():
     driver = pytest.importorskip("cuda.bindings.driver")
     types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
     assert {
+        "e4m3": types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         "fp16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         "fp32": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,

@@ -66,7 +66,9 @@ class TestTorch:
         x, y, z = (torch.rand(3, 4, 8).half() for _ in range(3))
         expected = kind.expecting((x, None, y))
         assert expected((y, None, z)) == (y.data_ptr(), 0, z.data_ptr())
-        assert kind.expecting((x, None, x)) is None
+        twice = kind.expecting((x, None, x))
+        assert twice((y, None, y)) == (y.data_ptr(), 0, y.data_ptr())
+        assert twice((y, None, z)) is None
         for name, (first, *rest) in self.others():
             given = (first, rest[1], rest[0]) if name == "there" else (first, None, *rest)
             assert expected(given) is None, name

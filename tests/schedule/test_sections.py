@@ -249,3 +249,12 @@ def test_a_head_is_cleared_by_tiles_that_are_launched_before_its_own(name, batch
     for head in range(distance, total):
         lead = index(head, 0) - index(head - distance, blocks - 1)
         assert lead > 16 if size == 1 else lead >= distance
+
+
+def test_tiles_of_lists_are_balanced_as_tiles_of_a_causal_mask():
+    names = {variant.name: variant for variant in SHIPPED}
+    listed = names["flash_fwd_hdim128_fp16_blocks_sm90"]
+    free = replace(CALL, mask_type="none", window_right=UNBOUNDED)
+    lists = replace(free, block_lists=BlockLists(128, 128, 1, 1, 1024))
+    assert sections(free, listed, H200) != sections(CALL, listed, H200)
+    assert sections(lists, listed, H200) == sections(CALL, listed, H200)

@@ -46,6 +46,29 @@ def check_on(variant, example, seed, source_of=render, **options):
     return None if example.judge().ok else WRONG
 
 
+def first_check(variant, shape, seeds, source_of, example_of=make, **options):
+    """The check that finds something in the first of the calls on ``example_of(variant, shape, seed)`` in
+    which one does, or None: of some arrays a fault makes nothing wrong.
+    """
+    examples = ((seed, example_of(variant, shape, seed)) for seed in seeds)
+    checks = (check_on(variant, example, seed, source_of, **options) for seed, example in examples)
+    return next(filter(None, checks), None)
+
+
+def check_found(run, seeds):
+    """AssertionError unless the simulator finds a fault with one of the seeds: of some arrays a fault makes
+    nothing wrong. ``run(seed)`` gives examples after their calls.
+    """
+    for seed in seeds:
+        try:
+            examples = run(seed)
+        except SimulationError:
+            return
+        if not all(example.judge().ok for example in examples):
+            return
+    raise AssertionError("no seed shows the fault")
+
+
 def calls_of(faults, *further):
     """A fault of each variant and shape, and of each value of ``further`` attributes, that some fault has:
     calls that are right without it.

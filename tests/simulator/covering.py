@@ -29,6 +29,18 @@ VARIANTS = {
 IN_CLUSTERS = "flash_decode_sm90"
 
 
+# Axes, and mask types, of what a call may have besides: kernels without it are the plain ones.
+FEATURES = ("sinks", "dropout", "kv_starts", "kv_dtype", "dkv_dtype")
+OF_FEATURES = ("blocks", "tree")
+
+
+def is_plain(variant: Variant) -> bool:
+    """Whether the variant serves calls of q, k, v and a mask alone, with or without lengths."""
+    values = variant.axis_values
+    has_none = all(values.get(axis, "none") == "none" for axis in FEATURES)
+    return has_none and variant.mask_type not in OF_FEATURES
+
+
 def traits(variant: Variant) -> set[tuple]:
     """What the set must have: each tile of a target with each mask type, and for each spec all pairs of axis
     values, target, loop and name of the tile. Decoding, and sharing out keys, has one

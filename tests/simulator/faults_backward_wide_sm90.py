@@ -176,7 +176,7 @@ FAULTS = (
         PLAIN,
         SHAPE,
         ASYNC,
-        "    mbarrier_wait(barriers.ds_ready(), count % 2);  // nor does any other: dK is staged there\n",
+        "    mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K: dK is staged there\n",
         "",
     ),
     fault(

@@ -111,8 +111,8 @@ FAULTS = (
         "key behind the last one not clamped",
         STAGES,
         "by_key",
-        "params.s + min(first_key + step, params.seqlen_kv - 1)",
-        "params.s + first_key + step",
+        "row.s + min(first_key + step, params.seqlen_kv - 1)",
+        "row.s + first_key + step",
         caught=BOUNDS,
     ),
     fault(

@@ -9,13 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 import flashgen
-from flashgen.cli import main
 from flashgen.errors import SimulationError
 from flashgen.families.load import load_specs
 from flashgen.simulator.append_example import Choices, make
 from flashgen.simulator.example import Shape, run
 from flashgen.simulator.library import load
 from flashgen.source.render import render
+from flashgen.tools.cli import main
 from simulator.faults import NUMBERS, WRONG, fault
 
 VARIANTS = {
@@ -33,9 +33,13 @@ PLAIN, HALVES, PAGED = "append_fp16_sm80", "append_bf16_halves_sm80", "append_bf
 INTERLEAVED = "append_fp16_interleaved_sm80"
 CHOICES = Choices(page_size=3, rotary_dim=32)
 PACKED = replace(CHOICES, packed=True)
+LATENT, LATENT_PAGES = "append_bf16_halves_latent_sm80", "append_fp16_interleaved_wide_paged_latent_sm80"
+LATENT_ROWS = replace(CHOICES, head_dim_v=64)
 OUTSIDE = ("global bounds", "global access", WRONG)
 ENTRY, NEXT_ENTRY = "place / params.page_size", "(place + params.page_size) / params.page_size"
 ROTATED = "if (!is_value && column < params.rotary_dim)"
+ROTATED_LAST = "if (column >= first_rotated)"
+FIRST_ROTATED = "first_rotated = params.head_dim - params.rotary_dim;"
 FAULTS = (
     (CHOICES, fault("a page's next token", PAGED, SHAPE, NUMBERS,
                     "slot = place % params.page_size;", "slot = (place + 1) % params.page_size;")),
@@ -67,6 +71,19 @@ FAULTS = (
                    " || token >= int(load_global_32(params.cu_seqlens_new + params.sequences))", "")),
     (CHOICES, fault("a total past the capacity", PLAIN, SHAPE, NUMBERS,
                     "uint32_t(min(total, params.capacity))", "uint32_t(total)")),
+    (LATENT_ROWS, fault("the first elements of a latent row rotated", LATENT, SHAPE, OUTSIDE,
+                        FIRST_ROTATED, "first_rotated = 0;",
+                        ROTATED_LAST, "if (column < params.rotary_dim)")),
+    (LATENT_ROWS, fault("the elements after the value rotated", LATENT_PAGES, SHAPE, OUTSIDE,
+                        FIRST_ROTATED, FIRST_ROTATED.replace(";", " - kVector;"))),
+    (LATENT_ROWS, fault("angles counted from the begin of a latent row", LATENT_PAGES, SHAPE, OUTSIDE,
+                        "column - first_rotated, position", "column, position")),
+    (LATENT_ROWS, fault("pairs counted from the begin of a latent row", LATENT, SHAPE, NUMBERS,
+                        "source + first_rotated", "source")),
+    (LATENT_ROWS, fault("the first rotated elements left as they are", LATENT, SHAPE, NUMBERS,
+                        ROTATED_LAST, ROTATED_LAST.replace("first_rotated", "first_rotated + kVector"))),
+    (LATENT_ROWS, fault("values of a latent cache written", PLAIN, SHAPE, OUTSIDE,
+                        "(is_key ? params.head_dim : params.head_dim_v)", "params.head_dim")),
     (CHOICES, fault("does not wait for the grid ahead", PAGED, SHAPE, ("dependency",),
                     "    griddepcontrol_wait();\n", "")),
 )  # fmt: skip
@@ -86,14 +103,17 @@ def verdict_of(variant, source, shape, seed, choices=None):
 def test_within_the_bound_and_nothing_else_touched(name, compiler, fresh_seed):
     variant = VARIANTS[name]
     for shape in SHAPES:
+        if variant.axis("kv_dtype") == "e4m3":  # whose head dims are multiples of 16
+            widths = (None if x is None else -(-x // 16) * 16 for x in (shape.head_dim, shape.head_dim_v))
+            shape = replace(shape, **dict(zip(("head_dim", "head_dim_v"), widths, strict=True)))
         for seed in range(fresh_seed, fresh_seed + 4):
             assert verdict_of(variant, render(variant), shape, seed) is None, (shape, seed)
 
 
 @pytest.mark.parametrize(("choices", "each"), FAULTS, ids=lambda each: getattr(each, "name", ""))
-def test_a_planted_fault_is_found(choices, each, compiler, fresh_seed):
+def test_a_planted_fault_is_found(choices, each, compiler, fixed_seed):
     variant = VARIANTS[each.variant]
-    found = verdict_of(variant, each.plant(render(variant)), each.shape, fresh_seed, choices)
+    found = verdict_of(variant, each.plant(render(variant)), each.shape, fixed_seed, choices)
     assert found in each.caught
 
 

@@ -40,10 +40,10 @@ def test_there_are_enough_faults_of_different_names():
 
 
 @named(FAULTS)
-def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
+def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     variant = VARIANTS[fault.variant]
     planted = fault.plant(render(variant))
-    check, error = verdict_of(planted, variant, fault.shape, fresh_seed, fault.multiprocessors)
+    check, error = verdict_of(planted, variant, fault.shape, fixed_seed, fault.multiprocessors)
     assert check in fault.caught
     if error is not None:
         assert error.kernel == variant.name

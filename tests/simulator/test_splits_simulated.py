@@ -207,10 +207,10 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
+def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     variant = MAIN_OF[fault.variant]
-    example = make(variant, grouped(variant, fault.shape), fresh_seed)
+    example = make(variant, grouped(variant, fault.shape), fixed_seed)
     sources = [
         fault.plant(render(step)) if step.name == fault.variant else render(step) for step in variant.steps
     ]
-    assert verdict_of(variant, example, fresh_seed, sources) in fault.caught
+    assert verdict_of(variant, example, fixed_seed, sources) in fault.caught

@@ -120,14 +120,14 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
+def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     """By one of a few examples: whether the lengths of one show a fault is up to chance."""
     variant = MAIN_OF[fault.variant]
     sources = [
         fault.plant(render(step)) if step.name == fault.variant else render(step) for step in variant.steps
     ]
     verdicts = []
-    for seed in range(fresh_seed, fresh_seed + 4):
+    for seed in range(fixed_seed, fixed_seed + 4):
         example = example_of(variant, grouped(variant, fault.shape), seed)
         verdicts.append(verdict_of(variant, example, seed, sources, fault.multiprocessors or 7))
         if verdicts[-1] in fault.caught:

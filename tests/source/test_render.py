@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from flashgen.errors import InternalError, SpecError
+from flashgen.families.formulas import score_of_formula
 from flashgen.families.load import load_spec, load_specs
-from flashgen.host.paths import templates_dir
+from flashgen.host.paths import specs_dir, templates_dir
 from flashgen.source.render import (
     check_files,
     flatten,
@@ -113,6 +114,15 @@ def test_the_digest_follows_all_that_goes_in(file, old, new, tiny_folder, varian
     after = source_digest(variant), flatten(render(variant), include_dirs(variant))
     assert before[0] != after[0]
     assert before[1] != after[1]
+
+
+def test_the_digest_of_a_kernel_that_reads_16_bit_arrays_has_their_header(monkeypatch):
+    variant = load_spec(specs_dir() / "score_gradient_sm80.yaml").variants()[0]
+    score = score_of_formula("score + a[h]", {"a": "bf16"}, keywords=()).with_respect_to("a")
+    variant = dataclasses.replace(variant, score=score)
+    before = source_digest(variant)
+    monkeypatch.setattr("flashgen.source.render._HALF", "flashgen/types.cuh")
+    assert source_digest(variant) != before
 
 
 def test_a_template_that_comes_ahead_of_one_in_use_is_taken(tiny_folder, variant, monkeypatch):
@@ -261,7 +271,9 @@ def test_a_template_includes_nothing_outside_its_folders(action, how, name, tiny
     line = text.count("\n") + 1
     with pytest.raises(SpecError) as caught:
         action(variant)
-    said = f"{template}:{line}: {name!r} is no name of a file below the folders {tiny_folder / 'templates'}"
+    said = (
+        f"{template}:{line}: {name!r} is not the name of a file below the folders {tiny_folder / 'templates'}"
+    )
     assert str(caught.value).startswith(said)
 
 
@@ -270,7 +282,7 @@ def test_a_computed_name_leads_no_further(name, tiny_folder, variant):
     (tiny_folder.parent / "secret.j2").write_text("secret")
     template = tiny_folder / "templates" / "tiny.cu.j2"
     template.write_text(template.read_text() + f'//% include "{name[:2]}" ~ "{name[2:]}"\n')
-    with pytest.raises(SpecError, match=r"tiny\.cu\.j2:\d+: .* is no name of a file below the folders"):
+    with pytest.raises(SpecError, match=r"tiny\.cu\.j2:\d+: .* is not the name of a file below the folders"):
         render(variant)
 
 
@@ -278,7 +290,9 @@ def test_a_header_includes_nothing_outside_its_folder(tiny_folder, variant, edit
     (tiny_folder / "secret.cuh").write_text("secret")
     path = edit("templates/include/flashgen/tiny.cuh", "flashgen/types.cuh", "flashgen/../../../secret.cuh")
     for action in (source_digest, lambda v: headers(render(v), include_dirs(v))):
-        with pytest.raises(SpecError, match=rf"^{re.escape(str(path))}:\d+: 'flashgen/\.\./.* is no name"):
+        with pytest.raises(
+            SpecError, match=rf"^{re.escape(str(path))}:\d+: 'flashgen/\.\./.* is not the name"
+        ):
             action(variant)
 
 

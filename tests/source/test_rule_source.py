@@ -7,12 +7,17 @@ import subprocess
 import numpy as np
 import pytest
 
+from flashgen.call.mask import rule_of
+from flashgen.families.load import load_specs
 from flashgen.families.masks import load_masks, rule_of_line
 from flashgen.families.params import C_TYPES, rule_params
 from flashgen.operators.maskblocks import blocks_of
+from flashgen.operators.packedrules import packed
 from flashgen.operators.rules import RuleOfCall
 from flashgen.operators.visibility import visibility_on_host
-from flashgen.source.rules import rule_functions, spans_of, verdict_functions
+from flashgen.source.render import render
+from flashgen.source.rules import range_function, rule_functions
+from flashgen.source.verdicts import spans_of, verdict_functions
 from flashgen.toolchain.compile import compile_cubin
 from operators.lines import BATCH, HEADS, arrays, random_line
 
@@ -21,9 +26,11 @@ HOST = """\
 #include <cstdint>
 #define __device__
 #define __forceinline__ inline
+struct KeyRange { int begin, end; };
 template <typename T> T min(T a, T b) { return a < b ? a : b; }
 template <typename T> T max(T a, T b) { return a > b ? a : b; }
 inline uint32_t load_global_32(const void* source) { return *static_cast<const uint32_t*>(source); }
+inline uint32_t load_global_8(const uint8_t* source) { return *source; }
 """
 
 
@@ -36,18 +43,33 @@ def struct(rule):
 
 def program(rule, number):
     """A function that fills in what each pair sees and the verdict of each block."""
-    fill = {"q": "", "kv": ""}
+    fill = {"q": "", "kv": "", "block": ""}
     for span in spans_of(rule):
-        block, function = ("rows", "rows") if span.position == "q" else ("keys", "keys")
+        block, at = {"q": ("rows", "at"), "kv": ("keys", "at"), "block": ("block", "row, key")}[span.position]
+        x = f"line_{block}_{span.name}(params, head, {at})"
+        if span.row_stride:
+            x = f"*line_block_{span.name}_address(params, head, {at}) != 0"
         fill[span.position] += (
-            f"const int x = line_{function}_{span.name}(params, head, at);"
-            f"{block}.{span.name}_low = at == begin ? x : min({block}.{span.name}_low, x);"
-            f"{block}.{span.name}_high = at == begin ? x : max({block}.{span.name}_high, x);"
+            f"const int x = {x};"
+            f"{block}.{span.name}_low = is_first ? x : min({block}.{span.name}_low, x);"
+            f"{block}.{span.name}_high = is_first ? x : max({block}.{span.name}_high, x);"
         ).join("{}")
+    of_scores = ""
+    if fill["block"]:
+        of_scores = f"""LineBlock block; bool is_first = true;
+            for (int row = i; row < min(i + {ROWS}, seqlen_q); ++row)
+                for (int key = begin; key < end; ++key, is_first = false) {{ {fill["block"]} }}"""
+    in_range = "line_range(params, head, line_row(params, head, i))"
+    wrong = ""  # where the range of a row says something else
+    if range_function(rule):
+        wrong = " | 2 * (visible(params, head, line_row(params, head, i), line_key(params, head, j)) != "
+        wrong += f"({in_range}.begin <= j && j < {in_range}.end))"
     return f"""
 namespace line_{number} {{
 {struct(rule)}
 {rule_functions(rule)}
+
+{range_function(rule)}
 
 {verdict_functions(rule)}
 
@@ -56,20 +78,21 @@ extern "C" void run_{number}(const Params& params, const int* sizes, uint8_t* se
     const LineHead head = line_head(params, b, h, seqlen_q, seqlen_kv, sizes[4], sizes[5]);
     for (int i = 0; i < seqlen_q; ++i)
         for (int j = 0; j < seqlen_kv; ++j)
-            *seen++ = visible(params, head, line_row(params, head, i), line_key(params, head, j));
+            *seen++ = visible(params, head, line_row(params, head, i), line_key(params, head, j)){wrong};
     for (int i = 0; i < seqlen_q; i += {ROWS}) {{
         LineRows rows;
         const int begin = i, end = min(i + {ROWS}, seqlen_q);
         rows.q_low = begin + seqlen_kv - seqlen_q;
         rows.q_high = end - 1 + seqlen_kv - seqlen_q;
-        for (int at = begin; at < end; ++at) {{ {fill["q"]} }}
+        for (int at = begin; at < end; ++at) {{ const bool is_first = at == begin; {fill["q"]} }}
         for (int j = 0; j < seqlen_kv; j += {KEYS}) {{
             LineKeys keys;
             const int begin = j, end = min(j + {KEYS}, seqlen_kv);
             keys.kv_low = begin;
             keys.kv_high = end - 1;
-            for (int at = begin; at < end; ++at) {{ {fill["kv"]} }}
-            *verdicts++ = line_verdict(params, head, rows, keys);
+            for (int at = begin; at < end; ++at) {{ const bool is_first = at == begin; {fill["kv"]} }}
+            {of_scores}
+            *verdicts++ = line_verdict(params, head, rows, keys{", block" if of_scores else ""});
         }}
     }}
 }}
@@ -103,12 +126,14 @@ def params_of(rule, values, keep):
     numbers: dict[str, int] = {}
     kinds = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32}
     for array in rule.arrays:
-        x = np.ascontiguousarray(values[array.name], np.int32)
+        x = np.ascontiguousarray(values[array.name], None if array.is_bool else np.int32)
         x = x.reshape((1,) * (len(array.dimensions) - x.ndim) + x.shape)
         keep.append(x)
         names = array.argument().stride_names()
         numbers[f"mask_{array.name}"] = x.ctypes.data
-        strides = (0 if size == 1 else stride // 4 for size, stride in zip(x.shape, x.strides, strict=True))
+        strides = (
+            0 if size == 1 else stride // x.itemsize for size, stride in zip(x.shape, x.strides, strict=True)
+        )
         numbers |= dict(zip(names, strides, strict=False))
         numbers |= dict(zip(array.symbols, x.shape, strict=True))
     numbers |= {f"mask_{param.name}": values[param.name] for param in rule.scalars}
@@ -149,6 +174,8 @@ def test_random_lines_are_what_python_makes_of_them(tmp_path):
         rule_of_line("q * kv > start[q] * 100000 + n"),
         rule_of_line("abs(start[q] - last[kv]) - -2000000000 < 2147483647 + q + kv"),
         rule_of_line("min(start[q] * 3, last[kv] + last[kv]) % n <= (q - 7) // n"),
+        # The remainder is the first member of a row, and reads the second one.
+        rule_of_line("start[q] % 31 < kv or start[q] < kv"),
     ]
     library = compiled(rules, tmp_path)
     for number, rule in enumerate(rules):
@@ -201,3 +228,28 @@ extern "C" __global__ void probe(Params params, LineRows rows, LineKeys keys, in
 }}
 """
     assert compile_cubin(source, "probe", "sm_80").spill_stores in (0, None)
+
+
+# Kernels of masks by a line: both ways to look at a partial block, and packed sequences.
+COMPILED = (
+    ("flash_fwd_hdim128_bf16_blocks_sm90", "documents", False),
+    ("flash_fwd_hdim128_bf16_blocks_gqa_sm90", "window_first", True),
+    ("flash_fwd_hdim256_bf16_blocks_gqa_sm90", "documents", True),
+    ("flash_bwd_hdim128_bf16_blocks_sm90", "documents", False),
+    ("flash_bwd_hdim128_bf16_blocks_ordered_gqa_sm90", "prefix_lm", True),
+    ("flash_bwd_hdim64_bf16_blocks_sm90", "neighbourhood", False),
+    ("flash_fwd_hdim128_bf16_blocks_sm80", "documents", True),
+    ("flash_fwd_hdim64_fp32_blocks_m64_gqa_sm80", "chunks", False),
+    ("flash_bwd_hdim128_bf16_blocks_gqa_sm80", "kv <= q + far[h] and doc[b, kv] <= q", False),
+    ("flash_bwd_hdim256_bf16_blocks_sm80", "documents", True),
+)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(("name", "line", "is_packed"), COMPILED, ids=lambda x: x if type(x) is str else "")
+def test_kernels_of_a_line_compile_and_spill_few_registers(name, line, is_packed):
+    rule = rule_of(line)
+    main = next(x for spec in load_specs() for x in spec.variants() if x.name == name and x.is_main)
+    variant = main.lined(packed(rule, False, True) if is_packed else rule)
+    resources = compile_cubin(render(variant), variant.name, variant.code_for(variant.min_arch))
+    assert resources.spill_stores <= 64  # bytes: none at head_dim 128

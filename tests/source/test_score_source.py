@@ -48,7 +48,7 @@ def parts(text):
 
 
 def loads(text):
-    return re.findall(r"load_global_32\(params\.(\w+)", text)
+    return re.findall(r"load_global_32\((?:row\.whole \? )?(?:params|row)\.(\w+)", text)
 
 
 SOFTCAP = """\

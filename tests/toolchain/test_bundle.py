@@ -1,5 +1,6 @@
 """Bundles: written, checked, refused, and taken where there is no compiler."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 
 import flashgen
-from flashgen.errors import BadParam
-from flashgen.toolchain import bundle
+from flashgen.errors import BadParam, CacheWarning
+from flashgen.host import paths
+from flashgen.toolchain import bundle, kernelwheel
+from flashgen.toolchain import cache as caches
 from flashgen.toolchain.cache import CubinCache, key_for
+from flashgen.tools.cli import doctor
 
 KEYS = [key_for(str(n), "sm_90", (), "nvrtc 13.0") for n in range(3)]
 HELD = [bundle.Held(f"kernel{n}", "sm_90", KEYS[n]) for n in range(2)]
@@ -122,6 +126,41 @@ def test_the_variable_names_several(made, monkeypatch, tmp_path):
     assert [each.path for each in bundle.active()] == [made, second]
 
 
+def installed(wheel, site):
+    """Install a wheel into a folder."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*command, "--target", str(site), str(wheel)], check=True)
+    return site
+
+
+def test_a_wheel_of_kernels_is_a_layer_where_it_is_installed(made, tmp_path, monkeypatch):
+    site = installed(kernelwheel.write(tmp_path, made.read_bytes()), tmp_path / "site")
+    (kernels,) = site.rglob("kernels.zip")
+    assert kernels.read_bytes() == made.read_bytes()
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr(paths, "kernels_bundle", paths.kernels_bundle.__wrapped__)
+    monkeypatch.setattr(caches, "_at", caches._at.__wrapped__)
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    assert caches.default().get(KEYS[0]) == KEYS[0].encode() * 9
+    kernels.chmod(0o666)  # who may write here may write to flashgen as well
+    assert caches.default().get(KEYS[0]) is not None
+    (distribution,) = importlib.metadata.distributions(path=[str(site)])
+    assert distribution.metadata["Name"] == "flashgen-kernels"
+    assert distribution.requires == [f"flashgen=={flashgen.__version__}"]
+
+
+def test_a_wheel_of_another_version_costs_a_warning(made, tmp_path, monkeypatch):
+    rewritten(made, lambda name, data: data.replace(flashgen.__version__.encode(), b"9.9"))
+    monkeypatch.setattr(paths, "kernels_bundle", lambda: made)
+    monkeypatch.setattr(caches, "_at", caches._at.__wrapped__)
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.warns(CacheWarning, match=r"flashgen 9\.9 .*pip install flashgen-kernels=="):
+        assert caches.default().get(KEYS[0]) is None
+    report = doctor.Report()
+    assert doctor._bundles(report) == []
+    assert "the installed flashgen-kernels is not used" in report.problems[0]
+
+
 # A container: no NVRTC, neither as a module nor as a wheel; a disk cache that cannot be written.
 CONTAINER = """
 import sys
@@ -168,21 +207,24 @@ def test_a_machine_without_a_compiler_takes_what_the_bundle_has(tmp_path):
     command = ["bundle", "--select", wanted, "--arch", "sm_90", "-o", path]
     subprocess.run([sys.executable, "-m", "flashgen", *command], check=True, env=environment)
 
-    def container(dtype):
+    def container(dtype, **variables):
         done = subprocess.run(
             [sys.executable, "-c", CONTAINER, dtype],
             check=True,
-            env=environment | {"FLASHGEN_CACHE_DIR": "/proc/nowhere", "FLASHGEN_BUNDLE": str(path)},
+            env=environment | {"FLASHGEN_CACHE_DIR": "/proc/nowhere", **variables},
             capture_output=True,
             text=True,
         )
         return done.stdout.splitlines()
 
-    ((name, found, parsed),) = (line.split() for line in container("fp16"))
-    assert name.startswith("flash_fwd_hdim64_fp16_causal")
-    assert name.endswith("_sm90")
-    assert (found, parsed) == ("True", "False"), "the specs, too, come from the bundle"
-    first, error = container("bf16")
+    site = installed(kernelwheel.write(tmp_path, path.read_bytes()), tmp_path / "site")
+    beside = os.pathsep.join([environment["PYTHONPATH"], str(site)])
+    for bundled in ({"FLASHGEN_BUNDLE": str(path)}, {"PYTHONPATH": beside}):
+        ((name, found, parsed),) = (line.split() for line in container("fp16", **bundled))
+        assert name.startswith("flash_fwd_hdim64_fp16_causal")
+        assert name.endswith("_sm90")
+        assert (found, parsed) == ("True", "False"), "the specs, too, come from the bundle"
+    first, error = container("bf16", FLASHGEN_BUNDLE=str(path))
     assert first.split()[1] == "None"
     assert error.startswith(
         f"{path} has no {first.split()[0]} for sm_90a, and NVRTC cannot be loaded (no libnvrtc"

@@ -267,12 +267,12 @@ def test_garbage_under_the_keys_of_the_simulator_is_built_anew(garbage, tmp_path
 def test_a_library_of_something_else_is_no_library_of_the_simulator():
     import _ctypes
 
-    with pytest.raises(InternalError, match="k can be loaded but is no library of the simulator"):
+    with pytest.raises(InternalError, match="k can be loaded but is not a library of the simulator"):
         library.Library(paths.Path(_ctypes.__file__), "k", "digest")
 
 
 def doctor():
-    from flashgen.cli.app import main
+    from flashgen.tools.cli.app import main
 
     monkeypatched = CliRunner().invoke(main, ["doctor", "--json"])
     return json.loads(monkeypatched.stdout)
@@ -322,9 +322,9 @@ def test_a_compiler_that_cannot_be_parsed(command, monkeypatch):
     from flashgen.simulator import hostcompiler
 
     monkeypatch.setenv("CXX", command)
-    with pytest.raises(NoHostCompilerError, match=r"CXX is .*which is no command: No "):
+    with pytest.raises(NoHostCompilerError, match=r"CXX is .*which is not a command: No "):
         hostcompiler.find()
-    assert "which is no command" in hostcompiler.why_unavailable()
+    assert "which is not a command" in hostcompiler.why_unavailable()
 
 
 def test_a_disassembler_that_does_not_end(tmp_path, monkeypatch):
@@ -338,8 +338,8 @@ def test_a_disassembler_that_does_not_end(tmp_path, monkeypatch):
 
 
 def test_a_driver_tool_that_does_not_end(tmp_path, monkeypatch):
-    from flashgen.cli import doctor as examined
     from flashgen.tools.bench import environment
+    from flashgen.tools.cli import doctor as examined
 
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\nexec sleep 60\n")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flashgen.call.compute import are_all, compute
-from flashgen.call.kvcache import FIELDS, KVCache, Rotary
+from flashgen.call.kvcache import FIELDS, KVCache, Rotary, kv_dtype_of
+from flashgen.call.latent import width_of_values
 from flashgen.call.record import AppendCall, call_of
 from flashgen.call.request import Request
 from flashgen.call.signature import public
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def _append(call: Call) -> tuple[Any, Any]:
-    """Write new keys and values into a cache, after the ones that each sequence has there.
+    """Write new keys and values into a cache, after the keys of each sequence.
 
-    cache: a ``KVCache``. The call writes to its k and v, not to its lengths. New token i of sequence b goes
-        to position lengths[b] + i. Other tokens of the cache do not change.
+    cache: a ``KVCache``. The call writes to its k and v, and to scales of tokens, not to its lengths. New
+        token i of sequence b goes to position lengths[b] + i. Other tokens of the cache do not change.
     k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim), for v_new with head_dim_v; strides as in
-        ``attention``.
-    rotary: rotates each new key to its position.
+        ``attention``. A latent cache has one row for each token and no values: v_new is None.
+    rotary: rotates each new key to its position; in a latent cache the last elements of its row, and of q.
     q: (batch, seqlen_q, num_heads_q, head_dim), to be rotated as well; only with ``rotary``.
     q_positions: "each" rotates query i to position lengths[b] + i, for causal attention and windows, or to
         its entry in the ``positions`` of ``rotary``. "first" rotates all queries of a sequence to lengths[b];
@@ -42,12 +43,12 @@ def _append(call: Call) -> tuple[Any, Any]:
     stream, backend: as in ``attention``.
 
     Returns (total_lengths, q_rotated), new arrays of the kind of k_new: total_lengths, int32 (batch,), is
-    lengths and the new tokens, at most the capacity; q_rotated is None without q. Inside jax.jit, where
+    lengths plus the new tokens, at most the capacity; q_rotated is None without q. Inside jax.jit, where
     arrays cannot be written to, the new KVCache is a third result.
 
-    The host does not read the lengths on a GPU. So a GPU does not write a token whose position is at or past
-    the capacity, or past the rows of cos, or whose page or row the cache lacks; nor such a query to
-    q_rotated. A place of two tokens holds one of them, or parts of both. On the CPU all this is an error.
+    The host does not read the lengths on a GPU. So a GPU leaves out a token whose position is at or past the
+    capacity, or past the rows of cos, or whose page or row does not exist, and such a query of q_rotated. If
+    two tokens have the same place, one of them is written, or parts of both. On the CPU all this is an error.
 
     Raises, before anything is queued or written, BadParam, NullPointer, BadTensorShape, BadTensorDtype,
     BadTensorStrides or DeviceTypeNotSupported for arguments that do not fit; BadParam also for a tensor that
@@ -61,7 +62,8 @@ def _append(call: Call) -> tuple[Any, Any]:
             from flashgen.call import compiled
 
             return compiled.append(request)
-        total, *rotated = compute(request, kind)[2:]
+        # After the cache itself: k, and v where there is one.
+        total, *rotated = compute(request, kind)[2 if call.cache.head_dim_v is None else 1 :]
     except dlpack.Traced:
         request = None
     except torchkind.RequiresGradient as error:
@@ -74,7 +76,7 @@ def _append(call: Call) -> tuple[Any, Any]:
     if request is None:
         with naming(FIELDS):
             return _traced(call)
-    results = (total, rotated[0] if rotated else None)
+    results = (total, None if call.q is None else rotated[0])
     if arrays.kind_of(call.k_new) is None:
         return tuple(
             None if x is None else dlpack.hand_back(x, call.k_new, request.arrays, call.stream)
@@ -131,7 +133,9 @@ def _arrays_and_options(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
             )
     values = arrays_in_order(call.cache, call.k_new, call.v_new, rotary, q, call.cu_seqlens_new)
     # A key of plans, in which 1.0, which is refused, would find the plan of True.
-    return values, (interleaved(rotary) or False, q_positions)
+    cache = call.cache
+    head_dim_v = None if cache.head_dim_v is None else width_of_values(cache)
+    return values, (interleaved(rotary) or False, q_positions, kv_dtype_of(cache), head_dim_v)
 
 
 def arrays_in_order(
@@ -164,7 +168,11 @@ def arrays_in_order(
             )
     new, places = (k_new, v_new, cache.lengths, q), (cache.pages, cache.index)
     written = cache.k, cache.v, total_lengths, q_rotated
-    return *new, *places, cos, sin, positions, cu_seqlens_new, *written
+    k_scale, v_scale = cache.k_scale, cache.v_scale
+    # Scales of tokens are outputs.
+    of_tokens = any(len(getattr(scale, "shape", ())) == 3 for scale in (k_scale, v_scale))
+    scales = (None, None, k_scale, v_scale) if of_tokens else (k_scale, v_scale, None, None)
+    return *new, *places, cos, sin, positions, cu_seqlens_new, *written, *scales
 
 
 def _no_rotary(x: Any) -> BadParam:
@@ -185,8 +193,8 @@ def adopted_arrays(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
         return given
     for name, x in zip(APPEND.positions, given, strict=True):
         dlpack.refuse_tracer(x, name)
-    for name in ("k", "v"):
-        x = given[APPEND.position(f"{name}_cache")]
+    for argument, name in FIELDS.items():
+        x = given[APPEND.position(argument)]
         if dlpack.immutable(x):
             raise BadParam(
                 f"{arg(name)} of the cache has type {type(x).__name__}, whose memory cannot be written to; "

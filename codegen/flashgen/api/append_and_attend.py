@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-from operator import itemgetter
+from dataclasses import fields
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.append import adopted_arrays, arrays_in_order, interleaved, requested
+from flashgen.api.pair_of_plans import PairOfPlans
 from flashgen.api.queue_both import queue_both
-from flashgen.call.compute import make_plan, ready
+from flashgen.call.compute import are_all, make_plan, ready
 from flashgen.call.kvcache import FIELDS, KVCache, Rotary
 from flashgen.call.record import AppendCall
 from flashgen.call.request import Request, request_of
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, FlashgenError, NullPointer, arg
 from flashgen.operators.append import APPEND
-from flashgen.operators.arguments import flag, length_bound
+from flashgen.operators.arguments import flag, length_bound, shown
+from flashgen.operators.kvcodes import SCALES_OUT
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.runtime import arrays, dlpack, torchkind
 from flashgen.runtime.adopted import adopted, cache_arrays
@@ -24,21 +26,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashgen.call.record import Call
-    from flashgen.families.variant import Variant
     from flashgen.runtime.arrays import Arrays
     from flashgen.runtime.plans import Plan, Ready
-    from flashgen.schedule.plan import Step
 
 _TOTAL, _ROTATED = APPEND.position("total_lengths"), APPEND.position("q_rotated")
 # The arrays of an append that the attention after it takes as well.
 _HANDED_ON = itemgetter(
-    *map(APPEND.position, ("k_cache", "v_cache", "cu_seqlens_new", "total_lengths", "index", "pages"))
+    *(APPEND.position(name) for name in ("k_cache", "v_cache", "cu_seqlens_new", "total_lengths")),
+    *(APPEND.position(name) for name in ("index", "pages", "k_scale", "v_scale", *SCALES_OUT)),
 )
+# The fields of a KVCache after its lengths.
+_AFTER_LENGTHS = attrgetter(*[field.name for field in fields(KVCache)][3:])
 # Arguments of that attention which its caller does not name: they are of the append, or not there.
 _OF_APPEND = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "kv_lengths", "kv_starts", "index", "pages"}
+_OF_APPEND |= {"k_scale", "v_scale"}
 
 
-class AppendPlan:
+class AppendPlan(PairOfPlans):
     """``append`` and then ``attention``, for calls of one layout; made by ``flashgen.plan(append=)``.
 
     ``append`` and ``attention`` are the plans of the two. ``steps`` are the launches of both in order,
@@ -46,34 +50,18 @@ class AppendPlan:
     that a call needs beyond inputs and outputs. May be called from many threads.
     """
 
-    __slots__ = ("_interleaved", "_named", "append", "attention")
+    __slots__ = ("_head_dim_v", "_interleaved", "_named", "append")
 
     def __init__(self, append: Plan, attention: Plan, interleaved: bool | None) -> None:
-        self.append, self.attention = append, attention
+        super().__init__((append, attention), attention)
+        self.append = append
         self._interleaved = interleaved
         operator = attention.problem.operator
+        # Of a latent cache.
+        self._head_dim_v = None if "v" in operator.positions else attention.problem.head_dim_v
         # What the attention alone takes, in order.
         names = (*operator.positions, *operator.scalars)
         self._named = {name: None for name in names if name not in _OF_APPEND}
-
-    @property
-    def variant(self) -> Variant | None:
-        return self.attention.variant
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        return self.append.steps + self.attention.steps
-
-    @property
-    def source(self) -> str:
-        return self.attention.source
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self.attention.workspace_bytes
-
-    def __repr__(self) -> str:
-        return f"<flashgen.AppendPlan {self.append!r}, {self.attention!r}>"
 
     def __call__(
         self,
@@ -106,15 +94,21 @@ class AppendPlan:
                 mode = self._interleaved
                 made_with = "none; pass None" if mode is None else f"interleaved={mode}; pass such a Rotary"
                 raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
-            if cache.k is None or cache.v is None:  # outputs of the operator, which it would allocate
-                raise NullPointer(f"{'k' if cache.k is None else 'v'} is None; expected an array")
+            if cache.head_dim_v != self._head_dim_v:
+                raise BadParam(
+                    f"{arg('head_dim_v')} of the KVCache is {shown(cache.head_dim_v)}; the plan was made "
+                    f"with {self._head_dim_v}"
+                )
+            for name in ("k", "v") if self._head_dim_v is None else ("k",):
+                if getattr(cache, name) is None:  # an output of the operator, which it would allocate
+                    raise NullPointer(f"{name} is None; expected an array")
             own = {**dict(zip(APPEND.positions, given, strict=True)), **named, "q": q}
             dlpack.check_libraries(own, cache_arrays(own))
-            native_q, given = dlpack.adopt(q, "q", stream), adopted_arrays(given, stream)
-            first = self.append.ready(given, self.append.pointers(given), (), stream)
+            native_q, appended = dlpack.adopt(q, "q", stream), adopted_arrays(given, stream)
+            first = self.append.ready(appended, self.append.pointers(appended), (), stream)
             starts = None if cache.starts is None else dlpack.adopt(cache.starts, "starts", stream)
             second, given = self._attending(native_q, first[1], starts, named, stream, workspace)
-            queue_both(self.append, first, self.attention, second, (*given, workspace))
+            queue_both(self.append, first, self.attention, second, (*given, workspace), appended)
         except FlashgenError as error:
             own = dlpack.own_libraries({"q": q, **named})
             error.rename({"cu_seqlens_new": "cu_seqlens_q", TAKES: self._takes(), **own, **FIELDS})
@@ -135,13 +129,16 @@ class AppendPlan:
         """The call of the attention, of q and the arrays of the append, and what it was given. Raises what is
         wrong with that.
         """
-        k, v, cu_seqlens, total, index, pages = _HANDED_ON(appended)
+        k, v, cu_seqlens, total, index, pages, *scales = _HANDED_ON(appended)
+        read, written = scales[:2], scales[2:]
+        scales = read if written[0] is None else written
         rotated = appended[_ROTATED]
         seen = q if rotated is None else rotated
-        if starts is not None:
-            named = {**named, "kv_starts": starts}
+        of_cache = {"kv_starts": starts, **dict(zip(("k_scale", "v_scale"), scales, strict=True))}
+        named = {**named, **{name: x for name, x in of_cache.items() if x is not None}}
         try:
-            given, scalars = self.attention.bound((seen, k, v, cu_seqlens, None, total, index, pages), named)
+            inputs = (seen, k, v) if self._head_dim_v is None else (seen, k)
+            given, scalars = self.attention.bound((*inputs, cu_seqlens, None, total, index, pages), named)
             pointers = self.attention.pointers(given)
             if pointers is None:  # a named one is of another library
                 operator = self.attention.problem.operator
@@ -161,7 +158,7 @@ class AppendPlan:
         wrong = next(name for name in named if name not in self._named)
         others = ("q", "cache", "append", "rotary", "cu_seqlens_q", "total_lengths", "q_rotated")
         known = ", ".join((*others, *self._named, "stream", "workspace"))
-        return BadParam(f"{wrong} is no argument; the arguments are {known}")
+        return BadParam(f"{wrong} is not an argument; the arguments are {known}")
 
     def _takes(self) -> str:
         """Which inputs a call has to give, for a message."""
@@ -201,7 +198,9 @@ def append_call(call: Call) -> Call:
             f"a cache, so it needs {arg('k')} to be a flashgen.KVCache, and no {arg('v')}"
         )
     moves = flag("causal", call.causal) or mask_type_name(call.mask_type) == "causal_bottom_right"
-    positions = "each" if moves or window_of(call.window_size) != NO_WINDOW else "first"
+    has_no_window = type(call.window_size) is tuple and call.window_size == NO_WINDOW  # as most calls have
+    has_window = not has_no_window and window_of(call.window_size) != NO_WINDOW
+    positions = "each" if moves or has_window else "first"
     new = _pair(call.append)
     dlpack.check_libraries({"q": q, "k_new": new[0], "k": cache.k}, ("k",))
     if call.max_seqlen_kv is not None and cu_seqlens_q is None:
@@ -260,7 +259,7 @@ def _check_rotated(q: Any, k_new: Any, positions: str, is_masked: bool) -> None:
         raise BadParam(
             f"{arg('mask')} and rotary were given, with {queries} queries: a {arg('mask')} does not say at "
             "which positions they are; pass Rotary(..., positions=...), or causal=True or "
-            f"{arg('window_size')} beside the {arg('mask')}"
+            f"{arg('window_size')} with the {arg('mask')}"
         )
 
 
@@ -271,7 +270,7 @@ def append_and_attend(call: Call, append_request: Request) -> Any:
     append, first = ready(append_request)
     request = _attention_after(call, first)
     attention, second = _attending(ready, request, call)
-    queue_both(append, first, attention, second, (*request.arrays, None))
+    queue_both(append, first, attention, second, (*request.arrays, None), append_request.arrays)
     return _handed(attention, second, call.q, call.stream)
 
 
@@ -287,12 +286,10 @@ def _attention_after(call: Call, first: Ready) -> Request:
     """What a call requests of attention, of the rotated q over the cache as its append will leave it."""
     written = first[1]
     rotated = written[_ROTATED]
-    return request_of(
-        call.replace(
-            q=call.q if rotated is None else rotated,
-            k=dataclasses.replace(call.k, lengths=written[_TOTAL]),
-        )
-    )
+    cache: KVCache = call.k
+    # dataclasses.replace takes four times as long.
+    cache = KVCache(cache.k, cache.v, written[_TOTAL], *_AFTER_LENGTHS(cache))
+    return request_of(call.replace(q=call.q if rotated is None else rotated, k=cache))
 
 
 def _attending(make: Callable[[Request], Any], request: Request, call: Call) -> Any:
@@ -300,15 +297,17 @@ def _attending(make: Callable[[Request], Any], request: Request, call: Call) -> 
 
     Raises as it does, but that dtypes have to be the cache's, where for attention alone q's is the norm.
     """
-    named = request.by_name()
-    alone = {name: x for name, x in named.items() if name not in _OF_APPEND}
-    dlpack.check_libraries({"q": call.q} | alone)
-    if any(x is not None and arrays.kind_of(x) is None for x in request.arrays):  # others are of the append
-        stream = request.stream if make is ready else None
-        request.arrays = tuple(adopted(request.operator, named, stream).values())
+    if not are_all(arrays.kind_of(call.q), request.arrays):
+        named = request.by_name()
+        alone = {name: x for name, x in named.items() if name not in _OF_APPEND}
+        dlpack.check_libraries({"q": call.q} | alone)
+        if any(x is not None and arrays.kind_of(x) is None for x in request.arrays):  # others are appended
+            stream = request.stream if make is ready else None
+            request.arrays = tuple(adopted(request.operator, named, stream).values())
     try:
         return make(request)
     except BadTensorDtype:
+        named = request.by_name()
         of_q, of_k = (arrays.view(named[name], name).dtype for name in ("q", "k"))
         if of_q == of_k:
             raise

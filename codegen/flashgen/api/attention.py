@@ -68,24 +68,24 @@ def _attention(call: Call) -> Any:
 
 _attention.__doc__ = f"""softmax(q k^T * softmax_scale, masked) v, exactly, without the matrix of scores.
 
-    Arrays may be of CuPy, NumPy, PyTorch, JAX, or of any library with DLPack or ``__cuda_array_interface__``;
-    none is copied. All arrays of a call belong to one library. With JAX arrays, which cannot be written to,
-    a KVCache may belong to another. Arrays in host memory, for example NumPy's, are computed on the CPU.
+    Takes CuPy, NumPy, PyTorch and JAX arrays, or arrays of any library with DLPack or
+    ``__cuda_array_interface__``, without a copy. All arrays of a call belong to one library; with JAX arrays,
+    which cannot be written to, a KVCache may belong to another. Arrays in host memory need no GPU.
 
     {described("attention")}
 
-    Returns ``out``, of the kind of q, or a tuple: ``out``, then the LSE, then the weights, as far as the call
-    requests them. A row that sees no key is 0, with an LSE of -inf.
-    Finite scores give finite results, whatever their size. If all scaled scores of a row exceed 1e7 in size
-    in fp16, or 1e9 in bf16 and fp32, as after a finite mask of -1e10, fp32 cannot tell them apart. Then a GPU
-    may give 0 for that row, with an LSE of -inf, instead of a mean of v.
+    Returns ``out``, of the kind of q, or a tuple: ``out``, then the LSE and the weights, if the call requests
+    them. A row that sees no key is 0, with an LSE of -inf. Finite scores give finite results. If all scaled
+    scores of a row are above 1e7 in size in fp16, or 1e9 in bf16 and fp32, for example after a finite mask of
+    -1e10, fp32 cannot distinguish them. Then a GPU may return 0 for that row, with an LSE of -inf, instead of
+    a mean of v.
 
     If q, k or v is a PyTorch tensor that requires a gradient, autograd records the call. Such a call raises
     BadParam with out, stream or a KVCache, if a mask requires a gradient, and with lengths if an array of a
     score does.
-    torch.compile sees operators, also for calls with out or a KVCache. Tensors on meta give results there.
-    Inside jax.jit and JAX's other transformations the call is an operation of the program; with append it
-    returns the new KVCache as well, last.
+    torch.compile sees operators, also for calls with out or a KVCache. For tensors on meta the results are
+    on meta. Inside jax.jit and JAX's other transformations the call is an operation of the program; with
+    append it also returns the new KVCache, last.
 
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
@@ -97,11 +97,21 @@ def _recorded(call: Call) -> Any:
     """The call as an operator of PyTorch, or recorded by autograd."""
     if isinstance(call.mask, BlockMask):
         call = with_arrays(call)
+    unrecorded = _unrecorded(call)
+    if not unrecorded and type(call.return_lse) is type(call.deterministic) is bool:
+        from flashgen.call import autograd
+
+        try:
+            results = autograd.plain(call)
+        except FlashgenError as error:
+            error.rename(names_of(call))
+            raise
+        if results is not None:
+            return results
     call = call.replace(
         return_lse=flag("return_lse", call.return_lse),
         deterministic=flag("deterministic", call.deterministic),
     )
-    unrecorded = _unrecorded(call)
     with naming(names_of(call)):
         if unrecorded:
             from flashgen.call import compiled
@@ -147,9 +157,8 @@ def _plan(call: Call) -> Plan | AppendPlan | WeightsPlan:
     Arguments and errors are as in ``attention``. The kernel is compiled and loaded here, so calls of the plan
     only queue it. The elements of the arrays are not read. An ``out`` here fixes the layout of every later
     ``out``; if it is not contiguous, each call needs an ``out``. Without one here, ``out`` is contiguous.
-    Parameters of a score modification go to calls of the plan by their names in the spec: ``cap`` of softcap,
-    ``slope`` of ALiBi. Arrays are needed for each call, numbers are those given here unless a call has
-    others.
+    Calls of the plan take parameters of a score modification by their names in the formula: ``cap`` of
+    softcap, ``slope`` of ALiBi. Pass arrays to each call; numbers are by default the numbers passed here.
     """
     with naming(names_of(call)), planning("plan", call.q):
         call = seeded(call)

@@ -67,27 +67,28 @@ _attention_backward.__doc__ = f"""The gradients of ``attention`` in {listed(DIFF
         With packed queries dout is (tokens, num_heads_q, head_dim_v), and lse (num_heads_q, tokens).
     out, lse: what ``attention(..., return_lse=True)`` returned for them. lse is contiguous.
     dlse: the gradient of lse, where it has one: fp32, of the shape of lse, contiguous.
-    {", ".join(GRADIENTS)}: receive the results: of the shape and dtype of {listed(DIFFERENTIABLE)}, in memory
-        that no other argument touches. Not for JAX, whose arrays cannot be written to.
-    deterministic: give the same bits each time. Otherwise thread blocks of a GPU may add to dq in any order,
-        and its last bits differ from call to call; dk and dv are always the same. On the CPU all may have
-        other last bits where BLAS has another number of threads. For PyTorch tensors it is on under
+    {", ".join(GRADIENTS)}: the results are written here: of the shape and dtype of
+        {listed(DIFFERENTIABLE)}, in memory that no other argument touches. Not for JAX, whose arrays cannot
+        be written to. With kv_lengths or cu_seqlens_kv, dk and dv of 16-bit calls may both be fp32, for sums
+        over several calls; not with kv_starts or dropout_p.
+    deterministic: return the same bits each time. Otherwise thread blocks of a GPU may add to dq in any
+        order, and its last bits differ from call to call; dk and dv are always the same. On the CPU the last
+        bits may depend on the number of BLAS's threads. For PyTorch tensors it is on under
         ``torch.use_deterministic_algorithms(True)``.
     dparams: names of arrays of the score modification whose gradients are returned as well, for example
-        ``("bias",)`` or ``("alibi_slopes",)``: of the shape and dtype of the array, summed over what it
-        broadcasts, the same bits each time. Not with lengths.
+        ``("bias",)`` or ``("alibi_slopes",)``: of the shape and dtype of the array, summed over the
+        dimensions that it broadcasts, the same bits each time. Not with lengths.
     workspace: memory for the call, as for a plan, which says how much it needs (`Plan.__call__`); None: it is
-        allocated. On the CPU nothing is needed, and what is given is checked, but not used.
+        allocated. On the CPU it is checked, but not used.
     stream, backend: as in ``attention``.
 
     Returns ({", ".join(GRADIENTS)}), and then the gradients of dparams, of the kind of dout: new arrays, or
-    those given. The gradient of an array that the call lacks is left out. Rows that see no key, keys that no
-    row sees, and rows outside all sequences have gradients of 0: rows after the last packed sequence, and
-    padded keys past a length.
-    torch.compile sees an operator; tensors on meta give results there.
+    the arrays passed. The gradient of an array that the call lacks is left out. Rows that see no key, keys
+    that no row sees, rows after the last packed sequence, and padded keys have gradients of 0.
+    torch.compile sees an operator; for tensors on meta the results are on meta.
 
-    Raises what ``attention`` raises, before anything is queued or written; BadParam for a gradient of what
-    has none: numbers in params, and calls with a KV cache; InsufficientWorkspace.
+    Raises the errors of ``attention``, before anything is queued or written; BadParam for numbers in dparams
+    and calls with a KV cache, which have no gradient; InsufficientWorkspace.
     """
 
 

@@ -13,7 +13,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
-from flashgen.call.backends import prepare, specs_for
+from flashgen.call.backends import prepare, specs_for, specs_of
 from flashgen.call.fields import POSITIONAL, REQUIRED, defaults, parameters
 from flashgen.call.keywords import advice, unexpected
 from flashgen.call.kvcache import FIELDS, KVCache
@@ -64,7 +64,7 @@ def explained_fields() -> dict[str, str]:
         # What there must be has a default here.
         needed = POSITIONAL[function][: REQUIRED[function]]
         types |= {x.name: "Any" if x.name in needed else x.type for x in parameters(function)}
-    unexplained = _UNEXPLAINED - {"algorithm"} | {"append", "return_weights"}
+    unexplained = _UNEXPLAINED - {"algorithm"} | {"append", "return_weights", "dtype"}
     return {name: kind for name, kind in types.items() if name not in unexplained}
 
 
@@ -83,8 +83,8 @@ def explain(
     others. Needs no GPU and compiles nothing.
 
     q, k, v: shapes, as in ``attention``, or arrays. k is by default as q, and v as k.
-    dtype: the dtype of q, k and v, if these are shapes: "fp16", "bf16" or "fp32", or its usual name, for
-        example "float16".
+    dtype: the dtype of q, k and v, if these are shapes: "fp16", "bf16", "fp32" or, of ``attention``, "e4m3";
+        or its usual name, for example "float16".
     arch: the architecture to explain for, for example "sm_90"; None: this machine's GPU. For any other
         architecture a well-known GPU is assumed: an H100 for sm_90.
     operator: the function that is called: "attention", "attention_backward" or "append". A call of
@@ -106,7 +106,7 @@ def explain(
     algorithm = options.pop("algorithm", None)
     of_arrays = {name: x for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
     problem = _shaped(operator, of_arrays | options, dtype)
-    specs = specs_for(device, problem.operator.name, problem.lengths_on_device)
+    specs = specs_of(problem, device)
     check_files(specs)
     return explained(problem, device, specs, algorithm)
 
@@ -118,13 +118,13 @@ def warmup(
     jobs: int | None = None,
     **unknown: Never,
 ) -> tuple[str, ...]:
-    """Compile, and on this machine's GPU load, the kernels of calls to come, in parallel; without arrays.
+    """Compile the kernels of later calls in parallel, and load them on this machine's GPU. Takes no arrays.
 
     calls: for each call the arguments of ``explain`` by name: ``{"q": (1, 4096, 16, 128), "causal": True}``;
-        ``dtype`` is "fp16" and ``operator`` "attention" where it is not given. Or the path of a file that
+        by default ``dtype`` is "fp16" and ``operator`` "attention". Or the path of a file that
         ``flashgen.record`` wrote.
-    arch: the architecture to compile for, such as "sm_90", on a machine with or without it; nothing is loaded
-        then. None: GPU 0 of this machine.
+    arch: the architecture to compile for, for example "sm_90", on any machine; nothing is loaded then. None:
+        GPU 0 of this machine.
     jobs: how many kernels to compile at once; by default one for each processor.
 
     Returns the name of the kernel that each call takes. Afterwards the first call of such a shape only makes
@@ -135,27 +135,13 @@ def warmup(
 
     if unknown:
         raise unexpected(warmup, unknown)
-    wanted = _calls(calls)
     if jobs is not None and (not isinstance(jobs, Integral) or isinstance(jobs, bool) or jobs < 1):
         raise BadParam(f"jobs is {shown(jobs)}; expected an integer of 1 or more, or None")
+    listed = problems_of(calls)
     device = device_of(arch)
     specs = specs_for(device)
-    problems = []
-    for call in wanted:
-        if is_recorded(call):
-            problem = problem_of(call)
-            problems.append((problem, offers(problem, device, specs, call["algorithm"])))
-            continue
-        options = dict(call)
-        dtype = options.pop("dtype", "fp16")
-        operator, algorithm = options.pop("operator", "attention"), options.pop("algorithm", None)
-        if "q" not in options and operator != "append":
-            raise BadParam(
-                f"a call of warmup has no {arg('q')}: {call}; it is a shape, such as (1, 4096, 16, 128)"
-            )
-        problem = _shaped(operator, options, dtype)
-        problems.append((problem, offers(problem, device, specs, algorithm)))
-    mains = [select(problem, device, variants) for problem, variants in problems]
+    problems = [(problem, offers(problem, device, specs, algorithm)) for problem, algorithm in listed]
+    mains = [select(problem, device.without(problem.sm_margin), variants) for problem, variants in problems]
     steps = dict.fromkeys(step for main in mains for step in main.steps)
     if arch is not None:
         in_parallel(partial(_compile, device=device), steps, jobs)
@@ -167,6 +153,26 @@ def warmup(
         in_parallel(partial(_load, device=device), steps, jobs)
         runners = [prepare(choices(problem, device, variants), device) for problem, variants in problems]
     return tuple(runner.variant.name for runner in runners)
+
+
+def problems_of(
+    calls: Iterable[Mapping[str, Any]] | str | PathLike[str],
+) -> list[tuple[Problem, str | None]]:
+    """The Problem of each call of a `warmup`, on GPU 0, and its algorithm. Raises what `warmup` raises."""
+    problems = []
+    for call in _calls(calls):
+        if is_recorded(call):
+            problems.append((problem_of(call), call["algorithm"]))
+            continue
+        options = dict(call)
+        dtype = options.pop("dtype", "fp16")
+        operator, algorithm = options.pop("operator", "attention"), options.pop("algorithm", None)
+        if "q" not in options and operator != "append":
+            raise BadParam(
+                f"a call of warmup has no {arg('q')}: {call}; it is a shape, such as (1, 4096, 16, 128)"
+            )
+        problems.append((_shaped(operator, options, dtype), algorithm))
+    return problems
 
 
 def _compile(variant: Variant, device: Device) -> None:
@@ -221,7 +227,7 @@ def _shaped(function: str, options: dict[str, Any], dtype: str) -> Problem:
         second = [name for name in _OF_SECOND if name in unknown]
         if function == "attention" and second:
             what = "its weights are" if second[0] == "return_weights" else "what it appends is"
-            apart = f"; {what} a call of its own, with operator {_OF_SECOND[second[0]]!r}"
+            apart = f"; {what} a separate call, with operator {_OF_SECOND[second[0]]!r}"
         wrong = sorted(map(str, unknown))
         meant = advice(wrong[0], names)
         raise BadParam(
@@ -229,8 +235,12 @@ def _shaped(function: str, options: dict[str, Any], dtype: str) -> Problem:
         )
     call = default_values | options
     if function == "append":
+        if call["v_new"] is None:
+            call["v_new"] = _shape_of_values(call)
         with naming(FIELDS):
             return _problem_of(request_by_name(call), dtype)
+    if function == "attention" and dtype == "e4m3":
+        call["dtype"] = dtype
     if call["k"] is None:
         call["k"] = call["q"]
     if call["v"] is None and not isinstance(call["k"], KVCache):
@@ -240,6 +250,16 @@ def _shaped(function: str, options: dict[str, Any], dtype: str) -> Problem:
     record = GradientCall if function == "attention_backward" else AttentionCall
     with naming(names_of(call_of(record, **call))):
         return _problem_of(request_by_name(call), dtype)
+
+
+def _shape_of_values(call: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape of v_new beside k_new and the cache of a call of append; None for a latent cache."""
+    cache, new = call["cache"], call["k_new"]
+    if not isinstance(cache, KVCache) or cache.head_dim_v is not None:
+        return None
+    new, values = (arrays.shape_if_any(x, name, x) for x, name in ((new, "k_new"), (cache.v, "v")))
+    are_shapes = all(isinstance(shape, tuple | list) and shape for shape in (new, values))
+    return (*new[:-1], values[-1]) if are_shapes else None
 
 
 def _problem_of(request: Request, dtype: str) -> Problem:
@@ -252,6 +272,8 @@ def _problem_of(request: Request, dtype: str) -> Problem:
         and not argument.optional
     }
     views, of_arrays = [], {}
+    kv_dtype = dict(zip(operator.options, request.options, strict=True)).get("kv_dtype")
+    of_codes = {} if kv_dtype is None else {"k": kv_dtype, "v": kv_dtype}
     by_name = {name: x for name, x in request.by_name().items() if not isinstance(x, tuple | list | str)}
     dlpack.check_libraries(by_name, cache_arrays(by_name))
     for argument, x in zip(operator.arguments, values, strict=True):
@@ -262,7 +284,8 @@ def _problem_of(request: Request, dtype: str) -> Problem:
                 raise NullPointer(f"{arg(argument.name)} is None; expected a shape or an array")
             views.append(None)
         elif isinstance(x, tuple | list | str):
-            views.append(view_of_shape(_shape(argument.name, x), argument.dtype(dtype), 0))
+            of_shape = of_codes.get(argument.name, argument.dtype(dtype))
+            views.append(view_of_shape(_shape(argument.name, x), of_shape, 0))
         else:
             view = arrays.view(dlpack.adopt(x, argument.name), argument.name)
             of_arrays[argument.name] = dataclasses.replace(view, device=0)

@@ -9,8 +9,8 @@ from flashgen.call.record import MergeCall
 from flashgen.call.request import Request
 from flashgen.call.signature import public
 from flashgen.errors import BadParam, FlashgenError, arg, naming
-from flashgen.operators.arguments import check_memory
 from flashgen.operators.merge import MERGE, check_parts, normalise
+from flashgen.operators.overlaps import check_memory
 from flashgen.runtime import arrays, dlpack, torchkind
 
 if TYPE_CHECKING:
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
 
 
 def _merge(call: Call) -> tuple[Any, Any]:
-    """What attention gives over all keys, from what it gave over disjoint parts of them.
+    """Merge results of attention over disjoint parts of the keys into the result over all keys.
 
     parts: a list of (o, lse), as ``attention(..., return_lse=True)`` returns them. o: (batch, seqlen_q,
         num_heads_q, head_dim_v), or without batch; fp16, bf16 or fp32; any strides, but the last dimension is
         contiguous and rows are 16-byte aligned. lse: (batch, num_heads_q, seqlen_q), or without batch; fp32,
         contiguous, natural logarithm. All parts are of one shape, dtype, device and library. A row of a part
-        that saw no key has lse -inf or, as in flash-attn, +inf; its o is not looked at.
-    out, lse_out: receive the results; of the shape and dtype of an o and an lse, in memory of their own.
+        that saw no key has lse -inf or, as in flash-attn, +inf; its o is ignored.
+    out, lse_out: the results are written here; of the shape and dtype of an o and an lse, in memory that no
+        other argument touches.
     stream, backend: as in ``attention``.
 
-    Returns (out, lse) of the kind of the first o: new arrays, or those given. A row that no part saw a key
-    for is 0, with an LSE of -inf. More than two parts are merged one after another in order, each result
-    rounded to the dtype: parts[0] with parts[1], then with parts[2], ... A list of one part returns its two
-    arrays themselves.
+    Returns (out, lse) of the kind of the first o: new arrays, or the arrays passed. A row without keys in all
+    parts is 0, with an LSE of -inf. More than two parts are merged one after another in order, each result
+    rounded to the dtype: parts[0] with parts[1], then with parts[2], ... For one part its two arrays are
+    returned.
 
     Raises, before anything is queued or written, BadParam for a list that is empty or no list of pairs, and
     for a tensor that requires a gradient, as there is none; what ``attention`` raises for arrays that do not

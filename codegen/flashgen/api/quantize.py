@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 def _quantize(call: Call) -> tuple[Any, Any]:
-    """Numbers as e4m3 codes times a scale, such as keys and values of a cache of half the size.
+    """Round numbers to e4m3 codes times a scale, for example for a KV cache of half the size.
 
     x: (batch, seqlen, num_heads, head_dim), or without batch; fp16, bf16 or fp32; head_dim is a multiple of 8
         up to 256. Any strides, but the last dimension is contiguous and rows are 16-byte aligned.
     per: what shares a scale: "tensor", the whole of x; "head", all tokens of a head; "token", the row of a
         token and head. A scale is the largest finite |x| / 448, or 1 if that is 0.
-    scale: a scale that is there already, instead: fp32, contiguous, broadcasts from the right to (batch,
-        seqlen, num_heads); normal numbers above 0. ``per`` is then left out.
-    out: receives the codes; of the shape of x, with rows that are 8-byte aligned.
+    scale: your own scale instead of ``per``: fp32, contiguous, broadcasts from the right to (batch, seqlen,
+        num_heads); normal numbers above 0.
+    out: the codes are written here; of the shape of x, with rows that are 8-byte aligned.
     stream, backend: as in ``attention``.
 
     Returns (codes, scale), and codes * scale[..., None] is x, rounded. codes are float8_e4m3fn, with CuPy
     uint8. scale is fp32, (batch, seqlen, num_heads), with a 1 for each dimension that shares it; without
-    batch where x has none; or the caller's. Each number is rounded to the nearest code, ties to even. What is
-    past 448 scales, infinity too, becomes 448; NaN stays NaN.
+    batch where x has none; or the caller's. Each number is rounded to the nearest code, ties to even. Numbers
+    above 448 scales, also infinity, become 448; NaN stays NaN.
 
     Raises, before anything is queued or written, BadParam for a ``per`` that there is not, a tensor that
     requires a gradient, as there is none, and on the CPU for a scale that is not from 2^-126 to 2^126; what

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flashgen.call.compute import MAX_PLANS
 from flashgen.errors import BadTensorStrides, arg
 from flashgen.operators.append import APPEND
-from flashgen.operators.arguments import overlapping
+from flashgen.operators.kvcodes import TOKEN
+from flashgen.operators.overlaps import overlapping
 from flashgen.runtime import check, hostarrays
 from flashgen.runtime.plans import workspace_layout
 
@@ -23,9 +24,17 @@ if TYPE_CHECKING:
 _ROTATED = APPEND.position("q_rotated")
 
 
-def queue_both(append: Plan, first: Ready, attention: Plan, second: Ready, own: tuple[Any, ...]) -> None:
+def queue_both(
+    append: Plan,
+    first: Ready,
+    attention: Plan,
+    second: Ready,
+    own: tuple[Any, ...],
+    appended: tuple[Any, ...],
+) -> None:
     """Queue both calls, in order. If lengths are checked, the lengths of both calls are checked first.
-    ``own`` has the caller's arrays of the attention, then its workspace.
+    ``own`` has the caller's arrays of the attention, then its workspace; ``appended`` the caller's arrays of
+    the append.
     """
     work, given, pointers, stream, _ = first
     next_work, next_given, next_pointers, _, _ = second
@@ -41,8 +50,8 @@ def queue_both(append: Plan, first: Ready, attention: Plan, second: Ready, own: 
             _check_elements(append, found, attention, starts)
     work(given, stream)
     next_work(next_given, stream)
-    append.tell_written(given)
-    attention.tell_written(next_given)
+    append.tell_written(appended)
+    attention.tell_written(own)
 
 
 class _Memory(NamedTuple):
@@ -75,6 +84,14 @@ def _check_apart(
     memory = _memory(append, attention, first[1][_ROTATED] is not None)
     arguments, count = attention.problem.operator.arguments, len(attention.problem.operator.arguments)
     for place in memory.attention_inputs:
+        low, high = memory.spans[place]
+        start, end = pointers[place] + low, pointers[place] + high
+        # Most arrays are far from each other, which takes less time to see.
+        if not any(
+            start < pointers[x] + memory.spans[x][1] and pointers[x] + memory.spans[x][0] < end
+            for x in memory.written
+        ):
+            continue
         for other in overlapping(place, memory.spans[:count], pointers[:count], memory.layouts):
             if other in memory.written:
                 raise _overlap(memory.written[other], arguments[place].name)
@@ -89,7 +106,7 @@ def _check_apart(
 
 
 def _overlap(written: str, read: str) -> BadTensorStrides:
-    return BadTensorStrides(f"{arg(written)} overlaps {arg(read)} in memory; pass memory of its own")
+    return BadTensorStrides(f"{arg(written)} overlaps {arg(read)} in memory; pass separate memory")
 
 
 @lru_cache(maxsize=MAX_PLANS)
@@ -97,7 +114,9 @@ def _memory(append: Plan, attention: Plan, rotates: bool) -> _Memory:
     """The memory of calls of two plans. A rotated q of the attention is not the caller's."""
     problem, positions = attention.problem, attention.problem.operator.positions
     written = {"k": "k", "v": "v", "kv_lengths": "total_lengths"} | ({"q": "q_rotated"} if rotates else {})
-    both = {"cu_seqlens_q", "cu_seqlens_new", "index", "pages"}
+    if append.problem.kv_scales == TOKEN:
+        written |= {"k_scale": "k_scale", "v_scale": "v_scale"}
+    both = {"cu_seqlens_q", "cu_seqlens_new", "index", "pages", "k_scale", "v_scale"}
     attention_inputs = (positions[name] for name in attention.inputs() if name not in both | written.keys())
     append_inputs = [APPEND.position(name) for name in append.inputs() if name not in both]
     of_append = append.problem.array_layouts()
@@ -105,7 +124,7 @@ def _memory(append: Plan, attention: Plan, rotates: bool) -> _Memory:
     size = attention.workspace_bytes
     return _Memory(
         tuple(attention_inputs),
-        {positions[name]: seen for name, seen in written.items()},
+        {positions[name]: seen for name, seen in written.items() if name in positions},  # no v when latent
         (*problem.results, *([len(positions)] if size else [])),
         tuple(append_inputs),
         (*problem.spans(), (0, size)),

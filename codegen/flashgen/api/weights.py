@@ -7,13 +7,11 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from flashgen.api.pair_of_plans import PairOfPlans
 from flashgen.call.compute import compute, make_plan
-from flashgen.call.kvcache import KVCache
 from flashgen.call.record import AttentionCall, call_of
-from flashgen.call.request import Request, refuse_line, request_of, weights_of
-from flashgen.errors import BadParam, arg
-from flashgen.operators.arguments import flag, shown
-from flashgen.operators.dropout import NO_DROPOUT
+from flashgen.call.request import Request, check_weights, request_of, weights_of
+from flashgen.operators.arguments import flag
 from flashgen.runtime import arrays, dlpack, torchkind
 from flashgen.runtime.adopted import adopted
 
@@ -21,15 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashgen.call.record import Call
-    from flashgen.families.variant import Variant
     from flashgen.runtime.plans import Plan
-    from flashgen.schedule.plan import Step
-
-# What a call with weights may not have: sequences of several lengths, and what is only for them.
-_OF_LENGTHS = ("kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_kv", "append", "rotary")
 
 
-class WeightsPlan:
+class WeightsPlan(PairOfPlans):
     """``attention`` and then its weights, for calls of one layout; made by
     ``flashgen.plan(return_weights=True)``.
 
@@ -38,29 +31,11 @@ class WeightsPlan:
     that a call needs beyond inputs and outputs. May be called from many threads.
     """
 
-    __slots__ = ("_return_lse", "attention", "weights")
+    __slots__ = ("_return_lse", "weights")
 
     def __init__(self, attention: Plan, weights: Plan, return_lse: bool) -> None:
-        self.attention, self.weights, self._return_lse = attention, weights, return_lse
-
-    @property
-    def variant(self) -> Variant | None:
-        return self.attention.variant
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        return self.attention.steps + self.weights.steps
-
-    @property
-    def source(self) -> str:
-        return self.attention.source
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self.attention.workspace_bytes
-
-    def __repr__(self) -> str:
-        return f"<flashgen.WeightsPlan {self.attention!r}, {self.weights!r}>"
+        super().__init__((attention, weights), attention)
+        self.weights, self._return_lse = weights, return_lse
 
     # A parameter of a score may be called self.
     def __call__(
@@ -82,35 +57,13 @@ class WeightsPlan:
         return (out, lse, result) if self._return_lse else (out, result)
 
 
-def check_call(call: Call) -> None:
-    """Raise BadParam for a call that has no weights: with dropout, or with sequences of several lengths."""
-    if type(call.dropout_p) is not float or call.dropout_p != NO_DROPOUT:
-        raise BadParam(
-            f"{arg('return_weights')} is True and {arg('dropout_p')} is {shown(call.dropout_p)}; there are "
-            "weights without dropout alone: leave one of the two out"
-        )
-    if isinstance(call.k, KVCache):
-        what, instead = f"{arg('k')} is a KVCache", "pass k and v of one length"
-    else:
-        present = [name for name in _OF_LENGTHS if getattr(call, name) is not None]
-        if not present:
-            return
-        what = f"{arg(present[0])} was given"
-        instead = "call attention for each sequence by itself"
-    raise BadParam(
-        f"{arg('return_weights')} is True and {what}; there are weights of sequences of one length alone: "
-        f"{instead}, or leave {arg('return_weights')} out"
-    )
-
-
 def attention_with_weights(call: Call, attend: Callable[[Call], Any]) -> Any:
     """``attention(return_weights=True)``; ``attend`` computes a call without weights. Raises as it does, and
     BadParam for lengths and for a ``return_weights`` that is not a truth value.
     """
     if not flag("return_weights", call.return_weights):
         return attend(call.replace(return_weights=False))
-    check_call(call)
-    refuse_line(call)
+    check_weights(call)
     return_lse = flag("return_lse", call.return_lse)
     out, lse = attend(call.replace(return_weights=False, return_lse=True))
     kind = arrays.kind_of(call.q)
@@ -131,8 +84,7 @@ def attention_with_weights(call: Call, attend: Callable[[Call], Any]) -> Any:
 
 def weights_plan(call: Call) -> WeightsPlan:
     """``plan(return_weights=True)``. Raises what `make_plan` does, and BadParam for lengths."""
-    check_call(call)
-    refuse_line(call)
+    check_weights(call)
     return_lse = flag("return_lse", call.return_lse)
     request = request_of(call.replace(return_lse=True))
     attention = make_plan(request)
@@ -148,5 +100,4 @@ def weights_plan(call: Call) -> WeightsPlan:
 def request_by_name(values: dict[str, Any]) -> Request:
     """What the weights of a call request, of the parameters of ``attention`` by name. Raises BadParam."""
     call = call_of(AttentionCall, **values)
-    check_call(call)
     return weights_of(call, None)

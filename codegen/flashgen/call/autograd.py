@@ -4,28 +4,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from flashgen.call.codec import INPUTS, INPUTS_SCHEMA, SCHEMA, decode, encode, encode_score
+from flashgen.call import packedmask
+from flashgen.call.codec import INPUTS, INPUTS_SCHEMA, SCHEMA, decode, dtype_of_result, encode, encode_score
 from flashgen.call.compute import compute
-from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, OF_BLOCK_MASK, SHORTHANDS, listed
+from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, OF_BLOCK_MASK
 from flashgen.call.mask import Mask, mask_of
 from flashgen.call.record import AttentionCall, GradientCall, call_of
-from flashgen.call.request import check_gradient, gradients_of, names_of, request_of, score_gradient_of
-from flashgen.errors import BadParam, DeviceTypeNotSupported, FlashgenError, NullPointer, arg
-from flashgen.operators.arguments import ROW_ALIGNMENT
-from flashgen.operators.backward import BACKWARD, INPUT_OF
+from flashgen.call.request import (
+    NO_GRADIENTS_OF_TREES,
+    WITHOUT_GRADIENTS,
+    check_gradient,
+    gradient_packing,
+    gradients_of,
+    names_of,
+    request_of,
+    score_gradient_of,
+)
+from flashgen.call.tensors import (
+    arrays_of,
+    arrays_of_mask,
+    arrays_of_score,
+    check_meta,
+    check_tensors,
+    new_gradient,
+    refuse_derivatives,
+    refuse_tangents,
+    refuse_transforms,
+    single,
+    with_rows,
+)
+from flashgen.errors import BadParam, FlashgenError, NullPointer, arg
+from flashgen.operators.backward import BACKWARD
+from flashgen.operators.combinations import Feature, refuse
 from flashgen.operators.contract import check_rank
-from flashgen.operators.lengths import refuse_mask
 from flashgen.runtime.arrays import kind_of
-from flashgen.runtime.torchkind import INSIDE_TORCH_FUNC, NESTED, WITH_TANGENT
+from flashgen.runtime.torchkind import WITH_TANGENT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flashgen.call.record import Call
 
 # The tensors whose operators nobody but autograd looks at.
@@ -43,10 +66,6 @@ _IN_ROWS, _CONTIGUOUS = (
     )
     for layout in ("rows", "contiguous")
 )
-# The dtypes of gradients that do not have the dtype of their input.
-_DTYPES = {
-    of: torch.float32 for name, of in INPUT_OF.items() if BACKWARD.arguments[BACKWARD.position(name)].dtypes
-}
 # The options of both passes.
 _SHARED = [
     x.name
@@ -62,11 +81,17 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     for name in ("k", "v"):
         if arrays[name] is None:
             raise NullPointer(f"{arg(name)} is None; expected an array")
+    if call.q.dtype == torch.float8_e4m3fn and _differentiable(call):
+        raise BadParam(WITHOUT_GRADIENTS)
     if call.q.is_meta:
         check_meta(arrays | arrays_of_score(call) | arrays_of_mask(call))
-    has_lengths = any([arrays[name] is not None for name in LENGTHS])  # noqa: C419  # as in compute.are_all
-    if has_lengths and _differentiable(call):
-        refuse_mask(arrays["mask"])
+    lengths = [Feature(name) for name in LENGTHS if arrays[name] is not None]
+    if arrays["tree"] is not None and _differentiable(call):
+        raise BadParam(NO_GRADIENTS_OF_TREES)
+    if lengths and isinstance(call.mask, Mask) and _differentiable(call):
+        packedmask.check_gradients(call, call.mask)
+    if lengths and arrays["mask"] is not None and _differentiable(call):
+        refuse({"gradients_of_lengths": lengths[0], "mask_array": Feature("mask")})
     if torch.are_deterministic_algorithms_enabled():
         call = call.replace(deterministic=True)
     tensors = tuple(arrays.values())
@@ -74,67 +99,14 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     if call.has_score():
         learned = _tensors_of_score(call)
         refuse_tangents(learned)
-        if has_lengths:
+        if lengths:
             refuse_derivatives(call)
     if _is_eager(tensors):
         check_gradients(call, learned)
-        return _Attention.apply(*tensors[:_GRADIENTS], *learned.values(), tuple(learned), call)
+        return _Modified.apply(*tensors[:_GRADIENTS], *learned.values(), tuple(learned), call)
     score_arrays, entries = encode(call)
     refuse_transforms()
     return _forward(*tensors, score_arrays, *entries)
-
-
-def arrays_of(call: Call, names: tuple[str, ...] = INPUTS) -> dict[str, Any]:
-    """The arrays of a call of these names; a mask by a line is none."""
-    return {name: None if isinstance(x := getattr(call, name), Mask) else x for name in names}
-
-
-def arrays_of_mask(call: Call) -> dict[str, Any]:
-    """The arrays of a mask by a line, by the names of arguments."""
-    return call.mask.arguments if isinstance(call.mask, Mask) else {}
-
-
-def arrays_of_score(call: Call) -> dict[str, Any]:
-    """What may be arrays of a score modification, by name."""
-    params = dict(call.params) if isinstance(call.params, Mapping) else {}
-    return {name: getattr(call, name) for name, _ in SHORTHANDS} | params
-
-
-def check_tensors(given: Mapping[str, Any]) -> None:
-    """That all arrays of a call that is recorded are tensors, and dense. Raises BadParam."""
-    for name, x in given.items():
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            leaves = [other for other, y in given.items() if isinstance(y, Tensor) and y.requires_grad]
-            why = f"{arg(leaves[0])} requires a gradient" if leaves else "another array is traced"
-            raise BadParam(
-                f"{arg(name)} has type {type(x).__name__}, and {why}; pass a tensor, which torch.as_tensor "
-                "makes"
-            )
-        if x.is_nested:
-            raise BadParam(f"{arg(name)}: {NESTED}")
-
-
-def check_meta(given: Mapping[str, Any]) -> None:
-    """That no tensor has memory where the first one has none. Raises DeviceTypeNotSupported."""
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    first, *others = tensors
-    if tensors[first].is_meta:
-        for name in others:
-            if not tensors[name].is_meta:
-                raise DeviceTypeNotSupported(
-                    f"{arg(first)} is on meta but {arg(name)} is on {tensors[name].device}; all arrays must "
-                    "be on one device"
-                )
-
-
-def refuse_transforms() -> None:
-    """Raise BadParam inside torch.func, where an operator would lose tangents. Dynamo cannot tell of a tensor
-    whether it is wrapped.
-    """
-    if torch._C._are_functorch_transforms_active():
-        raise BadParam(INSIDE_TORCH_FUNC)
 
 
 def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -151,29 +123,6 @@ def _differentiable(call: Call) -> bool:
     return torch.is_grad_enabled() and any(
         getattr(getattr(call, name), "requires_grad", False) for name in DIFFERENTIABLE
     )
-
-
-def refuse_derivatives(call: Call) -> None:
-    """Raise BadParam for an array of a score modification that requires a gradient or has a tangent, in a
-    call that has no gradient of such arrays.
-    """
-    if not call.has_score():
-        return
-    tensors = {name: x for name, x in arrays_of_score(call).items() if isinstance(x, Tensor)}
-    for name, x in tensors.items():
-        if x.requires_grad and torch.is_grad_enabled():
-            raise BadParam(
-                f"{arg(name)} requires a gradient; calls with lengths, a KVCache or out have gradients of "
-                f"{listed(DIFFERENTIABLE)} alone, or none: pass {arg(name)}.detach()"
-            )
-    refuse_tangents(tensors)
-
-
-def refuse_tangents(tensors: Mapping[str, Tensor]) -> None:
-    """Raise BadParam for a tensor of forward-mode differentiation."""
-    for name, x in tensors.items():
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-            raise BadParam(f"{arg(name)}: {WITH_TANGENT}")
 
 
 def check_gradients(call: Call, learned: Mapping[str, Tensor]) -> None:
@@ -212,7 +161,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     rows, heads = q.shape[-3], q.shape[-2]
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype_of_result(q, options))
     return out, q.new_empty((*q.shape[:-3], heads, rows), dtype=torch.float32)
 
 
@@ -243,7 +192,7 @@ def _readable(arrays: tuple[Any, ...]) -> dict[str, Any]:
             values[name] = with_rows(values[name])
     for name in _CONTIGUOUS:
         if values[name] is not None:
-            values[name] = _one(values[name]).contiguous()
+            values[name] = single(values[name]).contiguous()
     return values
 
 
@@ -311,37 +260,6 @@ def _(dout: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(dout.new_empty(0) if x is None else new_gradient(name, x) for name, x in pairs)
 
 
-def new_gradient(name: str, x: Tensor) -> Tensor:
-    """Memory for the gradient of an array ``x`` called ``name``."""
-    return x.new_empty(x.shape, dtype=_DTYPES.get(name, x.dtype))
-
-
-def _one(gradient: Tensor) -> Tensor:
-    """``gradient`` without a pending negation. Raises BadParam where it is several at once."""
-    gradient = gradient.resolve_neg()
-    try:
-        gradient.data_ptr()
-    except RuntimeError:
-        raise BadParam(
-            "several gradients of one result were given at once (is_grads_batched, or vmap), which flashgen "
-            "does not take; pass one after another"
-        ) from None
-    return gradient
-
-
-def with_rows(x: Tensor) -> Tensor:
-    """``x``, or a copy if kernels cannot read its rows: their elements are not adjacent, as in the gradient
-    of a sum, or they do not start at multiples of 16 bytes. Raises as `_one`.
-    """
-    x = _one(x)
-    *strides, last = x.stride()
-    size = x.element_size()
-    rows = last == 1 and x.data_ptr() % ROW_ALIGNMENT == 0
-    for stride, extent in zip(strides, x.shape, strict=False):
-        rows = rows and (extent < 2 or stride * size % ROW_ALIGNMENT == 0)
-    return x if rows else x.clone(memory_format=torch.contiguous_format)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     score_arrays, *entries = inputs[_COUNT:]
     ctx.entries = entries
@@ -379,8 +297,84 @@ def _recorded(*args: Any) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else gradient for x, gradient in pairs)
 
 
+# What the gradients of a call request, without and with lengths.
+_GRADIENT_REQUESTS = gradient_packing(False, OF_BACKWARD), gradient_packing(True, OF_BACKWARD)
+_inputs: Any = attrgetter(*INPUTS)
+
+
+def plain(call: Call) -> Any:
+    """What `attention` gives of a call, or out alone without ``return_lse``: as most calls are, of eager
+    tensors without a score modification or a mask by a line. None for any other call, which `attention` has
+    to look at.
+    """
+    if not _is_eager((call.q, call.k, call.v)) or call.has_score():
+        return None
+    if call.q.dtype == torch.float8_e4m3fn:  # which has no gradients
+        return None
+    inputs = _inputs(call)
+    if not _PLAIN.issuperset(map(type, inputs)):
+        return None
+    if call.tree is not None:
+        return None
+    if call.mask is not None and any(getattr(call, name) is not None for name in LENGTHS):
+        return None
+    if call.is_normal():
+        kept = call.copy()
+    else:
+        try:
+            kept = call.normalised()
+        except FlashgenError:
+            return None
+    return_lse, kept.return_lse = call.return_lse, True
+    return _Attention.apply(*inputs[:_GRADIENTS], inputs, return_lse, kept)
+
+
 class _Attention(torch.autograd.Function):
-    """The same in eager mode, where recording an operator takes ten times as long as queueing kernels. Takes
+    """`plain` in eager mode, where recording an operator takes ten times as long as queueing kernels. Takes
+    the differentiable arrays, all arrays, whether to return the LSE, and a record for this call alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        inputs, return_lse, call = args[_GRADIENTS:]
+        request = request_of(call)
+        out, lse = compute(request, kind_of(call.q))
+        ctx.has_lengths = "kv_lengths" in request.operator.positions
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, out, lse)
+        for name in INPUTS:  # what has memory is in autograd's care: it looks for changes, and calls hooks
+            setattr(call, name, None)
+        ctx.call = call
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(saved[_COUNT])
+        arrays, call = (dout, *saved, dlse), ctx.call
+        # Where gradients are recorded themselves, the operator refuses to have its own.
+        if torch.is_grad_enabled() or not _is_eager(arrays):
+            _, entries = encode(call.replace(**dict(zip(INPUTS, saved, strict=False))))
+            return *_recorded(*arrays, [], *entries), None, None, None
+        if torch.are_deterministic_algorithms_enabled():
+            call = call.replace(deterministic=True)
+        if not dout.is_contiguous():
+            arrays = (with_rows(dout), *arrays[1:])
+        try:
+            gradients = compute(_GRADIENT_REQUESTS[ctx.has_lengths](call, *arrays), kind_of(dout))
+        except (FlashgenError, RuntimeError):  # some array needs a copy, or an error names what is wrong
+            options = {name: getattr(call, name) for name in _SHARED}
+            gradients = _gradients(call_of(GradientCall, **options, **_readable(arrays)))
+        return *_by_input(gradients, saved[:_GRADIENTS]), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        raise BadParam(WITH_TANGENT)
+
+
+class _Modified(torch.autograd.Function):
+    """Attention with a score modification or a mask by a line in eager mode. Takes
     the differentiable arrays, the tensors of the score modification, their names, and the record of the call.
     """
 
@@ -393,7 +387,7 @@ class _Attention(torch.autograd.Function):
         arrays = arrays_of(call).values()
         ctx.line, of_mask = None, arrays_of_mask(call)
         if isinstance(call.mask, Mask):
-            ctx.line = call.mask.line, tuple(call.mask.arrays), call.mask.numbers
+            ctx.line = call.mask.line, tuple(call.mask.arrays), call.mask.numbers, call.mask.kept
         ctx.set_materialize_grads(False)
         # What has memory is in autograd's care: it looks for changes, and calls hooks.
         ctx.call, ctx.score_names = call.replace(**dict.fromkeys(INPUTS)), names
@@ -412,8 +406,8 @@ class _Attention(torch.autograd.Function):
         score_arrays, of_mask = score_arrays[: len(ctx.score_names)], score_arrays[len(ctx.score_names) :]
         mask = saved[INPUTS.index("mask")]
         if ctx.line is not None:
-            line, names, numbers = ctx.line
-            mask = mask_of(line, dict(zip(names, of_mask, strict=True)), numbers)
+            line, names, numbers, kept = ctx.line
+            mask = mask_of(line, dict(zip(names, of_mask, strict=True)), numbers, kept)
         if score_arrays:
             call = _with_score(call, dict(zip(ctx.score_names, score_arrays, strict=True)))
         arrays = (dout, *saved[:_COUNT], out, lse, dlse)

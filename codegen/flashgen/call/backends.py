@@ -20,6 +20,7 @@ from flashgen.families.arch import KNOWN_ARCHS, typical
 from flashgen.host import logs
 from flashgen.operators.arguments import on_device, shown
 from flashgen.operators.contract import DOUBLE
+from flashgen.operators.rules import LISTING
 from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
@@ -84,31 +85,34 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
             f"{arg('q')} has dtype {DOUBLE}, which no kernel computes; backend {chosen!r} takes fp16, bf16 "
             "and fp32: cast, or use backend 'cpu'"
         )
+    _refuse_line(problem)
     if chosen == "simulator":
         from flashgen.simulator.backend import prepare as simulated
 
-        _refuse_line(problem, _specs(folders))
         return simulated(problem, _specs(folders), algorithm)
     from flashgen.runtime.device import device
     from flashgen.schedule.dispatch import offers
     from flashgen.schedule.plan import choices
 
     here = device(problem.device)
-    specs = specs_for(here, problem.operator.name, problem.lengths_on_device)
-    _refuse_line(problem, specs)
+    specs = specs_of(problem, here)
     return prepare(choices(problem, here, offers(problem, here, specs, algorithm)), here)
 
 
-def _refuse_line(problem: Problem, specs: Iterable[Spec]) -> None:
-    """Raise DeviceTypeNotSupported for a mask by a line where no kernel takes one."""
-    if getattr(problem, "mask_type", "") == "lines" and not any(
-        "lines" in spec.axes.get("mask_type", ()) for spec in specs
-    ):
+def _refuse_line(problem: Problem) -> None:
+    """Raise DeviceTypeNotSupported for a mask by a line beside what no kernel has with one."""
+    if problem.rule is None:
+        return
+    if problem.has("dropout_seed"):
         raise DeviceTypeNotSupported(
-            f"{arg('mask')} is a Mask, {problem.rule.rule.title}, and no kernel takes one yet: masks by a "
-            "line are computed on the CPU path, for arrays in host memory; on a GPU pass an array as "
-            f"{arg('mask')}, which is true where a key is hidden"
+            f"{arg('mask')} is a Mask, {problem.rule.rule.title}, and no kernel takes one with "
+            f"{arg('dropout_p')}: the CPU path does, for arrays in host memory; on a GPU leave one out, or "
+            f"pass an array as {arg('mask')}, which is true where a key is hidden"
         )
+    if problem.lengths_on_device and problem.operator.differentiates:
+        from flashgen.call.packedmask import refuse_gradients
+
+        refuse_gradients(problem.rule.rule)
 
 
 def prepare(choices: Iterable[Steps], device: Device) -> Runner:
@@ -140,6 +144,14 @@ def prepare(choices: Iterable[Steps], device: Device) -> Runner:
                 stacklevel=2,
             )
     raise failure
+
+
+def specs_of(problem: Problem, device: Device) -> tuple[Spec, ...]:
+    """The specs that a call of this problem chooses among, with what makes lists of its mask by a line."""
+    specs = specs_for(device, problem.operator.name, problem.lengths_on_device)
+    if problem.rule is None or problem.lengths_on_device or any(spec.operator == LISTING for spec in specs):
+        return specs
+    return (*specs, *specs_for(device, LISTING, has_lengths=False))
 
 
 def specs_for(

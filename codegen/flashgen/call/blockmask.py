@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen.call.kvcache import ShapesShown
-from flashgen.errors import BadParam, BadTensorShape, arg, naming
+from flashgen.errors import BadTensorShape, arg, naming
 from flashgen.operators.blocklists import block_size_of
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ class BlockMask(ShapesShown):
     ``indices[indptr[r]:indptr[r + 1]]``, and to no others.
 
     indptr: int32 (seqlen_q / block[0] + 1,), rounded up, or (batch or 1, num_heads_kv or 1, as many): where
-        the list of each block of queries begins and ends in ``indices``. It never falls.
-    indices: int32, one dimension: numbers of key blocks. Each list is in ascending order and has a block
-        once. Elements that no list has may hold anything.
+        the list of each block of queries begins and ends in ``indices``. It does not decrease.
+    indices: int32, one dimension: numbers of key blocks. Each list is in ascending order without repetitions.
+        Elements outside all lists may hold anything.
     block: (rows, keys) of a block, each 64 or 128. The last blocks may be ragged.
 
-    Both arrays are on the device of q. Nothing on the host reads them, so a captured graph takes the lists of
-    its replay. FLASHGEN_CHECK=1 checks them. The CPU path always does.
+    Both arrays are on the device of q. The host does not read them, so a captured graph uses the lists at its
+    replay. FLASHGEN_CHECK=1 checks them. The CPU path always does.
     """
 
     indptr: Any
@@ -60,12 +60,3 @@ def with_arrays(call: Call) -> Call:
     other.mask = None
     other.block_indptr, other.block_indices, other.block_size = mask.indptr, mask.indices, mask.block
     return other
-
-
-def refuse(call: Call, what: str) -> None:
-    """Raise BadParam if a call, with ``what`` beside it, has lists of key blocks."""
-    if call.block_indptr is not None or isinstance(call.mask, BlockMask):
-        raise BadParam(
-            f"{arg('mask')} is a BlockMask, which {what} does not take; pass a mask array, or sequences of "
-            "one length without a KVCache"
-        )

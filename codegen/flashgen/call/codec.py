@@ -16,21 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashgen.call.fields import (
-    BACKWARD,
-    DIFFERENTIABLE,
-    FORWARD,
-    GRADIENTS,
-    OF_BLOCK_MASK,
-    POSITIONAL,
-    SHORTHANDS,
-)
+from flashgen.call.field import BACKWARD, FORWARD
+from flashgen.call.fields import DIFFERENTIABLE, GRADIENTS, OF_BLOCK_MASK, POSITIONAL, SHORTHANDS
 from flashgen.call.generate import function
 from flashgen.call.mask import Mask, mask_of
 from flashgen.call.record import AttentionCall, GradientCall, call_of
-from flashgen.call.request import named_score
+from flashgen.call.scores import named_score
+from flashgen.call.text import VERSION, option_of
 from flashgen.errors import BadParam, arg
-from flashgen.operators.arguments import Expected, flag, length_bound, shown
+from flashgen.operators.arguments import Expected, flag, length_bound, margin_of, shown
 from flashgen.operators.contract import check_rank, scale_of
 from flashgen.operators.dropout import probability_of
 from flashgen.operators.maskoptions import mask_type_name, window_of
@@ -42,7 +36,6 @@ if TYPE_CHECKING:
     from flashgen.call.record import Call
     from flashgen.operators.operator import Operator
 
-VERSION = 1
 # The largest integers of the schemas, and of a score modification.
 _LARGEST, _LARGEST_PARAM = 2**63 - 1, 2**128
 # The entries of a schema for a field of each kind.
@@ -55,14 +48,20 @@ _ENTRIES = {
     "probability": ("float {}",),
     "bound": ("SymInt? {}",),
     "block_size": ("int[]? {}",),
+    "margin": ("int {}",),
 }
 # What operators have of both records; that results are wanted an operator says itself.
 OPTIONS = tuple(
-    field for field in AttentionCall.fields if field.kind in _ENTRIES and field.name != "return_lse"
+    field
+    for field in AttentionCall.fields
+    if field.kind in _ENTRIES and field.name not in ("return_lse", "kv_dtype")
 )
 SCHEMA = ", ".join(
     (*(entry.format(field.name) for field in OPTIONS for entry in _ENTRIES[field.kind]), "str rest")
 )
+_WIDTHS = [len(_ENTRIES[field.kind]) for field in OPTIONS]
+_OUT_DTYPE = sum(_WIDTHS[: [field.name for field in OPTIONS].index("out_dtype")])
+_COUNT = sum(_WIDTHS) + 1  # of entries, with ``rest``
 # The arrays of a call that operators read, the differentiable ones first. The arrays of a score modification
 # and of a mask by a line, whose names are in ``rest``, come after them.
 INPUTS = (
@@ -83,6 +82,16 @@ GRADIENTS_SCHEMA = ", ".join(
     f"Tensor({chr(ord('a') + place)}!){'' if name in POSITIONAL['attention'] else '?'} {gradient}"
     for place, (name, gradient) in enumerate(zip(DIFFERENTIABLE, GRADIENTS, strict=True))
 )
+
+
+def dtype_of_result(q: Tensor, entries: tuple[Any, ...]) -> torch.dtype:
+    """The dtype of the result of a call with this q and the entries of SCHEMA, which may follow others."""
+    if q.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        return q.dtype
+    named = entries[len(entries) - _COUNT + _OUT_DTYPE]
+    if named in ("e4m3", "float8_e4m3fn"):
+        return torch.float8_e4m3fn
+    return torch.float16 if named in ("fp16", "float16", "half") else torch.bfloat16
 
 
 def arguments_schema(operator: Operator, absent: tuple[str, ...] = ()) -> str:
@@ -120,6 +129,8 @@ def encode(call: Call) -> tuple[list[Tensor], tuple[Any, ...]]:
             value = mask_type_name(value)
         elif field.kind == "number":
             value = None if value is None else scale_of(value, call.q.shape[-1])
+        elif field.kind == "margin":
+            value = margin_of(field.name, value)
         elif field.kind == "probability":
             value = probability_of(value)
         elif field.kind == "bound":
@@ -132,7 +143,12 @@ def encode(call: Call) -> tuple[list[Tensor], tuple[Any, ...]]:
             value = _fitting(value)
         entries.append(value)
     splits = _splits(getattr(call, "splits", AUTO))
-    return score_arrays, (*entries, f'{{"version": {VERSION}, "splits": {splits}{is_expected}{score}{mask}}}')
+    width = getattr(call, "head_dim_v", None)  # of the values of a latent cache
+    latent = "" if width is None else f', "head_dim_v": {index_of(width)}'
+    if latent and call.kv_dtype is not None:
+        latent += f', "kv_dtype": "{call.kv_dtype}"'
+    rest = f'{{"version": {VERSION}, "splits": {splits}{is_expected}{latent}{score}{mask}}}'
+    return score_arrays, (*entries, rest)
 
 
 def decode(
@@ -150,8 +166,9 @@ def decode(
         names = [field.name for field in OPTIONS if field.kind == "bound"]
         changes |= {name: Expected(getattr(call, name)) for name in names}
     if record is AttentionCall:  # gradients have no splits
-        splits = rest["splits"]
-        changes["splits"] = SplitEvery(splits["every"]) if isinstance(splits, dict) else splits
+        changes["splits"] = option_of(rest["splits"])
+    if "head_dim_v" in rest:
+        changes |= {name: rest.get(name) for name in ("head_dim_v", "kv_dtype")}
     if "mask" in rest:
         mask = rest["mask"]
         count = len(score_arrays) - len(mask["arrays"])
@@ -217,7 +234,7 @@ def encode_score(call: Call) -> tuple[list[Tensor], str]:
         for name, shorthand in SHORTHANDS:
             if name in values and not shorthand.positive and not isinstance(values[name], Tensor):
                 raise BadParam(
-                    f"{arg(name)} has type {type(values[name]).__name__}, beside tensors; pass a tensor, "
+                    f"{arg(name)} has type {type(values[name]).__name__}, with tensors; pass a tensor, "
                     "which torch.as_tensor makes"
                 )
     arrays = {name: x for name, x in values.items() if isinstance(x, Tensor)}

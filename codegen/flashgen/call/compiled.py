@@ -8,26 +8,14 @@ has gradients.
 
 from __future__ import annotations
 
+import dataclasses
 from operator import index as index_of
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flashgen.call.autograd import (
-    OF_BACKWARD,
-    arrays_of,
-    arrays_of_mask,
-    arrays_of_score,
-    check_meta,
-    check_tensors,
-    differentiate,
-    new_gradient,
-    refuse_derivatives,
-    refuse_transforms,
-    score_gradient,
-    with_rows,
-)
+from flashgen.call.autograd import OF_BACKWARD, differentiate, score_gradient
 from flashgen.call.codec import (
     GRADIENTS_SCHEMA,
     INPUTS,
@@ -35,6 +23,7 @@ from flashgen.call.codec import (
     SCHEMA,
     arguments_schema,
     decode,
+    dtype_of_result,
     encode,
 )
 from flashgen.call.compute import compute
@@ -47,12 +36,23 @@ from flashgen.call.request import (
     gradients_of,
     load_operators,
     names_of,
-    refuse_line,
     request_of,
     weights_of,
 )
+from flashgen.call.tensors import (
+    arrays_of,
+    arrays_of_mask,
+    arrays_of_score,
+    check_meta,
+    check_tensors,
+    new_gradient,
+    refuse_derivatives,
+    refuse_transforms,
+    with_rows,
+)
 from flashgen.errors import BadParam, NullPointer, arg, naming
 from flashgen.operators.append import APPEND
+from flashgen.operators.kvcodes import E4M3, SCALES_OUT
 from flashgen.operators.merge import MERGE
 from flashgen.operators.quantize import QUANTIZE, scale_shape
 from flashgen.runtime.arrays import kind_of
@@ -66,14 +66,22 @@ if TYPE_CHECKING:
 
 load_operators()
 
+# The arrays that only calls with a KVCache have.
+_OF_CACHE = ("index", "pages", "indices")
+
 
 def attention(call: Call, append_request: Request | None, what: str) -> tuple[Tensor, Tensor | None]:
     """out and lse of a call. ``append_request`` is what it requests of the operator ``append``; ``what`` are
     such calls, in messages. Raises BadParam or NullPointer.
     """
+    if isinstance(call.k, KVCache):
+        call = call.replace(k=_with_codes(call.k))
     named = _checked(request_of(_without_numbers(call)), call.stream, what)
     check_tensors({"q": call.q, **arrays_of_mask(call)})
     refuse_derivatives(call)
+    if isinstance(call.k, KVCache) and call.k.head_dim_v is not None:
+        call = call.replace(head_dim_v=call.k.head_dim_v, kv_dtype=call.k.kv_dtype)
+        named["v"] = named["k"][..., : call.head_dim_v]
     score_arrays, entries = encode(call)
     q, out, lse = call.q, call.out, None
     if append_request is not None:
@@ -81,19 +89,28 @@ def attention(call: Call, append_request: Request | None, what: str) -> tuple[Te
         q = q if rotated is None else rotated
     _fix_layout(out)
     if out is None:
-        out = q.new_empty((*q.shape[:-1], named["v"].shape[-1]))
+        out = q.new_empty((*q.shape[:-1], named["v"].shape[-1]), dtype=dtype_of_result(q, entries))
     if call.return_lse:
         lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     inputs = (q if name == "q" else named.get(name) for name in INPUTS)
     is_cache = isinstance(call.k, KVCache)
-    pages = named.get("index"), named.get("pages")
-    _attend(*inputs, *pages, score_arrays, is_cache, *entries, out, lse)
+    of_cache = (named.get(name) for name in _OF_CACHE)
+    _attend(*inputs, *of_cache, score_arrays, is_cache, *entries, out, lse)
     return out, lse
+
+
+def _with_codes(cache: KVCache) -> KVCache:
+    """A cache whose codes have PyTorch's dtype for them: no entry of a schema says what uint8 stands for, but
+    in rows of a latent cache that carry their scales.
+    """
+    if cache.kv_dtype != E4M3 or cache.k.dtype != torch.uint8:
+        return cache
+    k, v = (x if x is None else x.view(torch.float8_e4m3fn) for x in (cache.k, cache.v))
+    return dataclasses.replace(cache, k=k, v=v, kv_dtype=None)
 
 
 def attention_weights(call: Call, lse: Tensor, kind: TorchKind) -> Tensor:
     """The weights of a call without lengths, whose LSE is ``lse``. They have no gradient. Raises BadParam."""
-    refuse_line(call)
     arrays = {name: getattr(call, name) for name in ("q", "k", "mask")} | {"lse": lse}
     arrays = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arrays.items()}
     lse = arrays.pop("lse")
@@ -220,20 +237,26 @@ def _fix_layout(written: Tensor | None) -> None:
 @torch.library.custom_op(
     "flashgen::attention_into",
     mutates_args=("out", "lse"),
-    schema=f"({INPUTS_SCHEMA}, Tensor? index, Tensor? pages, Tensor[] score_arrays, bool is_cache, {SCHEMA}, "
+    schema=f"({INPUTS_SCHEMA}, {', '.join(f'Tensor? {name}' for name in _OF_CACHE)}, "
+    f"Tensor[] score_arrays, bool is_cache, {SCHEMA}, "
     "Tensor(a!) out, Tensor(b!)? lse) -> ()",
 )
 def _attend(*args: Any) -> None:
-    values = dict(zip((*INPUTS, "index", "pages"), args, strict=False))
+    values = dict(zip((*INPUTS, *_OF_CACHE), args, strict=False))
     score_arrays, is_cache, *entries, out, lse = args[len(values) :]
     values["q"] = with_rows(values["q"])  # Inductor drops a copy that a caller has made
     if is_cache:
-        names = ("k", "v", "kv_lengths", "pages", "index", "kv_starts")
-        values["k"] = KVCache(*(values.pop(name) for name in names))
+        names = ("k", "v", "pages", "index", "k_scale", "v_scale")
+        named = {name: values.pop(name) for name in names}
+        lengths, starts = values.pop("kv_lengths"), values.pop("kv_starts")
+        values["k"] = KVCache(**named, lengths=lengths, starts=starts)
     else:
         values |= {name: with_rows(values[name]) for name in ("k", "v")}
     values |= {"out": out, "return_lse": lse is not None}
     call = decode(AttentionCall, values, score_arrays, tuple(entries))
+    if call.head_dim_v is not None:
+        of_latent = {"v": None, "head_dim_v": call.head_dim_v, "kv_dtype": call.kv_dtype}
+        call = call.replace(k=dataclasses.replace(call.k, **of_latent))
     with naming(names_of(call)):
         request = request_of(call)
         place = request.operator.position("lse")
@@ -276,12 +299,12 @@ def _differentiate(*args: Any) -> None:
 
 @torch.library.custom_op(
     "flashgen::append",
-    mutates_args=("k_cache", "v_cache", "total_lengths", "q_rotated"),
-    schema=f"({arguments_schema(APPEND, ('q_rotated',))}, bool interleaved, str q_positions, "
-    "bool before_attention, str? backend) -> ()",
+    mutates_args=("k_cache", "v_cache", "total_lengths", "q_rotated", *SCALES_OUT),
+    schema=f"({arguments_schema(APPEND, ('v_cache', 'q_rotated', *SCALES_OUT))}, bool interleaved, "
+    "str q_positions, str? kv_dtype, int? head_dim_v, bool before_attention, str? backend) -> ()",
 )
 def _append(*args: Any) -> None:
-    *arrays, interleaved, q_positions, before_attention, backend = args
+    *arrays, interleaved, q_positions, kv_dtype, head_dim_v, before_attention, backend = args
     named = dict(zip(APPEND.positions, arrays, strict=True))
     for name in ("k_new", "v_new", "q"):
         if named[name] is not None:
@@ -289,7 +312,8 @@ def _append(*args: Any) -> None:
     names = FIELDS | ({"cu_seqlens_new": "cu_seqlens_q"} if before_attention else {})
     values = tuple(named.values())
     with naming(names):
-        compute(Request(APPEND, values, (interleaved, q_positions), backend=backend), kind_of(values[0]))
+        options = interleaved, q_positions, kv_dtype, head_dim_v
+        compute(Request(APPEND, values, options, backend=backend), kind_of(values[0]))
 
 
 @torch.library.custom_op(

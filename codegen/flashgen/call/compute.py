@@ -39,12 +39,18 @@ observer: Callable[[Request, Mapping[str, ArrayView | None], Problem], None] | N
 
 def compute(request: Request, kind: arrays.Kind | None) -> Any:
     """The results of a request, by a plan that is kept. ``kind`` is the kind of its first array."""
+    if request.kept is not None:
+        request = with_kept_lists(request)
     values = request.arrays
-    # Most arrays are of these types, and then nobody has to look for the kind of every one.
-    if kind is None or not (kind.types.issuperset(map(type, values)) or are_all(kind, values)):
+    if not are_all(kind, values):
         return _compute_adopted(request)
     plan, pointers = _plan_of(request, kind)
     return plan.run(values, pointers, request.scalars, request.stream, request.workspace)
+
+
+def with_kept_lists(request: Request) -> Request:
+    """The request with the lists that its mask keeps; while calls are recorded as it is, to be seen whole."""
+    return request if observer is not None else request.kept.added(request, make_plan)
 
 
 def _compute_adopted(request: Request) -> Any:
@@ -68,8 +74,13 @@ def _refuse_mixed(request: Request) -> NoReturn:
 
 def are_all(kind: arrays.Kind | None, values: tuple[Any, ...]) -> bool:
     """Whether all arrays are of one native library: the first array's."""
+    # Most arrays are of these types, and then nobody has to look for the kind of every one.
+    if kind is None:
+        return False
+    if kind.types.issuperset(map(type, values)):
+        return True
     # A list, as torch.compile of PyTorch 2.8 does not trace a generator here.
-    return kind is not None and all([x is None or arrays.kind_of(x) is kind for x in values])  # noqa: C419
+    return all([x is None or arrays.kind_of(x) is kind for x in values])  # noqa: C419
 
 
 def _plan_of(request: Request, kind: arrays.Kind) -> tuple[Plan, tuple[int, ...]]:
@@ -127,6 +138,8 @@ def forget() -> None:
 
 def ready(request: Request) -> tuple[Plan, Ready]:
     """The kept plan of a request, and its call: checked, with memory for its results, not yet queued."""
+    if request.kept is not None:
+        request = with_kept_lists(request)
     kind = arrays.kind_of(request.arrays[0])
     if not are_all(kind, request.arrays):
         by_name = request.by_name()

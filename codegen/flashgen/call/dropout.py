@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
-from flashgen.call.kvcache import KVCache
+from flashgen.call.features import refuse_features
 from flashgen.errors import BadParam, NullPointer, arg
 from flashgen.operators.arguments import shown
 from flashgen.operators.dropout import NO_DROPOUT, probability_of
@@ -25,7 +25,7 @@ def seeded(call: Call, draws: bool = True) -> Call:
     dropout_p = probability_of(call.dropout_p)
     if dropout_p == NO_DROPOUT:
         return call.replace(dropout_p=dropout_p)
-    refuse_cache(call)
+    refuse_features(call)
     seed, kind, like = call.dropout_seed, kind_of(call.q), call.q
     if seed is None:
         if not (draws and isinstance(kind, torchkind.TorchKind)):
@@ -55,12 +55,3 @@ def _integers(seed: Any) -> list[int]:
             "int64 array of them"
         )
     return [x - _WORD if x >= _WORD // 2 else x for x in numbers]
-
-
-def refuse_cache(call: Call) -> None:
-    """Raise BadParam for dropout with a KVCache."""
-    if isinstance(call.k, KVCache) and call.dropout_p != NO_DROPOUT:
-        raise BadParam(
-            f"{arg('dropout_p')} is {shown(call.dropout_p)} and {arg('k')} is a KVCache; dropout is for "
-            f"training: pass k and v, with {arg('kv_lengths')} if need be, or leave {arg('dropout_p')} out"
-        )

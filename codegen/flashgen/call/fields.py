@@ -7,72 +7,16 @@ messages derive from this table. A new option is a new `Field`, in the place tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from flashgen.call.field import BACKWARD, FORWARD, Field, Shorthand
 from flashgen.operators.dropout import NO_DROPOUT
 from flashgen.operators.maskoptions import NO_WINDOW
 from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-FORWARD = ("attention", "plan")
-BACKWARD = ("attention_backward", "plan_backward")
-
-# What a value is, which decides how it is checked and how a schema of PyTorch holds it.
-Kind = Literal[
-    "array",  # of any library
-    "flag",
-    "number",  # that kernels take as a scalar
-    "probability",
-    "mask_type",  # one of `maskoptions.MASK_TYPES`
-    "window",  # two integers
-    "bound",  # of the lengths of sequences
-    "splits",
-    "block_size",  # rows and keys of the blocks of a BlockMask
-    "score",  # a score modification: its names, its parameters, or shorthand for one
-    "name",  # a string that is looked up
-    "host",  # only for the host: where to queue, which memory to use, what to do beforehand
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Shorthand:
-    """What a field of the kind "score" stands for: the parameter ``param`` of the score modification
-    ``causal``, if no query sees a key after its own position, else of ``other``. ``positive`` is whether it
-    is a number above 0; ``without`` says in messages what None means.
-    """
-
-    param: str
-    causal: str
-    other: str
-    positive: bool = False
-    without: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One argument of a call.
-
-    functions: which functions take it; none takes what a KVCache holds.
-    type: for type checkers.
-    gradient: whether the backward pass gives a gradient of the array, which has the field ``dNAME``.
-    elsewhere: what other libraries call it.
-    hint: what to add where one of these names was used.
-    """
-
-    name: str
-    kind: Kind
-    functions: tuple[str, ...] = FORWARD + BACKWARD
-    default: Any = None
-    type: str = "Any"
-    gradient: bool = False
-    elsewhere: tuple[str, ...] = ()
-    hint: str = ""
-    shorthand: Shorthand | None = None
-    doc: str = ""
 
 
 _NUMBER, _BOUND = "float | None", "int | None"
@@ -92,8 +36,8 @@ FIELDS = (
         (*FORWARD, *BACKWARD, "append"),
         gradient=True,
         doc="""(batch, seqlen_q, num_heads_q, head_dim), or without batch; fp16, bf16 or fp32, and on the CPU
-        path float64. head_dim is at most 256 and a multiple of 8 (of 4 for fp32). Any strides, but the last
-        dimension is contiguous and rows are 16-byte aligned.""",
+        path float64; or e4m3 codes, with q_scale. head_dim is at most 256 and a multiple of 8 (of 4 for fp32,
+        16 for e4m3). Any strides, but the last dimension is contiguous and rows are 16-byte aligned.""",
     ),
     Field(
         "k",
@@ -183,8 +127,8 @@ FIELDS = (
         "params",
         "score",
         type="Mapping[str, Any] | None",
-        doc="""the numbers and arrays of ``score``, by name. Numbers may differ from call to call without
-        compiling anew; arrays are of the kind and on the device of q.""",
+        doc="""the numbers and arrays of ``score``, by name. Other numbers need no new kernel; arrays are of
+        the kind and on the device of q.""",
     ),
     Field(
         "sinks",
@@ -192,9 +136,9 @@ FIELDS = (
         gradient=True,
         elsewhere=("s_aux", "sink", "attention_sinks", "learnable_sink"),
         doc="""fp32 or bf16, (num_heads_q,), contiguous: a logit of each query head that joins the denominator
-        of its softmax, and has no value. It is in natural units: softmax_scale and a score do not change it.
-        The LSE counts it in: a row that sees no key has a result of 0, and its sink as the LSE. -inf stands
-        for no sink. The gradient is fp32.""",
+        of its softmax and has no value. softmax_scale and a score do not change it. The LSE includes it: a
+        row that sees no key has a result of 0, and its sink as the LSE. -inf means no sink. The gradient is
+        fp32.""",
     ),
     Field(
         "dropout_p",
@@ -202,20 +146,72 @@ FIELDS = (
         default=NO_DROPOUT,
         type="float",
         elsewhere=("dropout", "attention_dropout", "attn_pdrop", "p_dropout"),
-        doc="""the probability that dropout drops a score from the sum of values, from 0 up to but not 1. The
-        others are multiplied by 1 / (1 - dropout_p). The LSE counts all scores. For
-        training: not with a KVCache or splits. A score has one random byte, as in flash-attn, so
-        (floor(255 (1 - dropout_p)) + 1) / 256 of them count; a probability for which this is more than 1 %
-        off is refused.""",
+        doc="""the probability that a weight is set to 0, at least 0 and less than 1. The other weights are
+        multiplied by 1 / (1 - dropout_p). The LSE counts all scores. For training: not with a KVCache or
+        splits. A score has one random byte, as in flash-attn, so (floor(255 (1 - dropout_p)) + 1) / 256 of
+        them count; a probability for which this is more than 1 % off raises BadParam.""",
     ),
     Field(
         "dropout_seed",
         "array",
         elsewhere=("rng_state", "philox_seed", "seed", "generator"),
-        doc="""(seed, offset), two integers, or an int64 array of them on the device of q, read there. Equal
-        numbers drop equal scores, on any device and in any tile: those that flash-attn drops for the same
+        doc="""(seed, offset), two integers, or an int64 array of them on the device of q, which only the
+        device reads. Equal numbers drop the same scores on any device, and the same as flash-attn for this
         ``rng_state``. None: PyTorch tensors draw both from torch's generator of their device, also in a CUDA
         graph; arrays of other libraries need them.""",
+    ),
+    Field(
+        "q_scale",
+        "array",
+        elsewhere=("q_descale", "descale_q", "scale_q"),
+        doc="""with q, k and v of e4m3 codes: the factor of the codes of q. fp32, one element,
+        (heads,) or (batch, heads), with the heads of q or of k; or as ``quantize`` returns it for a tensor or
+        heads. None: 1. Such a call has no KVCache, no dropout and no gradient.""",
+    ),
+    Field(
+        "k_scale",
+        "array",
+        elsewhere=("k_descale", "descale_k", "scale_k"),
+        doc="the same for k, with the heads of k.",
+    ),
+    Field(
+        "v_scale",
+        "array",
+        elsewhere=("v_descale", "descale_v", "scale_v"),
+        doc="the same for v.",
+    ),
+    Field(
+        "dtype",
+        "name",
+        FORWARD,
+        type="str | None",
+        doc=""""e4m3": q, k and v are e4m3 codes, in float8_e4m3fn or, for example with CuPy, in uint8. Codes
+        without any scale also need it, in case their scales were forgotten. None: as their dtype says.""",
+    ),
+    Field(
+        "out_dtype",
+        "name",
+        FORWARD,
+        type="str | None",
+        doc="""with e4m3 codes: the dtype of the result, "bf16" (the default), "fp16" or "e4m3". Codes
+        times out_scale are the result.""",
+    ),
+    Field(
+        "out_scale",
+        "array",
+        elsewhere=("scale_o", "output_scale"),
+        doc="""with out_dtype "e4m3": fp32, one element, (num_heads_q,) or (batch, num_heads_q). None: 1. What
+        is past 448 times it becomes that.""",
+    ),
+    Field(
+        "accumulate",
+        "name",
+        FORWARD,
+        type="str | None",
+        doc="""with e4m3 codes: how a Hopper kernel adds the products of weights and values. "promoted" is the
+        default: the tensor core adds at most 128 keys, and these sums are added in fp32. "fast": the tensor
+        core adds all, with 13 bits of fraction. Then values of one sign lose 1.5 % at 1,000 keys and 25 % at
+        16,000.""",
     ),
     Field(
         "kv_lengths",
@@ -224,7 +220,7 @@ FIELDS = (
         doc="""(batch,), int32, on the device of q: sequence b has the keys [0, kv_lengths[b]) of k and v, and
         the rows after them are not read. Masks and windows align with the end of each sequence, not with
         seqlen_kv; column j of a dense mask is key j, and there are as many columns as max_seqlen_kv, or k has
-        room for. Nothing on the host reads lengths, so a captured graph takes the lengths of its replay.""",
+        room for. The host does not read lengths, so a captured graph uses the lengths at its replay.""",
     ),
     Field(
         "kv_starts",
@@ -232,9 +228,9 @@ FIELDS = (
         elsewhere=("cache_leftpad", "leftpad_k", "left_padding", "cu_seqlens_k_start"),
         doc="""(batch,), int32, on the device of q: the keys of sequence b begin with kv_starts[b], 0 to its
         length: k and v have padding on the left, or on both sides with kv_lengths. Earlier keys have no
-        effect, whatever their bits. The call has the result of one whose k and v begin there, to the bit.
-        Causal masks and windows align with the end of the keys, as without; column j of a dense mask is row
-        j of k; in a score keys count from the start. Not with packed keys.""",
+        effect, even NaN: the result has the same bits as with arrays that begin there. Causal masks and
+        windows align with the end of the keys; column j of a dense mask is row j of k; in a score keys count
+        from the start. Not with packed keys.""",
     ),
     Field(
         "cu_seqlens_q",
@@ -242,8 +238,8 @@ FIELDS = (
         elsewhere=("qo_indptr", "query_start_loc", "cu_seqlens"),
         doc="""(batch + 1,), int32, on the device of q: sequences are packed, q and out have the shape
         (tokens, num_heads_q, head_dim), and sequence b has the rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]).
-        The first element is 0. Rows of out and of the LSE after the last sequence are not written: in new
-        arrays they may be anything, NaN included.""",
+        The first element is 0. Rows of out and of the LSE after the last sequence are not written: new
+        arrays may contain NaN there.""",
     ),
     Field(
         "cu_seqlens_kv",
@@ -251,27 +247,51 @@ FIELDS = (
         elsewhere=("cu_seqlens_k", "kv_indptr"),
         doc="the same for k and v. Not with kv_lengths.",
     ),
+    Field(
+        "tree",
+        "array",
+        elsewhere=("tree_mask", "draft_mask", "spec_decoding_packed_mask", "tree_attn_bias"),
+        doc="""int64, with the rows of q: (batch, seqlen_q), or (tokens,) where queries are packed; on the
+        device of q. The queries of a sequence are the drafts of a tree, up to 64, and its last keys are
+        theirs. Draft i sees draft j <= i if bit j of its word is set, and all keys before the drafts. With a
+        KVCache or lengths; nothing on the host reads it. window_size, kv_starts, scores and sinks go with it,
+        gradients do not.""",
+    ),
+    Field(
+        "indices",
+        "array",
+        FORWARD,
+        elsewhere=("topk_indices", "topk_idxs", "indices_in_kvcache", "sparse_indices"),
+        doc="""int32, (batch, seqlen_q, topk), with a latent ``KVCache``: the list of the tokens that each
+        query attends to, in any order, each a position in its sequence, from 0 to its length - 1; -1 names no
+        token. A token that is listed twice counts twice. All heads of a query share the list. Causal is the
+        caller's business: list no token after the query. Rows that no list names are never read.""",
+    ),
     # What a BlockMask holds.
     Field("block_indptr", "array", ()),
     Field("block_indices", "array", ()),
     Field("block_size", "block_size", ()),
-    # The rows and the pages of a KVCache.
+    # The rows and the pages of a KVCache, and the width of values of a latent one.
     Field("index", "array", ()),
     Field("pages", "array", ()),
+    Field("head_dim_v", "host", ()),
+    Field("kv_dtype", "name", ()),
+    # Of gradients whose caller adds dk and dv of several calls: "fp32".
+    Field("dkv_dtype", "name", ()),
     Field(
         "max_seqlen_q",
         "bound",
         type=_BOUND,
         elsewhere=("max_query_len", "max_seqlen"),
-        doc="""a bound of the lengths of queries, which fixes grids; by default what the arrays hold. Rows of
-        a sequence past max_seqlen_q may stay unwritten.""",
+        doc="""a bound of the lengths of queries, which decides grids; by default the size of the arrays. Rows
+        of a sequence past max_seqlen_q may stay unwritten.""",
     ),
     Field(
         "max_seqlen_kv",
         "bound",
         type=_BOUND,
         elsewhere=("max_seqlen_k", "max_seq_len"),
-        doc="the same for keys; it counts the tokens of append.",
+        doc="the same for keys, with the tokens of append.",
     ),
     Field(
         "splits",
@@ -280,11 +300,21 @@ FIELDS = (
         default=AUTO,
         type="str | int | SplitEvery",
         elsewhere=("num_splits",),
-        doc="""into how many parts the keys of a sequence are split, to be computed side by side and combined.
-        "auto": as suits the batch and the GPU, or not at all. An integer n: n parts of equally many KV
-        blocks, rounded up, so fewer where there are few; 1: none is split. ``SplitEvery(keys)``: parts of
-        that many keys. With both the bits of a sequence do not depend on its batch. n above 1 needs a
-        decoding kernel (fp16 and bf16, few rows); SplitEvery splits where there is one.""",
+        doc="""into how many parts the keys of a sequence are split, which thread blocks compute in parallel.
+        "auto": as is fastest for the batch and the GPU. An integer n: n parts with the same number of KV
+        blocks, rounded up, or fewer for short sequences; 1: no split. ``SplitEvery(keys)``: parts of that
+        many keys. With both the bits of a sequence do not depend on its batch. n above 1 needs a decoding
+        kernel (fp16 and bf16, few rows); without one SplitEvery does not split.""",
+    ),
+    Field(
+        "sm_margin",
+        "margin",
+        FORWARD,
+        default=0,
+        type="int",
+        doc="""how many multiprocessors of the GPU the kernel leaves to other kernels, for example to NCCL:
+        kernels whose thread blocks go through several tiles start fewer of them. It does not change what is
+        computed. No effect on other kernels, latent caches, gradients and the CPU.""",
     ),
     Field(
         "append",
@@ -292,8 +322,8 @@ FIELDS = (
         FORWARD,
         type="tuple[Any, Any] | None",
         doc="""(k_new, v_new), to be written into the KVCache before the attention, after the keys that each
-        sequence has there: ``flashgen.append``. With cu_seqlens_q they are packed alike. The lengths of the
-        cache stay as they are; the caller adds the new tokens to them.""",
+        sequence has there: ``flashgen.append``. For a latent cache v_new is None. With cu_seqlens_q they are
+        packed, too. The lengths of the cache do not change; the caller adds the new tokens to them.""",
     ),
     Field(
         "rotary",
@@ -301,10 +331,9 @@ FIELDS = (
         (*FORWARD, "append"),
         type="Rotary | None",
         elsewhere=("rotary_cos", "rotary_sin", "rotary_emb"),
-        doc="""a ``Rotary``, with append: rotates the new keys to their positions on the way into the cache,
-        and q: query i to the position of new token i where a later key may be hidden (causal or a window), of
-        which there are as many, else to the position of the first one. Several queries with a dense mask
-        alone need its ``positions``.""",
+        doc="""a ``Rotary``, with append: rotates the new keys to their positions, and q: with causal or a
+        window query i to the position of new token i, of which there must be as many; otherwise all queries
+        to the position of the first one. Several queries with a dense mask alone need its ``positions``.""",
     ),
     Field("q_positions", "name", ("append",), default="each", type="str"),
     Field("cu_seqlens_new", "array", ("append",), elsewhere=("cu_seqlens_q", "append_indptr")),
@@ -313,9 +342,9 @@ FIELDS = (
         "array",
         (*FORWARD, *BACKWARD, "merge", "quantize"),
         elsewhere=("output", "o"),
-        doc="""receives the result: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch, of the dtype
-        and device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot be written
-        to.""",
+        doc="""the result is written here: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch, of
+        the dtype and device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot
+        be written to.""",
     ),
     Field("lse_out", "array", ("merge",), elsewhere=("out_lse", "lse")),
     Field("lse", "array", BACKWARD),
@@ -340,8 +369,7 @@ FIELDS = (
         doc="""also return the attention weights, softmax of the masked scores, as the last result: fp32,
         (batch, num_heads_q, seqlen_q, seqlen_kv), or without batch. For tests and teaching: this takes
         O(seqlen_q * seqlen_kv) memory for each head, and a second pass over q and k. A hidden key has the
-        weight 0, and so has each key of a row that sees none. Weights have no gradient. Not with lengths,
-        nor with a KVCache.""",
+        weight 0. Weights have no gradient. Not with lengths, nor with a KVCache.""",
     ),
     Field(
         "deterministic",
@@ -349,8 +377,8 @@ FIELDS = (
         ("attention", *BACKWARD),
         default=False,
         type="bool",
-        doc="""of gradients: they are the same bits each time, as in ``attention_backward``, and also under
-        torch.use_deterministic_algorithms. The result always is.""",
+        doc="""gradients have the same bits each time, as in ``attention_backward``, and also under
+        torch.use_deterministic_algorithms. The result always has.""",
     ),
     Field("dparams", "host", ("attention_backward",), type="Sequence[str] | None"),
     Field("workspace", "host", ("attention_backward",)),
@@ -360,10 +388,9 @@ FIELDS = (
         ("attention", "attention_backward", "append", "merge", "quantize"),
         elsewhere=("cuda_stream",),
         doc="""where to queue the work: a CuPy or PyTorch stream, a CUDA handle, or None for the current
-        stream of the library of q. JAX has no public stream: its arrays are handed over by DLPack, both ways,
-        on CuPy's current stream; inside jax.jit work is on XLA's stream. Nothing waits for the GPU, and the
-        call can be captured in a CUDA graph once its kernel is loaded. As with all queued work, arrays of
-        another stream must outlive it.""",
+        stream of the library of q. JAX arrays go through DLPack on CuPy's current stream, and inside jax.jit
+        work is on XLA's stream. Nothing synchronises, and a CUDA graph can capture the call once its kernel
+        is loaded. Arrays of another stream must outlive the work.""",
     ),
     Field(
         "backend",
@@ -371,17 +398,17 @@ FIELDS = (
         (*FORWARD, *BACKWARD, "append", "merge", "quantize"),
         type="str | None",
         doc=""""cuda", "cpu", or "simulator", which slowly runs the generated CUDA on arrays in host memory
-        and raises SimulationError where it does what a GPU forbids; None: FLASHGEN_BACKEND, or what the
-        arrays' device asks for.""",
+        and raises SimulationError for errors of the kernel; None: FLASHGEN_BACKEND, or by the device of the
+        arrays.""",
     ),
     Field(
         "algorithm",
         "name",
         FORWARD,
         type="str | None",
-        doc=""""naive", "v1", "v2" or "v3": only kernels of this one. naive keeps all scores in memory, v1 is
-        FlashAttention-1; v2 are the kernels for every GPU since Ampere, v3 the kernels for Hopper. None: the
-        fastest. Results differ only in rounding. The CPU path checks the name and ignores it.""",
+        doc=""""naive", "v1", "v2" or "v3": only kernels of this algorithm. naive keeps all scores in memory,
+        v1 is FlashAttention-1; v2 are the kernels for every GPU since Ampere, v3 the kernels for Hopper.
+        None: the fastest. Results differ only in rounding. The CPU path checks the name and ignores it.""",
     ),
 )
 # The arrays that have gradients, in the order of the backward pass, and what receives these gradients.
@@ -405,13 +432,16 @@ REQUIRED = {
     "plan": 2,
     "attention_backward": 6,
     "plan_backward": 6,
-    "append": 3,
+    "append": 2,
     "merge": 1,
     "quantize": 1,
 }
 SHORTHANDS = tuple((field.name, field.shorthand) for field in FIELDS if field.shorthand)
 # What calls and their gradients have of a BlockMask.
 OF_BLOCK_MASK = ("block_indptr", "block_indices", "block_size")
+SCORES = tuple(field.name for field in FIELDS if field.kind == "score")
+# What only a call has whose q, k and v are e4m3 codes.
+OF_CODES = ("q_scale", "k_scale", "v_scale", "dtype", "out_dtype", "out_scale", "accumulate")
 # The arrays that say which rows each sequence has.
 LENGTHS = ("kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_kv")
 # What calls and plans, also with append=, take by name beside the arguments of the operators of attention: a

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # Arguments of the operator ``append`` that are fields of a KVCache, for messages.
-FIELDS = {"k_cache": "k", "v_cache": "v"}
+FIELDS = {"k_cache": "k", "v_cache": "v", "k_scale_out": "k_scale", "v_scale_out": "v_scale"}
 
 
 def arrays_instead(given: Mapping[str, Any]) -> str:
@@ -20,9 +20,18 @@ def arrays_instead(given: Mapping[str, Any]) -> str:
     """
     if given.get("kv_lengths") is None:
         return ""
-    of_cache = ("kv_lengths", "lengths"), ("pages", "pages"), ("index", "index"), ("kv_starts", "starts")
+    same = "pages", "index", "k_scale", "v_scale"
+    of_cache = ("kv_lengths", "lengths"), ("kv_starts", "starts"), *((name, name) for name in same)
     named = (f", {name}=cache.{field}" for name, field in of_cache if given.get(name) is not None)
     return f"; of a KVCache pass cache.k, cache.v{''.join(named)}"
+
+
+def kv_dtype_of(cache: KVCache) -> str | None:
+    """ "e4m3" for a cache of codes, else what the cache says of them."""
+    if cache.kv_dtype is None and getattr(getattr(cache.k, "dtype", None), "itemsize", 2) == 1:
+        # Arrays of a library without such a dtype may take the place of these.
+        return "e4m3" if str(cache.k.dtype).endswith("float8_e4m3fn") else None
+    return cache.kv_dtype
 
 
 class ShapesShown:
@@ -38,19 +47,29 @@ class ShapesShown:
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class KVCache(ShapesShown):
-    """A cache of keys and values, as the caller holds it.
+    """A cache of keys and values in the caller's memory.
 
     k, v: (rows, capacity, num_heads_kv, head_dim), for v with head_dim_v: a row for each sequence. With pages
-        (num_pages, page_size, num_heads_kv, head_dim). fp16, bf16 or fp32; any strides, but the last
-        dimension is contiguous and rows are 16-byte aligned.
+        (num_pages, page_size, num_heads_kv, head_dim). Of the dtype of q; or e4m3 (float8_e4m3fn) under q of
+        fp16 or bf16, with head dims that are multiples of 16. Any strides, but the last dimension is
+        contiguous and rows are 16-byte aligned.
     lengths: int32 (batch,), contiguous, on the device of k: the tokens that each sequence has in the cache.
         No call changes it.
     pages: int32 (batch, max_pages): pages[b, j] has the keys j * page_size to (j + 1) * page_size - 1 of
-        sequence b. Entries without a key that some query sees may hold anything: those after the last token,
-        and those before a window.
+        sequence b. Entries after the last token, and before a window, may hold anything.
     index: int32 (batch,): the row of k and v of each sequence; by default its own number. Not with pages.
     starts: int32 (batch,): the first key of each sequence, where its row or its pages have padding on the
         left; by default 0. ``lengths`` counts the padding.
+    head_dim_v: of a latent cache, as MLA has it, whose v is None: k has one head, a key is a row of k, and
+        its value the first head_dim_v elements of that row. fp16 or bf16, in host memory also fp32, or e4m3;
+        rows of up to 576 elements, head_dim_v up to 512. Calls need ``softmax_scale``.
+    k_scale, v_scale: fp32 on the device of k, the number that an e4m3 code of 1 means: (), (num_heads_kv,) or
+        (batch, num_heads_kv), each finite and above 0; by default 1. Or a scale for each token and head, in
+        the shape of k without head_dim; then the other one is such an array too, or () or (num_heads_kv,).
+        ``append`` computes and writes such scales.
+    kv_dtype: "e4m3" if k and v are codes in uint8, for example with CuPy, which has no such dtype.
+        "fp8_ds_mla" if rows of a latent cache are 656 bytes, which carry their scales: uint8 or e4m3
+        (..., 1, 656) under q of bf16, with 512 codes, 4 fp32 scales of 128 codes each, and 64 elements.
     """
 
     k: Any
@@ -59,6 +78,10 @@ class KVCache(ShapesShown):
     pages: Any = None
     index: Any = None
     starts: Any = None
+    head_dim_v: int | None = None
+    k_scale: Any = None
+    v_scale: Any = None
+    kv_dtype: str | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
@@ -66,7 +89,7 @@ class Rotary(ShapesShown):
     """Rotary embedding: by which angles queries and keys are rotated.
 
     cos, sin: (num_positions, rotary_dim / 2), of the dtype of q, or fp32. rotary_dim is a multiple of 16; the
-        elements of a head after it stay as they are.
+        later elements of a head are not rotated. In a latent cache the last rotary_dim elements of a row are.
     interleaved: whether elements 2i and 2i + 1 are a pair (as in GPT-J), instead of i and i + rotary_dim / 2
         (as in GPT-NeoX and Llama).
     positions: int32 (batch, seqlen_new), or (tokens,) where tokens are packed: the row of cos and sin for
@@ -86,7 +109,7 @@ def _register_pytrees() -> None:
     if not hasattr(jax, "tree_util"):  # flashgen is imported by a part of JAX's own import
         return
     for record in (KVCache, Rotary):
-        constants = [x.name for x in fields(record) if x.type == "bool"]
+        constants = [x.name for x in fields(record) if x.type in ("bool", "int | None", "str | None")]
         names = [x.name for x in fields(record) if x.name not in constants]
         jax.tree_util.register_dataclass(record, data_fields=names, meta_fields=constants)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from flashgen.call.keptlists import KeptLists
     from flashgen.operators.maskblocks import Blocks
     from flashgen.operators.rules import Rule, RuleParam
 
@@ -29,23 +30,25 @@ class Mask:
 
     line: the name of a mask of ``masks.yaml`` in a spec folder, or a condition over q and kv (positions among
         the keys, the last query at the last key), h (query head), b (batch entry) and parameters.
-    params: by name. An integer, or an int32 array of the library and on the device of q. An array with an
+    params: by name. An integer, or an array of the library and on the device of q: int32, or bool or uint8
+        where the line reads an element as a condition, as in "keep[q, kv] and kv <= q". An array with an
         element for each token is (batch, seqlen_kv), or (tokens of k,) where keys are packed; arrays
         broadcast from the right.
 
-    Pass it as ``mask=`` to ``attention``, to any number of calls. It keeps the arrays, not copies of them,
-    and never changes itself: `update` gives another mask. Each call reads what the arrays hold when it runs.
+    Pass it as ``mask=`` to any number of calls of ``attention``. It keeps the arrays without a copy, and each
+    call reads their current elements. A mask does not change: `update` returns another one.
 
     Raises BadParam, with the column of what is wrong in a line, BadTensorDtype or BadTensorShape.
     """
 
-    __slots__ = ("__weakref__", "_arrays", "_digests", "_line", "_numbers", "_rule")
+    __slots__ = ("__weakref__", "_arrays", "_digests", "_kept", "_line", "_numbers", "_rule")
 
     _line: str
     _rule: RuleOfCall
     _arrays: dict[str, Any]
     _numbers: dict[str, int]
     _digests: dict[str, bytes]
+    _kept: KeptLists | None
 
     def __init__(self, line: str, /, **params: Any) -> None:
         rule = rule_of(line)
@@ -67,6 +70,33 @@ class Mask:
         put(self, "_arrays", arrays)
         put(self, "_numbers", numbers)
         put(self, "_digests", {})
+        put(self, "_kept", None)
+
+    @classmethod
+    def from_array(cls, hidden: Any) -> Mask:
+        """The mask of an array that hides keys, as ``mask=`` takes it: bool or uint8, **nonzero hides**, of a
+        shape that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv), the last dimension but seqlen_kv.
+
+        >>> mask = flashgen.Mask.from_array(hidden)
+        >>> for layer in layers: x = layer(x, mask=mask)
+
+        Kernels skip blocks that it hides, compute blocks that it shows as without a mask, and read it only in
+        the others. The lists of blocks, one pass over the array on the GPU, are kept as `keep_lists` says:
+        layers and backward passes share them. Raises BadTensorDtype or BadTensorShape.
+        """
+        if not hasattr(hidden, "shape") or not hasattr(hidden, "dtype"):
+            raise BadTensorDtype(f"{arg('hidden')} has type {type(hidden).__name__}; {_HIDDEN}")
+        shape = tuple(hidden.shape)
+        if str(hidden.dtype).rpartition(".")[2] not in ("bool", "uint8"):
+            raise BadTensorDtype(f"{arg('hidden')} has dtype {hidden.dtype}; {_HIDDEN}")
+        if not 1 <= len(shape) <= 4:
+            raise BadTensorShape(f"{arg('hidden')} has shape {shape}; {_HIDDEN}")
+        # What is alike for all queries, heads or batch entries has no index: they share lists.
+        names = ("b", "h", "q", "kv")[4 - len(shape) :]
+        kept = [size != 1 or name == "kv" for name, size in zip(names, shape, strict=True)]
+        indices = ", ".join(name for name, keeps in zip(names, kept, strict=True) if keeps)
+        view = hidden if all(kept) else hidden[tuple(slice(None) if keeps else 0 for keeps in kept)]
+        return _made(f"not hidden[{indices}]", {"hidden": view}, keeps=True)
 
     @property
     def line(self) -> str:
@@ -98,9 +128,27 @@ class Mask:
         """The arrays by the names of arguments, as a call of a ``Plan`` takes them."""
         return {PREFIX + name: x for name, x in self._arrays.items()}
 
+    @property
+    def kept(self) -> KeptLists | None:
+        """The lists that the mask keeps; None if each call lists the blocks."""
+        return self._kept
+
     def update(self, **params: Any) -> Mask:
-        """The same line with other values of some parameters. Raises as making one does."""
-        return Mask(self._line, **{**self._arrays, **self._numbers, **params})
+        """The same line with other values of some parameters. It keeps lists if this mask does, but not
+        the same ones. Raises as making one does.
+        """
+        return _made(self._line, {**self._arrays, **self._numbers, **params}, self._kept is not None)
+
+    def keep_lists(self) -> Mask:
+        """A mask with the same line and arrays that keeps its lists of blocks on the GPU. The first call of
+        a kind makes them, for the tile of its kernel, and later calls take them: of other layers, and of
+        their backward passes.
+
+        Do not write to the arrays, or write to tensors by PyTorch, which counts their versions: lists of
+        other elements give wrong results. `check` raises BadParam then. A call in a graph that is captured,
+        with a ``stream``, or of packed sequences lists the blocks itself, and a plan does, too.
+        """
+        return _made(self._line, {**self._arrays, **self._numbers}, keeps=True)
 
     def blocks(
         self,
@@ -120,6 +168,7 @@ class Mask:
         """
         from flashgen.operators.maskblocks import blocks_of
         from flashgen.operators.visibility import visibility_on_host
+        from flashgen.runtime.arrays import on_host
 
         for name, size in (("rows", rows), ("keys", keys)):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -137,17 +186,24 @@ class Mask:
             "seqlen_kv": seqlen_kv,
             "num_heads_q": num_heads or 1,
         }
-        host = {name: _on_host(x) for name, x in self._arrays.items()}
+        host = {name: on_host(x) for name, x in self._arrays.items()}
         self._digests.update({name: _digest(x) for name, x in host.items()})
         visibility = visibility_on_host(self._rule, host, sizes)
         return blocks_of(visibility, sizes["batch"], sizes["num_heads_q"], seqlen_q, seqlen_kv, rows, keys)
 
     def check(self) -> None:
-        """Raise BadParam if an array was written to after the last `blocks`, whose lists are stale then.
-        Arrays on a GPU are copied to the host, which waits for them.
+        """Raise BadParam if an array was written to after the last `blocks`, whose lists are stale then, or
+        if lists that the mask keeps are stale. Arrays on a GPU are copied to the host, which waits for them.
         """
+        if self._kept is not None and self._kept.are_stale(tuple(self._arrays.values())):
+            raise BadParam(
+                f"an array of the mask {self._rule.rule.title} was written to after a call that keeps lists "
+                "of its blocks; pass the new array to update()"
+            )
+        from flashgen.runtime.arrays import on_host
+
         for name, digest in self._digests.items():
-            if _digest(_on_host(self._arrays[name])) != digest:
+            if _digest(on_host(self._arrays[name])) != digest:
                 raise BadParam(
                     f"{arg(name)} was written to after the blocks of the mask {self._rule.rule.title} were "
                     "listed; list them anew, or pass the new array to update()"
@@ -174,20 +230,34 @@ class Mask:
         raise AttributeError("a flashgen.Mask does not change")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self._line, {**self._arrays, **self._numbers})
+        return _made, (self._line, {**self._arrays, **self._numbers}, self._kept is not None)
 
     def __repr__(self) -> str:
         params = (f", {name}={getattr(x, 'shape', x)}" for name, x in (self._arrays | self._numbers).items())
         return f"Mask({self._line!r}{''.join(params)})"
 
 
-def _made(line: str, params: dict[str, Any]) -> Mask:
-    return Mask(line, **params)
+_HIDDEN = (
+    "expected a bool or uint8 array whose shape broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv), "
+    "nonzero where a key is hidden"
+)
 
 
-def mask_of(line: str, arrays: Mapping[str, Any], numbers: Mapping[str, int]) -> Mask:
-    """A mask of what `Mask.line`, `Mask.arrays` and `Mask.numbers` gave."""
-    return Mask(line, **arrays, **numbers)
+def _made(line: str, params: dict[str, Any], keeps: bool = False) -> Mask:
+    from flashgen.call.keptlists import KeptLists
+
+    mask = Mask(line, **params)
+    object.__setattr__(mask, "_kept", KeptLists() if keeps else None)
+    return mask
+
+
+def mask_of(
+    line: str, arrays: Mapping[str, Any], numbers: Mapping[str, int], kept: KeptLists | None = None
+) -> Mask:
+    """A mask of what `Mask.line`, `Mask.arrays`, `Mask.numbers` and `Mask.kept` gave."""
+    mask = Mask(line, **arrays, **numbers)
+    object.__setattr__(mask, "_kept", kept)
+    return mask
 
 
 def lengths_of(mask: Mask) -> Mapping[str, int]:
@@ -216,7 +286,7 @@ def rule_of(line: Any) -> Rule:
 def _expected(param: RuleParam) -> str:
     if not param.dimensions:
         return "an integer"
-    return f"an int32 array {shown_shape(_names(param))}"
+    return f"{'a bool or uint8' if param.is_bool else 'an int32'} array {shown_shape(_names(param))}"
 
 
 def _names(param: RuleParam) -> tuple[str, ...]:
@@ -233,7 +303,7 @@ def _checked_array(rule: Rule, param: RuleParam, x: Any) -> Any:
             f"{arg(param.name)} has type {type(x).__name__}; the mask {rule.title} needs {_expected(param)}"
         )
     dtype = str(x.dtype).rpartition(".")[2]
-    if dtype != "int32":
+    if dtype not in param.argument().dtypes:
         raise BadTensorDtype(
             f"{arg(param.name)} has dtype {dtype}; the mask {rule.title} needs {_expected(param)}"
         )
@@ -275,15 +345,6 @@ def _length(name: str, passed: Any, of_arrays: int | None, rule: Rule, default: 
     if of_arrays is not None and length != of_arrays:
         raise BadParam(f"{arg(name)} is {length}; the arrays of the mask {rule.title} have {of_arrays}")
     return length
-
-
-def _on_host(x: Any) -> Any:
-    """An array as one of NumPy."""
-    import numpy as np
-
-    if hasattr(x, "detach"):
-        return x.detach().cpu().numpy()
-    return x.get() if hasattr(x, "get") else np.asarray(x)
 
 
 def _digest(x: Any) -> bytes:

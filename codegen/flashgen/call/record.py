@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from flashgen.call.fields import BACKWARD, FIELDS, FORWARD, OF_BLOCK_MASK, Field
+from flashgen.call.field import BACKWARD, FORWARD, Field
+from flashgen.call.fields import FIELDS, OF_BLOCK_MASK, OF_CODES, SCORES
 from flashgen.call.generate import function
-from flashgen.operators.arguments import flag, length_bound
+from flashgen.operators.arguments import Expected, flag, length_bound, margin_of
 from flashgen.operators.blocklists import block_size_of
 from flashgen.operators.dropout import probability_of
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
@@ -29,17 +30,23 @@ _CHECKS = {
     ),
     "probability": ("(type({x}) is float and {x} == 0.0)", "probability_of({x})"),
     "splits": ("{x} is AUTO", "splits_of({x})"),
-    "bound": ("({x} is None or type({x}) is int)", "length_bound({name!r}, {x})"),
+    "bound": (
+        "({x} is None or type({x}) is int or (type({x}) is Expected and type({x}.bound) is int))",
+        "length_bound({name!r}, {x})",
+    ),
     "block_size": ("{x} is None", "block_size_of({x})"),
+    "margin": ("(type({x}) is int and {x} == 0)", "margin_of({name!r}, {x})"),
 }
 
 
 _NAMES = {
     "AUTO": AUTO,
+    "Expected": Expected,
     "block_size_of": block_size_of,
     "NO_WINDOW": NO_WINDOW,
     "flag": flag,
     "length_bound": length_bound,
+    "margin_of": margin_of,
     "mask_type_name": mask_type_name,
     "probability_of": probability_of,
     "splits_of": splits_of,
@@ -70,7 +77,7 @@ class Call:
         raise NotImplementedError
 
     def is_plain(self) -> bool:
-        """`is_normal` and not `has_score`, as most calls are; costs next to nothing."""
+        """`is_normal`, and neither `has_score` nor `has_codes`, as most calls are; costs next to nothing."""
         raise NotImplementedError
 
     def normalised(self) -> Self:
@@ -79,6 +86,10 @@ class Call:
 
     def has_score(self) -> bool:
         """Whether the call has a score modification, or parameters of one."""
+        raise NotImplementedError
+
+    def has_codes(self) -> bool:
+        """Whether the call has an argument that only calls of e4m3 codes have."""
         raise NotImplementedError
 
     def replace(self, **changes: Any) -> Self:
@@ -112,14 +123,24 @@ def _record(name: str, doc: str, fields: tuple[Field, ...]) -> type[Call]:
         for name, (test, check) in checks.items()
     ]
     tests = [test.format(x=f"self.{x}") for x, (test, _) in checks.items() if test]
-    scores = (f"self.{x.name} is not None" for x in fields if x.kind == "score")
-    more = [*(f"        {test} or" for test in scores), "        False"]
+    scores, codes = (
+        [f"        self.{x.name} is not None or" for x in fields if x.name in names]
+        for names in (SCORES, OF_CODES)
+    )
+    end = ["        False", "    )"]
     sources = {
         "copy": [*begin, *copies, "    return other"],
         "normalised": [*begin, *normal, "    return other"],
-        "has_score": ["    return (", *more, "    )"],
+        "has_score": ["    return (", *scores, *end],
+        "has_codes": ["    return (", *codes, *end],
         "is_normal": ["    return (", *(f"        {test} and" for test in tests), "        True", "    )"],
-        "is_plain": ["    return not (", *(f"        not {test} or" for test in tests), *more, "    )"],
+        "is_plain": [
+            "    return not (",
+            *(f"        not {test} or" for test in tests),
+            *scores,
+            *codes,
+            *end,
+        ],
     }
     defaults = [f"    other.{x.name} = default_{x.name}" for x in fields]
     names |= {f"default_{x.name}": x.default for x in fields}
@@ -131,7 +152,7 @@ def _record(name: str, doc: str, fields: tuple[Field, ...]) -> type[Call]:
     return record
 
 
-_OF_CACHE = ("index", "pages")
+_OF_CACHE = ("index", "pages", "head_dim_v", "kv_dtype")
 AttentionCall = _record(
     "AttentionCall",
     "A call of ``attention`` or ``plan``; of a KVCache `request` sets k, v, and what it says of sequences.",
@@ -140,7 +161,7 @@ AttentionCall = _record(
 GradientCall = _record(
     "GradientCall",
     "A call of ``attention_backward`` or ``plan_backward``.",
-    tuple(x for x in FIELDS if set(BACKWARD) & {*x.functions} or x.name in OF_BLOCK_MASK),
+    tuple(x for x in FIELDS if set(BACKWARD) & {*x.functions} or x.name in ("dkv_dtype", *OF_BLOCK_MASK)),
 )
 AppendCall = _record(
     "AppendCall", "A call of ``append``.", tuple(x for x in FIELDS if "append" in x.functions)

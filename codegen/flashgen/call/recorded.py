@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.call import compute
-from flashgen.call.request import names_of_score, score_named
+from flashgen.call.text import VERSION, members, request_from
 from flashgen.errors import BadParam, arg
 from flashgen.host import forks
-from flashgen.operators import operator_of
-from flashgen.operators.arguments import DTYPE_BYTES, ArrayView, Expected, shown
+from flashgen.operators.arguments import DTYPE_BYTES, ArrayView, shown
 from flashgen.operators.contract import DOUBLE
-from flashgen.operators.operator import modified
-from flashgen.operators.splits import SplitEvery
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,10 +41,9 @@ class record:
     >>> flashgen.warmup("calls.json")
 
     Calls of all threads are kept: of ``attention``, ``attention_backward``, ``append``, ``merge``, of plans
-    as they are made, and by autograd and the drop-ins. Only the first call of each layout is looked at; what
-    was called before is looked at again. Raises BadParam for a path of another type, and while another
-    recording is active; OSError where nothing can be written to the path. A call that the file cannot hold is
-    left out, with a warning.
+    as they are made, and by autograd and the drop-ins. The file has each layout once. Raises BadParam for a
+    path of another type, and while another recording is active; OSError if the path cannot be written. A call
+    that the file cannot hold is left out, with a warning.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -71,8 +67,8 @@ class record:
         if problem.dtype == DOUBLE:  # which no kernel computes
             return
         try:
-            entry = json.dumps(_entry(request, views, problem))
-        except TypeError as error:
+            entry = json.dumps(_entry(request, views))
+        except (BadParam, TypeError) as error:
             warnings.warn(
                 f"record() leaves out a call of {request.operator.name}, which its file cannot hold: {error}",
                 stacklevel=2,
@@ -103,38 +99,14 @@ class record:
         self.close()
 
 
-def _entry(request: Request, views: Mapping[str, ArrayView | None], problem: Problem) -> dict[str, Any]:
-    """A call as JSON holds it. Raises TypeError for an option of another type."""
-    options = dict(zip(request.operator.options, request.options, strict=True))
-    score = options.pop("score", None)
-    scalars = [None if x is None else float(x) for x in request.scalars]
-    return {
-        "operator": request.operator.name,
-        "lengths": problem.lengths_on_device,
-        "arrays": {
-            name: {"dtype": view.dtype, "shape": list(view.shape), "strides": list(view.strides or ())}
-            for name, view in views.items()
-            if view is not None
-        },
-        "options": {name: _encoded(value) for name, value in options.items()},
-        "scalars": [x if x is None or not x.is_integer() else int(x) for x in scalars],
-        "score": None if score is None else names_of_score(score),
-        "algorithm": request.algorithm,
+def _entry(request: Request, views: Mapping[str, ArrayView | None]) -> dict[str, Any]:
+    """A call as JSON holds it. Raises BadParam for what JSON cannot hold."""
+    arrays = {
+        name: {"dtype": view.dtype, "shape": list(view.shape), "strides": list(view.strides or ())}
+        for name, view in views.items()
+        if view is not None
     }
-
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, Expected):
-        return {"expected": value.bound}
-    if isinstance(value, SplitEvery):
-        return {"every": value.keys}
-    return value
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return SplitEvery(value["every"]) if "every" in value else Expected(value["expected"])
-    return tuple(value) if isinstance(value, list) else value
+    return members(request) | {"arrays": arrays}
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -158,21 +130,17 @@ def problem_of(call: Mapping[str, Any]) -> Problem:
     version, and what the call would raise.
     """
     try:
-        score = None if call["score"] is None else score_named(call["score"])
-        operator = operator_of(call["operator"], call["lengths"])
-        operator = operator if score is None else modified(operator, score)
+        request = request_from(call)
+        operator = request.operator
         views = [_view(call["arrays"].get(argument.name)) for argument in operator.arguments]
-        options = {name: _decoded(value) for name, value in call["options"].items()}
-        if score is not None:
-            options["score"] = score
-        in_order = [options.get(name) for name in operator.options]
-        scalars = call["scalars"]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, BadParam) and call.get("version") == VERSION:
+            raise
         raise BadParam(
             f"a recorded call of {call.get('operator')!r} is damaged, or of another version of flashgen "
             f"({type(error).__name__}: {error}); record it anew"
         ) from None
-    return operator.normalise(views, in_order, scalars)
+    return operator.normalise(views, request.options, request.scalars)
 
 
 def _view(array: Mapping[str, Any] | None) -> ArrayView | None:

@@ -3,44 +3,55 @@
 from __future__ import annotations
 
 import importlib
-import math
-import numbers
-import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashgen.call import blockmask
+from flashgen.call import blockmask, latent, packedmask
 from flashgen.call.blockmask import BlockMask
-from flashgen.call.dropout import refuse_cache
-from flashgen.call.fields import LENGTHS, PLAN_KEYWORDS, SHORTHANDS
+from flashgen.call.features import refuse_features
+from flashgen.call.fields import LENGTHS, OF_CODES, SHORTHANDS
 from flashgen.call.generate import function
-from flashgen.call.keywords import advice
-from flashgen.call.kvcache import FIELDS, KVCache
+from flashgen.call.kvcache import FIELDS, KVCache, kv_dtype_of
 from flashgen.call.mask import Mask
 from flashgen.call.record import AttentionCall, GradientCall
+from flashgen.call.scores import score_of
 from flashgen.errors import BadParam, NullPointer, arg
 from flashgen.operators.arguments import shown
+from flashgen.operators.combinations import Feature
 from flashgen.operators.dropout import NO_DROPOUT
-from flashgen.operators.lengths import refuse_bounds, refuse_mask
-from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key
+from flashgen.operators.lengths import refuse_bounds
+from flashgen.operators.maskoptions import mask_type_name
 from flashgen.operators.rules import PREFIX
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashgen.call.keptlists import KeptLists
     from flashgen.call.record import Call
     from flashgen.operators.operator import Operator
-    from flashgen.operators.scores import Score
 
-# The names of score modifications or their formulas, the type of each parameter of a formula, and the numbers
-# that tensors hold.
-ScoreKey = tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...]]
+
+WITHOUT_GRADIENTS = (
+    "attention of e4m3 codes has no gradients: rounding to a code has the derivative 0. Train with q, k and "
+    "v of 16 bits, and quantise them to compute results"
+)
+
+NO_GRADIENTS_OF_TREES = (
+    f"{arg('tree')} was given, and there are no gradients of calls with a tree: pass q, k and v that need "
+    "none, or sequences of one length with a mask array"
+)
+
+INDICES_WITHOUT_LATENT = (
+    f"{arg('indices')} was given without a latent cache, whose rows it names; pass {arg('k')} as "
+    "KVCache(latent, None, lengths, head_dim_v=...), or a mask array that hides the other keys"
+)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """``arrays`` has an array or None for each argument of the operator; ``workspace`` is memory of the
-    caller for what the kernels keep.
+    caller for what the kernels keep, and ``kept`` lists of blocks that a mask keeps.
     """
 
     operator: Operator
@@ -51,9 +62,14 @@ class Request:
     backend: str | None = None
     algorithm: str | None = None
     workspace: Any = None
+    kept: KeptLists | None = None
+
+    def another(self, operator: Operator, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Request:
+        """A request of another operator on the same backend."""
+        return Request(operator, arrays, options, backend=self.backend)
 
     def with_arrays(self, arrays: tuple[Any, ...], stream: Any) -> Request:
-        """The request with other arrays, on a stream."""
+        """The request with other arrays, on a stream; no lists of blocks are kept for these."""
         return Request(
             self.operator,
             arrays,
@@ -83,25 +99,27 @@ class _Packed(Request):
 
 
 def packing(
-    operator: Operator, record: type[Call]
-) -> Callable[[Any, Operator, Any, tuple[Any, ...]], Request]:
-    """``pack(call, operator, score, scalars)``: the request of a record. Its ``operator`` is this one, or has
-    a score modification, whose arrays are still to be added.
+    operator: Operator, record: type[Call], parameters: tuple[str, ...] = (), without: tuple[str, ...] = ()
+) -> Callable[..., Request]:
+    """``pack(call, operator, score, scalars, *parameters)``: the request of a record. Its ``operator`` is
+    this one, or has a score modification, whose arrays are still to be added. The arrays ``parameters`` do
+    not come from the record, and fields ``without`` are left out.
     """
-    names = {field.name for field in record.fields}
+    names = {field.name for field in record.fields} - {*without}
 
     def value(name: str) -> str:
-        return f"call.{name}" if name in names else "None"
+        return name if name in parameters else f"call.{name}" if name in names else "None"
 
     arrays = "".join(f"{value(name)}, " for name in operator.positions)
     options = "".join(f"{'score' if name == 'score' else value(name)}, " for name in operator.options)
     lines = (
-        "def pack(call, operator, score, scalars):",
+        f"def pack({', '.join(('call', 'operator', 'score', 'scalars', *parameters))}):",
         "    request = Packed()",
         "    request.operator, request.scalars = operator, scalars",
         f"    request.arrays = ({arrays})",
         f"    request.options = ({options})",
         *(f"    request.{name} = {value(name)}" for name in ("stream", "backend", "algorithm", "workspace")),
+        "    request.kept = None",
         "    return request",
         "",
     )
@@ -113,19 +131,20 @@ class _Operators:
     call first needs it: the first calls of a process need not wait for all modules.
     """
 
-    __slots__ = ("_lengths", "_module", "_record", "operator_for", "pack", "plain")
+    __slots__ = ("_lengths", "module", "operator_for", "pack", "plain", "record", "with_lengths")
 
-    def __init__(self, module: str, record: type[Call], lengths: bool) -> None:
-        self._module, self._record, self._lengths = module, record, lengths
+    def __init__(self, module: str, record: type[Call], lengths: bool = False) -> None:
+        self.module, self.record, self._lengths = module, record, lengths
+        self.with_lengths: Any = None
         self.plain: Any = None
         self.operator_for: Any = None
         self.pack: Any = None
 
     def load(self) -> None:
-        operator_for = importlib.import_module(f"flashgen.operators.{self._module}").operator_for
+        operator_for = importlib.import_module(f"flashgen.operators.{self.module}").operator_for
         self.operator_for = partial(operator_for, lengths=self._lengths)
         operator = operator_for(None, self._lengths)
-        self.pack = packing(operator, self._record)
+        self.pack = packing(operator, self.record)
         self.plain = operator
 
     def request(self, call: Call) -> Request:
@@ -133,7 +152,7 @@ class _Operators:
         if self.plain is None:
             self.load()
         if isinstance(call.mask, Mask):
-            return self._lined(call, call.mask)
+            return self.lined(call, call.mask)
         if not call.has_score():
             return self.pack(call, self.plain, None, (call.softmax_scale,))
         score, arrays, numbers = score_of(call)
@@ -141,33 +160,47 @@ class _Operators:
         request.arrays += arrays
         return request
 
-    def _lined(self, call: Call, mask: Mask) -> Request:
-        """What a call with a mask by a line requests. Raises BadParam."""
+    def lined(self, call: Call, mask: Mask, of_pack: bool = False) -> Request:
+        """What a call with a mask by a line requests; ``of_pack`` is whether it is of packed sequences, for
+        kernels. Raises BadParam, and of a pack as `packedmask.one_sequence`.
+        """
+        if self.plain is None:
+            self.load()
         if mask_type_name(call.mask_type) in ("none", "dense"):
             raise BadParam(
                 f"{arg('mask_type')} is {shown(call.mask_type)}, and {arg('mask')} is a Mask, which is true "
                 f"where a key is visible; leave {arg('mask_type')} out"
             )
         score, arrays, numbers = score_of(call) if call.has_score() else (None, (), ())
-        operator = self.operator_for(score, rule=mask.rule.rule)
-        request = self.pack(call.replace(mask=None), operator, score, (call.softmax_scale, *numbers))
-        request.arrays += (*arrays, *mask.arguments.values())
-        request.options += (mask.rule,)
+        one = packedmask.OneSequence(call.replace(mask=None), mask.rule, tuple(mask.arguments.values()))
+        if of_pack:
+            one = packedmask.one_sequence(call, mask, score)
+        operator = self.operator_for(score, rule=one.rule.rule)
+        request = self.pack(one.call, operator, score, (call.softmax_scale, *numbers))
+        request.arrays += (*arrays, *one.arrays)
+        request.options += (one.rule,)
+        request.kept = None if self._lengths else mask.kept  # with lengths kernels take no lists
         return request
 
 
-_ATTENTION = _Operators("attention", AttentionCall, lengths=False)
-_WITH_LENGTHS = _Operators("attention", AttentionCall, lengths=True)
-_BACKWARD = _Operators("backward", GradientCall, lengths=False)
-_BACKWARD_WITH_LENGTHS = _Operators("backward", GradientCall, lengths=True)
-_WEIGHTS = _Operators("weights", AttentionCall, lengths=False)
-_SCORE_GRADIENT = _Operators("score_gradient", GradientCall, lengths=False)
+_ATTENTION = _Operators("attention", AttentionCall)
+_BACKWARD = _Operators("backward", GradientCall)
+for _plain in (_ATTENTION, _BACKWARD):
+    _plain.with_lengths = _Operators(_plain.module, _plain.record, lengths=True)
+_LATENT = _Operators("latent", AttentionCall, lengths=True)
+_LATENT.with_lengths = _LATENT
+_SPARSE_LATENT = _Operators("sparse_latent", AttentionCall)
+_SPARSE_LATENT.with_lengths = _SPARSE_LATENT
+_WEIGHTS = _Operators("weights", AttentionCall)
+_SCORE_GRADIENT = _Operators("score_gradient", GradientCall)
+_FP8 = _Operators("fp8", AttentionCall)
+_FP8.with_lengths = _Operators("fp8", AttentionCall, lengths=True)
 
 
 def load_operators() -> None:
     """Load what the functions below use, before torch.compile traces them."""
-    plain = _ATTENTION, _WITH_LENGTHS, _BACKWARD, _BACKWARD_WITH_LENGTHS
-    for operators in (*plain, _WEIGHTS, _SCORE_GRADIENT):
+    plain, others = (_ATTENTION, _BACKWARD, _FP8), (_LATENT, _SPARSE_LATENT, _WEIGHTS, _SCORE_GRADIENT)
+    for operators in (*plain, *(x.with_lengths for x in plain), *others):
         if operators.plain is None:
             operators.load()
 
@@ -180,9 +213,51 @@ def request_of(call: Call) -> Request:
     is_plain = call.is_plain()
     if not is_plain and not call.is_normal():
         call = call.normalised()
+    if not is_plain and call.has_codes():
+        refuse_beside_codes(call)
+        return _requested(call, is_plain, _FP8)
+    operators = _ATTENTION
     if isinstance(call.k, KVCache):
         call = of_cache(call)
-    if isinstance(call.mask, BlockMask):
+        if call.head_dim_v is not None:
+            latent.check(call)
+            operators = _LATENT if call.indices is None else _SPARSE_LATENT
+    if call.indices is not None and operators is not _SPARSE_LATENT:
+        raise BadParam(INDICES_WITHOUT_LATENT)
+    return _requested(call, is_plain, operators)
+
+
+def gradients_of(call: Call) -> Request:
+    """What a call of ``attention_backward`` requests. Raises BadParam."""
+    if call.tree is not None:
+        raise BadParam(NO_GRADIENTS_OF_TREES)
+    is_plain = call.is_plain()
+    if not is_plain and call.has_codes():
+        raise BadParam(WITHOUT_GRADIENTS)
+    if not is_plain and not call.is_normal():
+        call = call.normalised()
+    if isinstance(call.k, KVCache):
+        raise BadParam(
+            f"{arg('k')} is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be"
+        )
+    return _requested(call, is_plain, _BACKWARD)
+
+
+def gradient_packing(lengths: bool, arrays: tuple[str, ...]) -> Callable[..., Request]:
+    """``pack(call, *arrays)``: what the gradients of a recorded call of ``attention`` without a score
+    modification request. ``call`` has its options, and is normal.
+    """
+    from flashgen.operators.backward import operator_for
+
+    operator = operator_for(None, lengths)
+    pack = packing(operator, AttentionCall, arrays, without=("stream", "algorithm"))
+    return lambda call, *values: pack(call, operator, None, (call.softmax_scale,), *values)
+
+
+def _requested(call: Call, is_plain: bool, operators: _Operators) -> Request:
+    """What a call without a KVCache requests. ``operators`` are of calls without lengths. Raises BadParam."""
+    mask = call.mask
+    if mask is not None and isinstance(mask, BlockMask):
         call = blockmask.with_arrays(call)
     if (
         call.kv_lengths is None
@@ -192,13 +267,30 @@ def request_of(call: Call) -> Request:
     ):
         if call.max_seqlen_q is not None or call.max_seqlen_kv is not None:
             refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
-        operators = _ATTENTION
+        if call.tree is not None:
+            raise BadParam(
+                f"{arg('tree')} was given without lengths; pass a KVCache, or {arg('kv_lengths')}, the keys "
+                "of each sequence with its drafts"
+            )
     else:
-        blockmask.refuse(call, "a call with lengths")
-        operators = _WITH_LENGTHS
-    if is_plain and operators.plain is not None and (call.mask is None or not isinstance(call.mask, Mask)):
+        if mask is not None or call.block_indptr is not None:
+            refuse_features(call)
+            if isinstance(mask, Mask) and packedmask.is_for_kernels(call):
+                return operators.lined(call, mask, of_pack=True)
+        operators = operators.with_lengths
+    if is_plain and operators.plain is not None and (mask is None or not isinstance(mask, Mask)):
         return operators.pack(call, operators.plain, None, (call.softmax_scale,))
     return operators.request(call)
+
+
+def refuse_beside_codes(call: Call) -> None:
+    """Raise BadParam for what no call with `OF_CODES` has."""
+    first = next(name for name in OF_CODES if getattr(call, name) is not None)
+    refuse_features(call, codes=Feature(first))
+    if isinstance(call.mask, Mask):
+        lengths = [name for name in LENGTHS if getattr(call, name) is not None]
+        if lengths:
+            refuse_features(call, codes_of_lengths=Feature(lengths[0]))
 
 
 def of_cache(call: Call) -> Call:
@@ -210,46 +302,20 @@ def of_cache(call: Call) -> Call:
         raise BadParam(f"{arg('v')} was given with a KVCache, which holds {arg('v')} as well; leave v out")
     for name in ("kv_lengths", "cu_seqlens_kv"):
         if getattr(call, name) is not None:
-            raise BadParam(f"{arg(name)} was given with a KVCache, which has lengths of its own")
+            raise BadParam(f"{arg(name)} was given with a KVCache, which has its own lengths")
     if call.kv_starts is not None:
         raise BadParam(f"{arg('kv_starts')} was given with a KVCache; pass KVCache(..., starts=...)")
-    refuse_cache(call)
+    if call.dropout_p != NO_DROPOUT or isinstance(call.mask, BlockMask):
+        refuse_features(call)
     if keys.lengths is None:
         raise NullPointer(f"{arg('lengths')} of the KVCache is None; expected an int32 array, (batch,)")
     other: Any = call.copy()  # `replace` would take longer
     other.k, other.v, other.kv_lengths, other.kv_starts = keys.k, keys.v, keys.lengths, keys.starts
     other.pages, other.index = keys.pages, keys.index
+    if keys.head_dim_v is not None:
+        other.head_dim_v = latent.width_of_values(keys)
+    other.k_scale, other.v_scale, other.kv_dtype = keys.k_scale, keys.v_scale, kv_dtype_of(keys)
     return other
-
-
-def gradients_of(call: Call) -> Request:
-    """What a call of ``attention_backward`` requests. Raises BadParam."""
-    is_plain = call.is_plain()
-    if not is_plain and not call.is_normal():
-        call = call.normalised()
-    if isinstance(call.k, KVCache):
-        raise BadParam(
-            f"{arg('k')} is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be"
-        )
-    if isinstance(call.mask, BlockMask):
-        call = blockmask.with_arrays(call)
-    if (
-        call.kv_lengths is None
-        and call.kv_starts is None
-        and call.cu_seqlens_q is None
-        and call.cu_seqlens_kv is None
-    ):
-        if call.max_seqlen_q is not None or call.max_seqlen_kv is not None:
-            refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
-        operators = _BACKWARD
-    else:
-        if not isinstance(call.mask, Mask):
-            refuse_mask(call.mask)
-        blockmask.refuse(call, "a call with lengths")
-        operators = _BACKWARD_WITH_LENGTHS
-    if is_plain and operators.plain is not None and (call.mask is None or not isinstance(call.mask, Mask)):
-        return operators.pack(call, operators.plain, None, (call.softmax_scale,))
-    return operators.request(call)
 
 
 def weights_of(call: Call, lse: Any) -> Request:
@@ -258,10 +324,9 @@ def weights_of(call: Call, lse: Any) -> Request:
     """
     if not call.is_normal():
         call = call.normalised()
-    blockmask.refuse(call, "return_weights")
+    check_weights(call)
     if call.max_seqlen_q is not None or call.max_seqlen_kv is not None:
         refuse_bounds(call.max_seqlen_q, call.max_seqlen_kv)
-    refuse_line(call)
     request = _WEIGHTS.request(call)
     place = request.operator.position("lse")
     request.arrays = *request.arrays[:place], lse, *request.arrays[place + 1 :]
@@ -269,13 +334,9 @@ def weights_of(call: Call, lse: Any) -> Request:
     return request
 
 
-def refuse_line(call: Call) -> None:
-    """Raise BadParam for the weights of a call with a mask by a line."""
-    if isinstance(call.mask, Mask):
-        raise BadParam(
-            f"{arg('mask')} is a Mask, of which there are no attention weights; pass a mask array, or leave "
-            "return_weights out"
-        )
+def check_weights(call: Call) -> None:
+    """That there are attention weights of a call. Raises BadParam."""
+    refuse_features(call, weights=Feature("return_weights", "is True"))
 
 
 def score_gradient_of(call: Call, name: str) -> Request:
@@ -284,8 +345,7 @@ def score_gradient_of(call: Call, name: str) -> Request:
     """
     if not call.is_normal():
         call = call.normalised()
-    refuse_lengths_beside(name, call)
-    _refuse_beside(name, call)
+    check_features(call, name)
     score, arrays, numbers = score_of(call)
     array = {of: shorthand.param for of, shorthand in SHORTHANDS}.get(name, name)
     there = [] if score is None else [param.name for param in score.arrays if not param.is_integer]
@@ -309,36 +369,15 @@ def check_gradient(call: Call, name: str) -> None:
     array = {of: shorthand.param for of, shorthand in SHORTHANDS}.get(name, name)
     score, _, _ = score_of(call)
     if any(param.name == array for param in score.arrays):
-        _refuse_beside(name, call)
+        check_features(call, name)
         indices_of(score.with_respect_to(array))
 
 
-def _refuse_beside(name: str, call: Call) -> None:
-    """Raise BadParam for the gradient of an array ``name`` of a score, if the call has a mask by a line,
-    lists of key blocks, or dropout.
+def check_features(call: Call, name: str) -> None:
+    """That an array ``name`` of the score modification of a call can have a gradient beside the other
+    features of the call. Raises BadParam.
     """
-    blockmask.refuse(call, "a gradient of an array of a score")
-    if call.dropout_p != NO_DROPOUT:
-        raise BadParam(
-            f"{arg('dropout_p')} is {shown(call.dropout_p)}, and {arg(name)} is to have a gradient, which "
-            f"flashgen does not compute beside dropout; leave {arg('dropout_p')} out, or detach {arg(name)}"
-        )
-    if isinstance(call.mask, Mask):
-        raise BadParam(
-            f"{arg('mask')} is a Mask, and {arg(name)} is to have a gradient, which flashgen does not "
-            f"compute beside one; pass a mask array, or detach {arg(name)}"
-        )
-
-
-def refuse_lengths_beside(name: str, call: Call) -> None:
-    """Raise BadParam for the gradient of an array ``name`` of a score, if the call has lengths."""
-    present = [other for other in LENGTHS if getattr(call, other) is not None]
-    if present or isinstance(call.k, KVCache):
-        what = f"{arg(present[0])} was given" if present else f"{arg('k')} is a KVCache"
-        raise BadParam(
-            f"{what}, and {arg(name)} is to have a gradient; there are gradients of arrays of a score for "
-            f"sequences of one length alone: call attention for each sequence, or detach {arg(name)}"
-        )
+    refuse_features(call, score_gradient=Feature(name, "is to have a gradient"))
 
 
 def names_of(call: Call) -> dict[str, str]:
@@ -356,181 +395,3 @@ def names_of(call: Call) -> dict[str, str]:
     if isinstance(call.mask, BlockMask) or call.block_indptr is not None:
         names |= blockmask.FIELDS
     return names
-
-
-def score_of(call: Call) -> tuple[Score | None, tuple[Any, ...], tuple[Any, ...]]:
-    """The score modification of a call, None where params are empty, its arrays and its numbers. Raises
-    BadParam.
-    """
-    names, values = named_score(call)
-    if not names:
-        return None, (), ()
-    score = _chain(os.environ.get("FLASHGEN_SPECS", ""), names, _types(names, values))
-    params = {param.name for param in score.params}
-    # A name that is wrong comes first: because of it another is missing.
-    for name in sorted(values.keys() - params, key=str):
-        has = f"it has {', '.join(sorted(params)) or 'none'}{advice(str(name), params)}"
-        raise BadParam(f"{arg('score')} {score.title} has no parameter {name}; {has}")
-    for name in sorted(params - values.keys()):
-        example = ", ".join(f"{param!r}: ..." for param in sorted(params))
-        raise BadParam(f"{arg('score')} {score.title} needs the parameter {name}; pass params={{{example}}}")
-    tensors = _tensors(score, values)
-    if tensors:
-        score = _with_tensors(score, tensors)
-        values |= {name: values[name].reshape(1) for name in tensors}
-    return (
-        score,
-        tuple([values[param.name] for param in score.arrays]),
-        tuple([values[param.name] for param in score.scalars]),
-    )
-
-
-def score_key(call: Call) -> ScoreKey | None:
-    """What tells the score modification of a call from all others, None without one. Raises BadParam."""
-    names, values = named_score(call)
-    if not names:
-        return None
-    types = _types(names, values)
-    return names, types, _tensors(score_of_key((names, types, ())), values)
-
-
-def _types(names: tuple[str, ...], values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The type of each parameter, where the modification depends on it."""
-    typed = not all(map(str.isidentifier, names))
-    for x in values.values():
-        # Arrays of 16-bit elements have kernels of their own.
-        typed = typed or getattr(getattr(x, "dtype", None), "itemsize", 0) == 2
-    return tuple((name, _type(values[name])) for name in sorted(values, key=str)) if typed else ()
-
-
-def _tensors(score: Score, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The numbers of a modification that arrays hold."""
-    tensors: tuple[str, ...] = ()
-    for param in score.scalars:
-        if _is_tensor(values.get(param.name)) and not param.is_integer:
-            tensors += (param.name,)
-    return tensors
-
-
-def score_of_key(key: ScoreKey) -> Score:
-    """The score modification with this key, of the folders of FLASHGEN_SPECS. Raises BadParam."""
-    names, types, tensors = key
-    score = _chain(os.environ.get("FLASHGEN_SPECS", ""), names, types)
-    return _with_tensors(score, tensors) if tensors else score
-
-
-def named_score(call: Call) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The names of the score modifications of a call, and their parameters. Raises BadParam."""
-    score, params = call.score, call.params
-    names = [score] if isinstance(score, str) else score
-    if names is not None and not (isinstance(names, (list, tuple)) and names):
-        raise BadParam(_no_score(score))
-    for name in names or ():
-        if not isinstance(name, str):
-            raise BadParam(_no_score(name))
-    if params is not None and not isinstance(params, Mapping):
-        raise BadParam(
-            f"{arg('params')} is {shown(params)}; it must map the names of parameters to numbers and arrays"
-        )
-    names = [name if name.isidentifier() else " ".join(name.split()) for name in names or ()]
-    values = dict(params or {})
-    if not names and values:
-        raise BadParam(f"{arg('params')} has {', '.join(map(str, values))}, but no score was given")
-    for name, shorthand in SHORTHANDS:
-        value = getattr(call, name)
-        if value is None:
-            continue
-        if score is not None:
-            raise BadParam(
-                f"{arg('score')} is {shown(score)} and softcap or alibi_slopes was given as well; name all "
-                "in score, such as ('softcap', 'mine'), and give their params"
-            )
-        if shorthand.positive:
-            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not is_number or not 0 < value < math.inf:
-                none = f"{arg(f'no {name}', 'None')} for {shorthand.without}"
-                raise BadParam(f"{arg(name)} is {shown(value)}; it must be a number above 0, or {none}")
-        is_causal = sees_no_later_key(call.causal, call.mask_type, call.window_size)
-        names.append(shorthand.causal if is_causal else shorthand.other)
-        values[shorthand.param] = value
-    return tuple(names), values
-
-
-def _no_score(x: Any) -> str:
-    return (
-        f"{arg('score')} is {shown(x)}; it must be the name of a score modification, a formula, or a list of "
-        "these"
-    )
-
-
-def _type(value: Any) -> str:
-    """The type in a formula of a parameter that has this value."""
-    if type(value) is float:
-        return "f32"
-    if isinstance(value, numbers.Number):
-        return "i32" if isinstance(value, numbers.Integral) else "f32"
-    return _type_of_elements(getattr(value, "dtype", None))
-
-
-@lru_cache(maxsize=64)
-def _type_of_elements(dtype: Any) -> str:
-    """The type in a formula of an array with elements of a library's dtype."""
-    from flashgen.operators.scores import HALF_TYPES
-
-    name = str(dtype).rpartition(".")[2]
-    return "i32" if name.endswith("int32") else HALF_TYPES.get(name, "f32")
-
-
-def _is_tensor(value: Any) -> bool:
-    """Whether a value is an array of one element, which takes the place of a number."""
-    if type(value) is float or getattr(value, "shape", None) not in ((), (1,)):
-        return False
-    return not isinstance(value, numbers.Number)
-
-
-@lru_cache(maxsize=64)
-def _with_tensors(score: Score, names: tuple[str, ...]) -> Score:
-    return score.with_tensors(names)
-
-
-@lru_cache(maxsize=256)
-def _chain(folders: str, names: tuple[str, ...], types: tuple[tuple[str, str], ...]) -> Score:
-    """The modifications of these names, one after another, as the value ``folders`` of FLASHGEN_SPECS has
-    them, or formulas. ``types`` has the types of the parameters of formulas.
-    """
-    from flashgen.families.formulas import modification
-    from flashgen.families.scores import load_scores
-    from flashgen.operators.scores import chained
-
-    scores = load_scores(keywords=PLAN_KEYWORDS).by_name
-    chain = []
-    for name in names:
-        score = modification(name, scores, dict(types), keywords=PLAN_KEYWORDS)
-        if score is None:
-            there = ", ".join(map(repr, sorted(scores)))
-            raise BadParam(f"{arg('score')} is {name!r}; there are {there}, and formulas that read `score`")
-        chain.append(score)
-    score = chained(chain).with_types(dict(types))
-    _sources[score] = names, types
-    return score
-
-
-# The names and types from which `_chain` made a score modification.
-_sources: dict[Score, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {}
-
-
-def names_of_score(score: Score) -> list[Any]:
-    """What `score_named` makes the score modification of a call from, as JSON holds it. Raises TypeError for
-    one that no name or formula made.
-    """
-    if score not in _sources:
-        raise TypeError(f"its score {score.title} has neither a name nor a formula")
-    names, types = _sources[score]
-    return [list(names), [list(pair) for pair in types]]
-
-
-def score_named(source: list[Any]) -> Score:
-    """A score modification of `names_of_score`. Raises BadParam."""
-    names, types = source
-    pairs = tuple((name, kind) for name, kind in types)
-    return _chain(os.environ.get("FLASHGEN_SPECS", ""), tuple(names), pairs)

@@ -12,7 +12,7 @@ from flashgen.call.keywords import unexpected
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from flashgen.call.fields import Field
+    from flashgen.call.field import Field
     from flashgen.call.record import Call
 
 

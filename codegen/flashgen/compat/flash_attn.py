@@ -10,28 +10,23 @@ caches and blocks, and dropout. Other errors are as in
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from flashgen.api.attention import attention
-from flashgen.call.kvcache import KVCache, Rotary
+from flashgen.call.kvcache import KVCache
 from flashgen.compat.flash_attn_arguments import (
-    cache_of,
+    OPTIONS,
     check_cache,
-    check_leftpad,
-    check_new,
     check_rank,
     contiguous,
-    leftpad_positions,
     options_of,
-    splits_of,
     unpacked,
 )
+from flashgen.compat.flash_attn_kvcache import flash_attn_with_kvcache
 from flashgen.compat.refusals import refuse_gradients, refuse_probabilities
 from flashgen.compat.widths import attention_of_any_width, readable_rows
 from flashgen.errors import BadTensorDtype, NullPointer, arg, naming
 from flashgen.operators.arguments import Expected
-from flashgen.operators.maskoptions import window_of
 
 __all__ = [
     "flash_attn_func",
@@ -43,28 +38,9 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-# What errors of ``attention`` call arguments, and advise, in the words of here.
-_OPTIONS = {"return_lse": "return_attn_probs", "cap": "softcap", "no softcap": "0", "sinks": "s_aux"}
-_SEQUENCES = _OPTIONS | {"cu_seqlens_kv": "cu_seqlens_k", "max_seqlen_kv": "max_seqlen_k"}
+_SEQUENCES = OPTIONS | {"cu_seqlens_kv": "cu_seqlens_k", "max_seqlen_kv": "max_seqlen_k"}
 # The lengths of a cache, made of cu_seqlens_k.
 _BLOCKS = _SEQUENCES | {"lengths": "diff(cu_seqlens_k)", "pages": "block_table"}
-_CACHES = _OPTIONS | {
-    "return_lse": "return_softmax_lse",
-    "lengths": "cache_seqlens",
-    "starts": "cache_leftpad",
-    "kv_starts": "cache_leftpad",
-    "pages": "block_table",
-    "index": "cache_batch_idx",
-    "k": "k_cache",
-    "v": "v_cache",
-    "k_new": "k",
-    "v_new": "v",
-    "cos": "rotary_cos",
-    "sin": "rotary_sin",
-    "interleaved": "rotary_interleaved",
-    "splits": "num_splits",
-    "one split": "1, or 0 to let flashgen choose",
-}
 _KV = {"k": "kv", "v": "kv"}
 _QKV = _KV | {"q": "qkv"}
 _QKV_SEQUENCES = _QKV | {
@@ -126,7 +102,7 @@ def flash_attn_func(
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options |= {"return_lse": return_attn_probs, "deterministic": deterministic}
     options |= {"sinks": s_aux, "dropout_p": dropout_p}
-    with naming(_OPTIONS):
+    with naming(OPTIONS):
         result = attention_of_any_width(q, k, v, **options)
     return (*result, None) if return_attn_probs else result
 
@@ -352,98 +328,6 @@ def flash_attn_varlen_kvpacked_func(
             deterministic,
             return_attn_probs,
         )
-
-
-def flash_attn_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    k: Any = None,
-    v: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    cache_seqlens: Any = None,
-    cache_batch_idx: Any = None,
-    cache_leftpad: Any = None,
-    block_table: Any = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Any = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    *,
-    s_aux: Any = None,
-) -> Any:
-    """Attention of q, (batch, seqlen_q, nheads, headdim), on the first ``cache_seqlens`` keys of k_cache and
-    v_cache, (batch_cache, seqlen_cache, nheads_k, headdim); if k and v are passed, they are written after the
-    cached keys first.
-
-    Caches are read and written in place, never copied, so their rows start at multiples of 16 bytes.
-    k, v: (batch, seqlen_new, nheads_k, headdim): written to positions cache_seqlens to
-        cache_seqlens + seqlen_new - 1 of their sequences. Attention includes them. On a GPU a token that has
-        no place there is left out; in host memory, or where cache_seqlens is an int, it is an error.
-    rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), of the dtype of q or fp32; only with k and v. They
-        rotate k from position cache_seqlens on; so they do q if causal or with a window, and else all of q to
-        position cache_seqlens. rotary_dim is a multiple of 16. q itself is not changed. The tables are not
-        copied either: their rows are contiguous and start at multiples of 16 bytes.
-    cache_seqlens: int32, (batch,), on the device of q: the keys in the cache, without the new keys of k; the
-        host does not read it. Or an int, for all sequences. None, without k: the whole cache.
-    cache_batch_idx: int32, (batch,): the entry of each sequence in the cache; by default its own number.
-        Two sequences must not write to one.
-    cache_leftpad: int32, (batch,), on the device of q: the first key of each sequence in its row of the
-        cache. cache_seqlens counts what is before it, positions of rotary_cos do not. It goes with
-        block_table, which flash-attn lacks.
-    block_table: int32, (batch, max_num_blocks_per_seq): the caches are (num_blocks, page_block_size,
-        nheads_k, headdim), and block block_table[b, j] has the keys of sequence b from j page_block_size. A
-        block has any size; entries after the last key are not read. Not with cache_batch_idx.
-    causal, window_size, softcap, alibi_slopes, softmax_scale, s_aux: as in ``flash_attn_func``, with the
-        keys of each sequence, the new keys of k included, for seqlen_k.
-    rotary_interleaved: whether elements 2i and 2i + 1 are a pair, instead of i and i + rotary_dim / 2.
-    num_splits: 0: flashgen chooses, by sizes that the host knows. n: into n splits, as by ``splits=n`` of
-        ``flashgen.attention``; above 1 for up to 64 rows of a kv head (seqlen_q times its query heads).
-
-    Returns out, (batch, seqlen_q, nheads, headdim), or, with return_softmax_lse, (out, softmax_lse) with the
-    LSE in fp32, (batch, nheads, seqlen_q).
-
-    Raises NotImplementedError for arrays that require a gradient; for another number of queries than new
-    tokens where both are rotated and causal, in a window, or with a cache_leftpad, and there for several that
-    are not causal; BadTensorShape
-    for a cache of another row; BadParam for an int beyond the cache, and splits that no kernel can make; and
-    what ``flashgen.append`` and ``flashgen.attention`` raise, of which nothing that the host can tell without
-    reading elements is raised after the cache was written to.
-    """
-    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    refuse_gradients(rotary_cos=rotary_cos, rotary_sin=rotary_sin, s_aux=s_aux, alibi_slopes=alibi_slopes)
-    check_rank("q", q, "batch, seqlen_q, nheads, headdim")
-    check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
-    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
-        "return_lse": return_softmax_lse,
-        "splits": splits_of(num_splits),
-        "sinks": s_aux,
-    }
-    q, seqlen_new = readable_rows(q), 0 if k is None else k.shape[1]
-    cache = cache_of(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
-    if rotary_cos is not None and window_of(options["window_size"]) != (-1, -1) and q.shape[1] != seqlen_new:
-        raise NotImplementedError(
-            f"q has seqlen_q {q.shape[1]} but k has {seqlen_new} new tokens; with "
-            f"rotary_cos, and causal or with a window, flashgen takes as many: pass q and "
-            f"k rotated, and no rotary_cos"
-        )
-    if cache_leftpad is not None and rotary_cos is not None:
-        check_leftpad(q, seqlen_new, options)
-    with naming(_CACHES):
-        if cache.lengths is None:
-            return attention(q, cache.k, cache.v, kv_starts=cache_leftpad, **options)
-        cache = replace(cache, starts=cache_leftpad)
-        if k is not None:
-            options["append"] = readable_rows(k), readable_rows(v)
-            if rotary_cos is not None:
-                positions = leftpad_positions(cache, seqlen_new)
-                options["rotary"] = Rotary(rotary_cos, rotary_sin, rotary_interleaved, positions)
-        return attention(q, cache, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,11 +10,15 @@ from flashgen.compat.libraries import counted, int32s, is_tensor, module_of, sha
 from flashgen.compat.widths import missing
 from flashgen.errors import BadParam, BadTensorShape, NullPointer, arg
 from flashgen.operators.arguments import flag, shown, shown_shape
+from flashgen.operators.dropout import NO_DROPOUT, probability_of
 from flashgen.operators.maskoptions import NO_WINDOW, window_of
-from flashgen.runtime.arrays import tensor_kind
+from flashgen.runtime.arrays import kind_of, tensor_kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+# What errors of ``attention`` call arguments, and advise, in the words of here.
+OPTIONS = {"return_lse": "return_attn_probs", "cap": "softcap", "no softcap": "0", "sinks": "s_aux"}
 
 
 def options_of(
@@ -22,7 +26,8 @@ def options_of(
 ) -> dict[str, Any]:
     """flash-attn's options as ``attention`` has them."""
     causal = flag("causal", causal)
-    uncapped = isinstance(softcap, numbers.Real) and softcap <= 0
+    # Most calls have a float here, and isinstance of an abstract class takes longer.
+    uncapped = (type(softcap) is float or isinstance(softcap, numbers.Real)) and softcap <= 0
     return {
         "softmax_scale": softmax_scale,
         "causal": causal,
@@ -32,8 +37,22 @@ def options_of(
     }
 
 
+def with_dropout(dropout_p: float, q: Any, rng_state: Any = None) -> dict[str, Any]:
+    """The options of dropout for a pass below autograd, of PyTorch tensors. ``rng_state`` has seed and offset
+    in the backward pass; None: the forward pass, which draws them from PyTorch's generator. Raises BadParam
+    for what is no probability.
+    """
+    if probability_of(dropout_p) == NO_DROPOUT:
+        return {}
+    if rng_state is None:
+        rng_state = kind_of(q).random_integers(2, q, None)
+    return {"dropout_p": dropout_p, "dropout_seed": rng_state}
+
+
 def _window(window_size: Any, causal: bool) -> Any:
     """flash-attn's window as ``attention`` has it, which says what is wrong with one that is no pair."""
+    if window_size is NO_WINDOW or (type(window_size) is tuple and window_size == NO_WINDOW):
+        return NO_WINDOW
     try:
         sides = tuple(window_size)
     except TypeError:

@@ -3,8 +3,9 @@
 >>> from flashgen.compat.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
 They are the functions of ``flashgen.compat.flash_attn`` where both libraries agree. NotImplementedError names
-what flashgen does not compute: qv, descales, attention_chunk, scheduler_metadata, dropout. ``sm_margin`` and
-``pack_gqa`` say how FlashAttention-3 computes, not what; here they are checked and have no effect.
+what flashgen does not compute: qv, descales but of ``flash_attn_func`` and of a cache, attention_chunk,
+scheduler_metadata, dropout. ``pack_gqa`` says how FlashAttention-3 computes, not what; here it is checked and
+has no effect.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from flashgen.compat.refusals import refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, readable_rows
 from flashgen.errors import BadParam, BadTensorShape, NullPointer, naming
 from flashgen.operators.arguments import Expected, shown
+from flashgen.operators.splits import AUTO
 
 __all__ = [
     "flash_attn_combine",
@@ -52,11 +54,11 @@ _NAMES = {
     "sinks": "s_aux",
 }
 
+_OF_CODES = {"q_scale": "q_descale", "k_scale": "k_descale", "v_scale": "v_descale"}
 
-def _refuse(sm_margin: int, pack_gqa: bool | None, attention_chunk: int = 0, **absent: Any) -> None:
+
+def _refuse(pack_gqa: bool | None, attention_chunk: int = 0, **absent: Any) -> None:
     """Raise BadParam for hints of another type, NotImplementedError for what flashgen does not compute."""
-    if type(sm_margin) is not int or sm_margin < 0:
-        raise BadParam(f"sm_margin is {shown(sm_margin)}; expected an integer of 0 or more")
     if pack_gqa not in (None, True, False):
         raise BadParam(f"pack_gqa is {shown(pack_gqa)}; expected True, False or None")
     if attention_chunk:
@@ -94,21 +96,29 @@ def flash_attn_func(
         of a row are never split.
     return_attn_probs: return (out, softmax_lse).
     s_aux: fp32 or bf16, (nheads,): sinks.
+    q_descale, k_descale, v_descale: fp32, (batch, nheads_k), of e4m3 q, k and v; the result is bfloat16.
     """
-    _refuse(
-        sm_margin,
-        pack_gqa,
-        attention_chunk,
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-    )
+    _refuse(pack_gqa, attention_chunk, qv=qv)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rank(name, x, "batch, seqlen, nheads, headdim")
-    options = _options(softmax_scale, causal, window_size, softcap, num_splits, s_aux, return_attn_probs)
-    with naming(_NAMES):
+    options = _options(
+        softmax_scale, causal, window_size, softcap, num_splits, s_aux, return_attn_probs, sm_margin
+    )
+    of_codes = _of_codes(q, q_descale, k_descale, v_descale)
+    with naming(_NAMES | _OF_CODES):
+        if of_codes is not None:
+            return attention(q, k, v, **(options | of_codes))
         return attention_of_any_width(q, k, v, deterministic=deterministic, **options)
+
+
+def _of_codes(q: Any, q_descale: Any, k_descale: Any, v_descale: Any) -> dict[str, Any] | None:
+    """What a call of e4m3 codes says beside the options of any call, None for 16 bits. No kernel of codes
+    splits keys.
+    """
+    scales = {"q_scale": q_descale, "k_scale": k_descale, "v_scale": v_descale}
+    if q.dtype != torch.float8_e4m3fn and all(x is None for x in scales.values()):
+        return None
+    return scales | {"dtype": "e4m3", "splits": AUTO}
 
 
 def _options(
@@ -119,9 +129,11 @@ def _options(
     num_splits: int,
     s_aux: Any,
     return_lse: bool,
+    sm_margin: int,
 ) -> dict[str, Any]:
     options = options_of(softmax_scale, causal, window_size, softcap, None)
-    return options | {"splits": splits_of(num_splits), "sinks": s_aux, "return_lse": return_lse}
+    options |= {"splits": splits_of(num_splits), "sinks": s_aux, "return_lse": return_lse}
+    return options | {"sm_margin": sm_margin}
 
 
 def flash_attn_qkvpacked_func(
@@ -206,17 +218,16 @@ def flash_attn_varlen_func(
         are read as pages of one key, which have no gradients.
     seqused_q: the same for queries. Masks align with the last one that counts, and rows after it are 0. q is
         copied, twice.
+    q_descale, k_descale, v_descale: as in `flash_attn_func`, without seqused_q, and without seqused_k of
+        packed keys.
     """
-    _refuse(
-        sm_margin,
-        pack_gqa,
-        attention_chunk,
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
+    _refuse(pack_gqa, attention_chunk, qv=qv)
+    of_codes = _of_codes(q, q_descale, k_descale, v_descale)
+    if of_codes is not None:
+        _refuse(None, seqused_q=seqused_q, seqused_k=None if cu_seqlens_k is None else seqused_k)
+    options = _options(
+        softmax_scale, causal, window_size, softcap, num_splits, s_aux, return_attn_probs, sm_margin
     )
-    options = _options(softmax_scale, causal, window_size, softcap, num_splits, s_aux, return_attn_probs)
     check_rank(
         "q", q, "batch, seqlen_q, nheads, headdim" if cu_seqlens_q is None else "total_q, nheads, headdim"
     )
@@ -235,7 +246,7 @@ def flash_attn_varlen_func(
         q = q.flatten(0, -3)[source].view(q.shape)
     if cu_seqlens_q is not None:
         options |= {"cu_seqlens_q": contiguous(cu_seqlens_q), "max_seqlen_q": Expected(max_seqlen_q)}
-    with naming(_NAMES):
+    with naming(_NAMES | _OF_CODES):
         if seqused_k is not None and cu_seqlens_k is not None:
             refuse_gradients(q=q, k=k, v=v)
             pages = pages_of_packed(cu_seqlens_k, max_seqlen_k)
@@ -255,7 +266,11 @@ def flash_attn_varlen_func(
             elif seqused_k is not None:
                 options |= {"kv_lengths": contiguous(seqused_k)}
             elif cu_seqlens_q is not None:  # padded keys, all of which count
-                options |= {"kv_lengths": q.new_full((len(k),), k.shape[1], dtype=torch.int32)}
+                options |= {
+                    "kv_lengths": torch.full((len(k),), k.shape[1], dtype=torch.int32, device=q.device)
+                }
+            if of_codes is not None:
+                return attention(q, k, v, **(options | of_codes))
             result = attention_of_any_width(q, k, v, deterministic=deterministic, **options)
     if source is None:
         return result
@@ -332,19 +347,17 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     s_aux: Any = None,
 ) -> Any:
-    """``flashgen.compat.flash_attn.flash_attn_with_kvcache``, whose block_table is the page_table here.
+    """``flashgen.compat.flash_attn.flash_attn_with_kvcache``, whose block_table is the page_table here. A
+    cache of float8_e4m3fn goes with q of fp16 or bf16, and k_descale and v_descale.
 
     Raises NotImplementedError also for cu_seqlens_q, cu_seqlens_k_new and rotary_seqlens: packed queries and
     new keys go to ``flashgen.attention(append=)``.
     """
     _refuse(
-        sm_margin,
         pack_gqa,
         attention_chunk,
         qv=qv,
         q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=cu_seqlens_k_new,
         rotary_seqlens=rotary_seqlens,
@@ -372,6 +385,9 @@ def flash_attn_with_kvcache(
             num_splits,
             return_softmax_lse,
             s_aux=s_aux,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            sm_margin=sm_margin,
         )
 
 

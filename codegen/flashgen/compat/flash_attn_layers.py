@@ -163,7 +163,7 @@ def apply_rotary_emb_kv_(
 
 
 class _FlashAttention(nn.Module):
-    """The options of both modules; attention_dropout must be 0 in training."""
+    """The options of both modules."""
 
     def __init__(
         self,

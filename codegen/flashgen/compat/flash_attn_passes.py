@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashgen.compat.flash_attn_arguments import contiguous, options_of
-from flashgen.compat.refusals import refuse_dropout
+from flashgen.compat.flash_attn_arguments import contiguous, options_of, with_dropout
 from flashgen.compat.widths import attention_of_any_width, gradients_of_any_width, readable_rows
 from flashgen.errors import naming
 from flashgen.operators.arguments import Expected
@@ -25,12 +24,12 @@ _NAMES = {
     "max_seqlen_kv": "max_seqlen_k",
     "cap": "softcap",
     "no softcap": "0",
+    "dropout_seed": "rng_state",
 }
 
 
-def _refuse(dropout_p: float, return_softmax: bool = False, **absent: Any) -> None:
-    """Raise NotImplementedError for dropout, the matrix of softmax, and arguments that are not None."""
-    refuse_dropout(dropout_p)
+def _refuse(return_softmax: bool, **absent: Any) -> None:
+    """Raise NotImplementedError for the matrix of softmax, and arguments that are not None."""
     if return_softmax:
         raise NotImplementedError(
             "return_softmax is True; pass False, and see flashgen.attention(return_weights=True)"
@@ -51,10 +50,13 @@ def _packed(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> dict[str, Any
     }
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, None, None]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, None, Tensor | None]:
     with torch.no_grad(), naming(_NAMES):
+        options |= with_dropout(dropout_p, q)
         out, lse = attention_of_any_width(q, k, v, return_lse=True, **options)
-    return out, lse, None, None
+    return out, lse, None, options.get("dropout_seed")
 
 
 def _flash_attn_forward(
@@ -69,14 +71,14 @@ def _flash_attn_forward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     return_softmax: bool = False,
-) -> tuple[Tensor, Tensor, None, None]:
-    """(out, softmax_lse, None, None): there is neither a mask of dropout nor its state. The LSE of a row
-    without keys is -inf. Arguments are as in ``flash_attn_func``. Raises NotImplementedError for dropout and
-    return_softmax.
+) -> tuple[Tensor, Tensor, None, Tensor | None]:
+    """(out, softmax_lse, None, rng_state): there is no mask of dropout, and a state of it, seed and offset,
+    where dropout_p is above 0. The LSE of a row without keys is -inf. Arguments are as in
+    ``flash_attn_func``. Raises NotImplementedError for return_softmax.
     """
-    _refuse(dropout_p, return_softmax)
+    _refuse(return_softmax)
     window = window_size_left, window_size_right
-    return _attend(q, k, v, options_of(softmax_scale, causal, window, softcap, alibi_slopes))
+    return _attend(q, k, v, dropout_p, options_of(softmax_scale, causal, window, softcap, alibi_slopes))
 
 
 def _flash_attn_varlen_forward(
@@ -99,15 +101,15 @@ def _flash_attn_varlen_forward(
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
-) -> tuple[Tensor, Tensor, None, None]:
+) -> tuple[Tensor, Tensor, None, Tensor | None]:
     """The same of packed sequences. Raises NotImplementedError also for block_table, leftpad_k and seqused_k.
     zero_tensors: clear the rows after the last sequence.
     """
-    _refuse(dropout_p, return_softmax, block_table=block_table, leftpad_k=leftpad_k, seqused_k=seqused_k)
+    _refuse(return_softmax, block_table=block_table, leftpad_k=leftpad_k, seqused_k=seqused_k)
     window = window_size_left, window_size_right
     options = options_of(softmax_scale, causal, window, softcap, alibi_slopes)
     options |= _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse, *others = _attend(q, k, v, options)
+    out, lse, *others = _attend(q, k, v, dropout_p, options)
     if zero_tensors:
         after = torch.arange(len(out), device=out.device) >= cu_seqlens_q[-1]
         out = out.masked_fill(after[:, None, None], 0)
@@ -115,10 +117,17 @@ def _flash_attn_varlen_forward(
 
 
 def _differentiate(
-    arrays: tuple[Tensor, ...], into: tuple[Tensor | None, ...], options: dict[str, Any]
+    arrays: tuple[Tensor, ...],
+    into: tuple[Tensor | None, ...],
+    dropout_p: float,
+    rng_state: Tensor | None,
+    options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     *tensors, lse = arrays
     with torch.no_grad(), naming(_NAMES):
+        options |= {"dropout_p": dropout_p}
+        if dropout_p:
+            options |= {"dropout_seed": rng_state}
         tensors = [readable_rows(x) for x in tensors]
         return gradients_of_any_width(*tensors, lse.contiguous(), into=into, **options)
 
@@ -143,14 +152,13 @@ def _flash_attn_backward(
     deterministic: bool = False,
     rng_state: Tensor | None = None,
 ) -> Tensor:
-    """Write dq, dk and dv, where they are not None. Returns softmax_d: the sum of dout times out of each row,
-    fp32, (batch, nheads, seqlen_q).
+    """Write dq, dk and dv, where they are not None; dropout needs the rng_state of the forward pass. Returns
+    softmax_d: the sum of dout times out of each row, fp32, (batch, nheads, seqlen_q).
     """
-    _refuse(dropout_p)
     window = window_size_left, window_size_right
     options = options_of(softmax_scale, causal, window, softcap, alibi_slopes)
     options |= {"deterministic": deterministic}
-    _differentiate((dout, q, k, v, out, softmax_lse), (dq, dk, dv), options)
+    _differentiate((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
     return _row_sums(dout, out)
 
 
@@ -182,12 +190,11 @@ def _flash_attn_varlen_backward(
     """The same of packed sequences; softmax_d is (nheads, total_q). Gradients of rows outside all sequences
     are 0, with zero_tensors and without.
     """
-    _refuse(dropout_p)
     window = window_size_left, window_size_right
     options = options_of(softmax_scale, causal, window, softcap, alibi_slopes)
     options |= _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options |= {"deterministic": deterministic}
-    _differentiate((dout, q, k, v, out, softmax_lse), (dq, dk, dv), options)
+    _differentiate((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
     return _row_sums(dout, out)
 
 

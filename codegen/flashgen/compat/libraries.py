@@ -48,7 +48,7 @@ def int32s(count: int, value: int, like: Any) -> Any:
     if xp.__name__ == "cupy":
         with like.device:
             return xp.full((count,), value, dtype=xp.int32)
-    return xp.full((count,), value, dtype=xp.int32, device=like.device)
+    return xp.full((count,), value, dtype=xp.int32, device=_device_of(like))
 
 
 def counted(count: int, like: Any) -> Any:
@@ -61,4 +61,9 @@ def counted(count: int, like: Any) -> Any:
     if xp.__name__ == "cupy":
         with like.device:
             return xp.arange(count, dtype=xp.int32)
-    return xp.arange(count, dtype=xp.int32, device=like.device)
+    return xp.arange(count, dtype=xp.int32, device=_device_of(like))
+
+
+def _device_of(x: Any) -> Any:
+    """The device of an array of NumPy or JAX; None inside ``jax.jit``, which places arrays itself."""
+    return getattr(x, "device", None)

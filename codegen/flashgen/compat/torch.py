@@ -1,7 +1,7 @@
-"""``torch.nn.functional.scaled_dot_product_attention``, under its signature; and flashgen in PyTorch's
-registry, where that function itself finds it.
+"""``torch.nn.functional.scaled_dot_product_attention`` and ``flex_attention``, under their signatures; and
+flashgen in PyTorch's registry, where the former itself finds it.
 
->>> from flashgen.compat.torch import scaled_dot_product_attention
+>>> from flashgen.compat.torch import flex_attention, scaled_dot_product_attention
 
 >>> flashgen.compat.torch.register()
 >>> torch.nn.attention.activate_flash_attention_impl("flashgen")
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashgen.compat.libraries import is_tensor, shape_of
+from flashgen.compat.torch_flex import flex_attention
 from flashgen.compat.widths import attention_of_any_width
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, FlashgenError, arg
 from flashgen.operators.arguments import flag
@@ -22,7 +23,7 @@ from flashgen.runtime.arrays import is_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["register", "scaled_dot_product_attention"]
+__all__ = ["flex_attention", "register", "scaled_dot_product_attention"]
 
 # What errors of ``attention`` call arguments, in the words of here.
 _NAMES = {

@@ -14,7 +14,7 @@ import torch
 
 from flashgen.api.attention import attention
 from flashgen.call.kvcache import KVCache
-from flashgen.compat.flash_attn_arguments import contiguous, pages_of_packed, splits_of
+from flashgen.compat.flash_attn_arguments import contiguous, pages_of_packed, splits_of, with_dropout
 from flashgen.compat.refusals import refuse_dropout
 from flashgen.compat.widths import (
     attention_of_any_width,
@@ -51,7 +51,12 @@ _NAMES = {
     "one split": "1, or None to let flashgen choose",
     "mask": "attn_mask",
     "bias": "attn_mask",
+    "dropout_seed": "rng_state",
 }
+
+
+# Where _flash_attention_forward has dropout_p, after query.
+_DROPOUT_P = 6
 
 
 class Handle:
@@ -97,9 +102,8 @@ def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def _refuse(dropout_p: float, return_debug_mask: bool = False, alibi_slopes: Tensor | None = None) -> None:
+def _refuse(return_debug_mask: bool, alibi_slopes: Tensor | None = None) -> None:
     """Raise NotImplementedError for options of the operators that flashgen does not serve."""
-    refuse_dropout(dropout_p)
     if return_debug_mask:
         raise NotImplementedError(
             "return_debug_mask is True; flashgen returns no mask of dropout: pass False"
@@ -155,16 +159,27 @@ def _attend_varlen(
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    rng_state: Tensor | None = None,
 ) -> Tensor:
-    """``_flash_attention_forward_no_dropout_inplace``: (batch, seqlen, heads, head_dim), or packed.
+    """``_flash_attention_forward_no_dropout_inplace``: (batch, seqlen, heads, head_dim), or packed. Dropout
+    needs the ``rng_state`` that `_flash_attention_forward` passes.
 
     Keys are packed (cum_seq_k), in pages (block_table and seqused_k), or padded (seqused_k alone). With
     cum_seq_k and seqused_k a sequence has the first seqused_k keys of its part: they are read as pages of
     one key.
     """
-    _refuse(dropout_p, return_debug_mask, alibi_slopes)
+    _refuse(return_debug_mask, alibi_slopes)
+    if rng_state is None:
+        refuse_dropout(dropout_p)
     window = window_size_left, window_size_right
     options = _options(scale, is_causal, window, cum_seq_q, max_q, max_k)
+    if rng_state is not None:
+        if seqused_k is not None:
+            raise NotImplementedError(
+                f"dropout_p is {dropout_p} and seqused_k was given; flashgen has no dropout with parts of "
+                "keys: leave one of the two out"
+            )
+        options |= {"dropout_p": dropout_p, "dropout_seed": rng_state}
     if cum_seq_q is not None:
         options["cu_seqlens_q"] = contiguous(cum_seq_q)
     if num_splits is not None:
@@ -191,16 +206,17 @@ def _attend_varlen(
     return lse
 
 
-def _auxiliary(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What stands for the state of dropout and its mask."""
-    state = torch.zeros(2, dtype=torch.uint64, device=x.device)
-    return state, torch.zeros((), dtype=torch.uint64, device=x.device), x.new_empty(0)
+def _auxiliary(x: Tensor, rng_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The state of dropout, seed and offset, which both have 64 bits; and what stands for its mask."""
+    state = torch.zeros(2, dtype=torch.int64, device=x.device) if rng_state is None else rng_state
+    return state.view(torch.uint64), torch.zeros((), dtype=torch.uint64, device=x.device), x.new_empty(0)
 
 
 def _flash_attention_forward(query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
     out = torch.empty_like(query)
-    lse = _attend_varlen(out, query, *args, **options)
-    return out, lse, *_auxiliary(query)
+    state = with_dropout(args[_DROPOUT_P], query).get("dropout_seed")
+    lse = _attend_varlen(out, query, *args, rng_state=state, **options)
+    return out, lse, *_auxiliary(query, state)
 
 
 def _flash_attention_backward(
@@ -223,9 +239,9 @@ def _flash_attention_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    _refuse(dropout_p)
     window = window_size_left, window_size_right
     options = _options(scale, is_causal, window, cum_seq_q, max_q, max_k)
+    options |= with_dropout(dropout_p, query, rng_state.view(torch.int64))
     for name, x in (("cu_seqlens_q", cum_seq_q), ("cu_seqlens_kv", cum_seq_k)):
         if x is not None:
             options[name] = contiguous(x)
@@ -245,12 +261,15 @@ def _scaled_dot_product_flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """(batch, heads, seqlen, head_dim), and the result in the layout of query."""
-    _refuse(dropout_p, return_debug_mask)
+    """(batch, heads, seqlen, head_dim), and the result in the layout of query. What the operator calls the
+    seed of Philox is seed and offset, as in PyTorch's own kernel.
+    """
+    _refuse(return_debug_mask)
     out = torch.empty_like(query)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    lse = _attend(out.transpose(1, 2), q, k, v, **_options(scale, is_causal))
-    state, offset, mask = _auxiliary(query)
+    dropout = with_dropout(dropout_p, query)
+    lse = _attend(out.transpose(1, 2), q, k, v, **_options(scale, is_causal), **dropout)
+    state, offset, mask = _auxiliary(query, dropout.get("dropout_seed"))
     return out, lse, None, None, query.shape[2], key.shape[2], state, offset, mask
 
 
@@ -272,11 +291,9 @@ def _scaled_dot_product_flash_attention_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    _refuse(dropout_p)
     gradients = [torch.empty_like(x) for x in (query, key, value)]
-    _differentiate(
-        gradients, grad_out, query, key, value, out, logsumexp.contiguous(), **_options(scale, is_causal)
-    )
+    options = _options(scale, is_causal) | with_dropout(dropout_p, query, philox_seed.view(torch.int64))
+    _differentiate(gradients, grad_out, query, key, value, out, logsumexp.contiguous(), **options)
     return tuple(gradients)
 
 
@@ -307,7 +324,7 @@ def _for_cpu(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _refuse(dropout_p)
+    refuse_dropout(dropout_p)  # there is no result for its state
     out = torch.empty_like(query)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     lse = _attend(out.transpose(1, 2), q, k, v, **_options_on_cpu(scale, is_causal, attn_mask))
@@ -327,7 +344,7 @@ def _for_cpu_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    _refuse(dropout_p)
+    refuse_dropout(dropout_p)  # there is no result for its state
     gradients = [x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (query, key, value)]
     gradients = [x.transpose(1, 2) for x in gradients]
     options = _options_on_cpu(scale, is_causal, attn_mask)

@@ -4,6 +4,7 @@ copied.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
@@ -12,7 +13,7 @@ from flashgen.compat.libraries import is_tensor, module_of
 from flashgen.errors import BadTensorShape, arg
 from flashgen.operators.arguments import ROW_ALIGNMENT
 from flashgen.operators.contract import MAX_HEAD_DIM
-from flashgen.runtime.arrays import kind_of
+from flashgen.runtime.arrays import kind_of, tensor_kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +27,8 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
     multiples of 16 bytes, is copied, too.
     The default softmax_scale follows from the head dim without the zeros. Raises what ``attention`` raises.
     """
+    if fit(q, k, v):
+        return attention(q, k, v, softmax_scale=softmax_scale, **options)
     inputs = (q, k, v)
     padded = [_fitted(x) for x in inputs]
     unchanged = all(x is y for x, y in zip(inputs, padded, strict=True))
@@ -80,6 +83,34 @@ def gradients_of_any_width(
             narrow = target.copy_(narrow)
         results.append(narrow)
     return tuple(results)
+
+
+def fit(*arrays: Any) -> bool:
+    """Whether all arrays are tensors that kernels can read as they are. It takes little time, and is False
+    also where more would have to be looked at, as inside torch.compile.
+    """
+    kind = tensor_kind(arrays[0])
+    if kind is None or kind.is_compiling():
+        return False
+    tensor = kind.torch.Tensor
+    try:
+        for x in arrays:
+            if type(x) is not tensor or x.data_ptr() % ROW_ALIGNMENT:
+                return False
+            if not _layout_fits(x.shape, x.stride(), x.element_size()):
+                return False
+    except RuntimeError:  # inside torch.func, or of a tensor without strides
+        return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def _layout_fits(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+    """Whether rows of whole multiples of ROW_ALIGNMENT have elements side by side, and begin at such."""
+    if not shape or strides[-1] != 1 or shape[-1] * size % ROW_ALIGNMENT:
+        return False
+    rows = zip(shape[:-1], strides[:-1], strict=True)
+    return all(extent < 2 or stride * size % ROW_ALIGNMENT == 0 for extent, stride in rows)
 
 
 def kernels_write(x: Any) -> bool:

@@ -16,7 +16,9 @@ from flashgen.operators.append_rows import (
     slots,
     total_lengths,
 )
-from flashgen.operators.numbers import bfloat16_bits, widened
+from flashgen.operators.kvcodes import TOKEN, check_elements, scales_of_sequences
+from flashgen.operators.numbers import bfloat16_bits, codes_of, widened
+from flashgen.operators.quantize_reference import scales_of_rows
 from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
@@ -43,12 +45,25 @@ def append(problem: AppendProblem, arrays: Named) -> None:
     Raises, before anything is written, BadTensorShape for a sequence that outgrows the cache or the tables,
     and BadParam for lengths, pages and boundaries that are none.
     """
+    check_elements(arrays)
     check_places(problem, arrays)
     new = new_tokens(problem, arrays)
     where = slots(problem, new, arrays)
     at = where.page[new.real], where.slot[new.real]
-    arrays["k_cache"][at] = _rotated(problem, "k_new", new, arrays)[new.real]
-    arrays["v_cache"][at] = _batched(problem, arrays["v_new"])[new.real]
+    rows = {"k": _rotated(problem, "k_new", new, arrays)}
+    if not problem.latent:
+        rows["v"] = _batched(problem, arrays["v_new"])
+    scales = {}
+    if problem.kv_scales == TOKEN:
+        for name, x in rows.items():
+            scales[f"{name}_scale"] = scale = scales_of_rows(widened(x, problem.dtype, np.float32))
+            arrays[f"{name}_scale_out"][at] = scale[new.real][..., 0]
+    elif problem.kv_dtype is not None:
+        of_sequences = scales_of_sequences(arrays, problem.sequences, problem.num_heads_kv)
+        scales = {name: x[new.sequence] for name, x in of_sequences.items()}
+    for name, x in rows.items():
+        of_cache = x if problem.kv_dtype is None else _codes(problem, x, scales.get(f"{name}_scale"))
+        arrays[f"{name}_cache"][at] = of_cache[new.real]
     if arrays["q"] is not None:
         of_q = queries(problem, arrays)
         _batched(problem, arrays["q_rotated"])[of_q.real] = _rotated(problem, "q", of_q, arrays)[of_q.real]
@@ -57,6 +72,13 @@ def append(problem: AppendProblem, arrays: Named) -> None:
 
 def _batched(problem: AppendProblem, x: np.ndarray) -> np.ndarray:
     return x if problem.batched else x[None]
+
+
+@np.errstate(all="ignore")
+def _codes(problem: AppendProblem, x: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+    """The codes of an array, by the scales of its tokens, (batch, tokens, num_heads_kv, 1)."""
+    numbers = widened(x, problem.dtype, np.float32)
+    return codes_of(numbers, np.float32(1) if scale is None else scale)
 
 
 @np.errstate(all="ignore")

@@ -17,11 +17,13 @@ from flashgen.cpu.keyspans import block_rows, key_spans
 from flashgen.cpu.threads import for_each
 from flashgen.operators.contract import DOUBLE
 from flashgen.operators.dropout import dropout_of
+from flashgen.operators.kvcodes import whole_scales
 from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.modification import modification_of
-from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.sequences import arrays_of, sequences
+from flashgen.operators.numbers import Decoded, bfloat16_bits, widened
+from flashgen.operators.sequences import arrays_of, check_scales, sequences
+from flashgen.operators.trees import check_order, hidden_by_tree
 from flashgen.operators.visibility import visibility_of
 from flashgen.runtime.hostarrays import check_writable, host_array
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.cpu.keyspans import KeySpans
-    from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.attention_problem import AttentionProblem
     from flashgen.operators.dropout import Dropout
     from flashgen.operators.modification import ScoreOfCall
     from flashgen.operators.visibility import Visibility
@@ -50,7 +52,11 @@ def run(problem: AttentionProblem, arrays: Arrays, stream: int) -> None:
         attention(problem, named, score, rule=rule)
         return
     lengths = {name: named.pop(name) for name in LENGTH_ARRAYS}
-    for sequence in sequences(problem, lengths):
+    of_call = sequences(problem, lengths)
+    check_scales(problem, of_call, named)
+    if named.get("tree") is not None:
+        check_order(named["tree"], of_call)
+    for sequence in of_call:
         part = problem.of_sequence(sequence.q_length, sequence.kv_length)
         attention(
             part,
@@ -70,6 +76,8 @@ def named_on_host(
         argument.name: None if x is None else bits(host_array(x))
         for argument, x in zip(arguments, arrays, strict=True)
     }
+    if problem.kv_dtype is not None:
+        named |= whole_scales(problem.sizes, named)
     return named, modification_of(problem, named, single=problem.dtype != DOUBLE)
 
 
@@ -106,7 +114,11 @@ def attention(
     )
     dropout = dropout_of(problem, arrays)
     q4, k4, v4, out4 = (bits(x) if problem.batched else bits(x)[None] for x in whole)
+    if problem.kv_dtype is not None:
+        k4, v4 = (Decoded(x, arrays.get(f"{name}_scale"), np.float32) for name, x in (("k", k4), ("v", v4)))
     lse3 = lse if problem.batched else lse[None]
+    if arrays.get("tree") is not None:
+        mask = hidden_by_tree(arrays["tree"], problem.seqlen_kv)
     if mask is not None:
         full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
         mask = np.broadcast_to(mask, full)
@@ -131,8 +143,8 @@ def attention(
 def _attend(
     problem: AttentionProblem,
     q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    k: np.ndarray | Decoded,
+    v: np.ndarray | Decoded,
     mask: np.ndarray | None,
     out: np.ndarray,
     lse: np.ndarray,
@@ -233,7 +245,10 @@ class LineOfRows:
         """
         rule, batch = self._rule, self._batch
         truths = [
-            rule.at(batch, head).truth(of_rows, rule.spans(batch, head, "kv", [keys]))
+            rule.at(batch, head).truth(
+                *(of_rows, rule.spans(batch, head, "kv", [keys])),
+                rule.spans_of_scores(batch, head, [self._rows], [keys]),
+            )
             for head, of_rows in zip(self._heads, self._spans, strict=True)
         ]
         if not any(bool(truth.can_be_true) for truth in truths):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.attention_problem import AttentionProblem
 
 # Of a batch entry, a kv head and a first row: the spans [first, last) of [begin, end), in order.
 KeySpans = Callable[[int, int, int, int, int], Iterator[tuple[int, int]]]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from flashgen.call.dropout import seeded
 from flashgen.call.keywords import unexpected
+from flashgen.call.record import AttentionCall, call_of
 from flashgen.distributed import operators
 from flashgen.distributed.groups import Names, names_of, resolved
 from flashgen.distributed.model import H200, bounds_of, check_method, partition
 from flashgen.errors import BadParam, arg
-from flashgen.operators.arguments import flag, shown
+from flashgen.operators.arguments import flag, margin_of, shown
 from flashgen.operators.contract import scale_of
+from flashgen.operators.dropout import NO_DROPOUT, probability_of
 from flashgen.operators.maskoptions import window_of
 
 if TYPE_CHECKING:
@@ -40,11 +45,14 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = NO_DROPOUT,
+    dropout_seed: Tensor | tuple[int, int] | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     seqlen: int | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     kv_heads_per_step: int | None = None,
+    sm_margin: int = 0,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flashgen.attention`` of a sequence, or of packed documents, whose tokens are cut over ranks. Takes
@@ -63,13 +71,17 @@ def attention(
     causal, window_size, softmax_scale, softcap, alibi_slopes, sinks: as in ``flashgen.attention``. The
         gradient of sinks is what the rows of this rank add to it: like the gradient of a weight, it is to be
         summed over ranks.
+    dropout_p, dropout_seed: as in ``flashgen.attention``, with the random numbers of one GPU; all ranks pass
+        the same seed. None: what the first rank draws. By the method "ulysses" alone, without cu_seqlens.
     cu_seqlens: the bounds of all documents, over all ranks, from 0 to the number of tokens; integers, or an
         int32 tensor, best in host memory: each call reads it there. Documents may be cut anywhere.
     seqlen: the number of tokens of all ranks, where these do not have equally many and there is no
         cu_seqlens.
     return_lse: also return the log-sum-exp, fp32: (batch, heads, tokens), or (heads, tokens).
     deterministic: the same bits of gradients each time: ranks are summed in their order.
-    kv_heads_per_step: how many kv heads one step gathers. None: enough to fill a GPU.
+    kv_heads_per_step: how many kv heads one step gathers. None: as many as the model of `partition` expects
+        to be fastest, and at most 2 GiB of K and V.
+    sm_margin: as in ``flashgen.attention``: how many multiprocessors the forward kernels leave to NCCL.
 
     Raises what ``flashgen.attention`` raises. Under ``FLASHGEN_CHECK=1`` ranks compare their calls first, and
     an error of one rank, or a difference between two, is an error on every rank. Without it they may wait for
@@ -87,9 +99,12 @@ def attention(
     causal = flag("causal", causal)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise BadParam(f"{arg('alibi_slopes')} requires a gradient; pass alibi_slopes.detach()")
+    dropout_p = probability_of(dropout_p)
+    if dropout_p == NO_DROPOUT and dropout_seed is not None:
+        raise BadParam(f"{arg('dropout_seed')} was given without {arg('dropout_p')}; leave it out")
     if names.outer == names.inner:
         if method == "auto":
-            gathers = alibi_slopes is None or causal or right == 0
+            gathers = (alibi_slopes is None or causal or right == 0) and dropout_p == NO_DROPOUT
             method = _method(q, k, v, names, documents, seqlen, layout, (left, right), causal, gathers)
         names = Names(names.outer, "") if method == "gather" else Names("", names.inner)
     elif method != "auto":
@@ -97,6 +112,8 @@ def attention(
             f"{arg('method')} is {method!r}, but {arg('mesh')} has two dimensions, which gather and exchange "
             "heads; leave method out, or pass a mesh of one dimension"
         )
+    if dropout_p != NO_DROPOUT:
+        dropout_seed = _seed(q, k, v, dropout_p, dropout_seed, names)
     out, lse, *_ = operators.forward(
         q,
         k,
@@ -104,6 +121,7 @@ def attention(
         sinks,
         alibi_slopes,
         documents,
+        dropout_seed,
         names.outer,
         names.inner,
         layout,
@@ -115,6 +133,8 @@ def attention(
         None if seqlen is None else whole("seqlen", seqlen),
         flag("deterministic", deterministic),
         None if kv_heads_per_step is None else whole("kv_heads_per_step", kv_heads_per_step),
+        dropout_p,
+        margin_of("sm_margin", sm_margin),
     )
     return (out, lse) if flag("return_lse", return_lse) else out
 
@@ -133,13 +153,35 @@ def whole(name: str, value: Any) -> int:
     return value
 
 
+def _seed(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, dropout_seed: Any, names: Names) -> Tensor:
+    """Seed and offset of dropout on the device. Where the call has none, the first rank draws them, and sends
+    them to all. Raises BadParam.
+    """
+    if dropout_seed is None and torch.compiler.is_compiling():
+        raise BadParam(
+            f"{arg('dropout_seed')} is None under torch.compile, which does not see how ranks agree on one; "
+            "pass it"
+        )
+    seed = seeded(call_of(AttentionCall, q=q, k=k, v=v, dropout_p=dropout_p, dropout_seed=dropout_seed))
+    if dropout_seed is None:
+        for name in filter(None, names):
+            dist.broadcast(seed.dropout_seed, group_src=0, group=resolved(name))
+    return seed.dropout_seed
+
+
 def _documents(cu_seqlens: Any) -> Tensor | None:
     """The bounds of documents as a tensor in host memory."""
     if cu_seqlens is None:
         return None
     if isinstance(cu_seqlens, torch.Tensor):
         return cu_seqlens.cpu()
-    return torch.tensor(bounds_of(cu_seqlens))
+    bounds = bounds_of(cu_seqlens)
+    return torch.tensor(bounds) if torch.compiler.is_compiling() else _tensor_of(bounds)
+
+
+@lru_cache(maxsize=16)
+def _tensor_of(bounds: tuple[int, ...]) -> Tensor:
+    return torch.tensor(bounds)
 
 
 def _method(

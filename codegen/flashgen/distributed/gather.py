@@ -114,6 +114,33 @@ def cu_seqlens_of(launch: Launch, device: torch.device) -> tuple[Tensor, Tensor]
     return of_q.clone(), of_kv.clone()  # each in memory of its own, as arrays of lengths are
 
 
+class SegmentTable(NamedTuple):
+    """The segments of a launch as arrays of a cache of one row, whose keys are in the order of tokens. Ranges
+    of keys may overlap.
+    """
+
+    cu_seqlens_q: Tensor
+    starts: Tensor
+    lengths: Tensor
+    index: Tensor
+
+
+@lru_cache(maxsize=64)
+def table_of(launch: Launch, device: torch.device) -> SegmentTable:
+    """The table of a launch."""
+    first = launch.rows.start
+    rows = [0, *(x.q_end - first for x in launch.segments)]
+    starts, lengths = ([x[i] for x in launch.segments] for i in (2, 3))
+    arrays = rows, starts, lengths, [0] * len(starts)
+    return SegmentTable(*(torch.tensor(x, dtype=torch.int32, device=device) for x in arrays))
+
+
+@lru_cache(maxsize=64)
+def kv_lengths_of(batch: int, keys: int, device: torch.device) -> Tensor:
+    """kv_lengths of segments that all have this number of keys."""
+    return torch.full((batch,), keys, dtype=torch.int32, device=device)
+
+
 @lru_cache(maxsize=4)
 def row_tokens(units: Units, device: torch.device) -> Tensor:
     """The token of each row in a gathered buffer; 0 for rows that only pad."""
@@ -189,21 +216,24 @@ class KeyGradients:
             (rows, self._k.shape[0], heads, self._k.shape[-1] + self._v.shape[-1]), dtype=torch.float32
         )
 
-    def add(self, total: Tensor, dk: Tensor, dv: Tensor, launch: Launch) -> None:
-        """Add the gradients of a launch, (batch, keys, heads, head_dim), to their rows. Rows of one layer are
-        distinct, so the order of additions is fixed.
+    def of_launch(self, k: Tensor, v: Tensor, fp32: bool) -> Tensor:
+        """Memory for the gradients of a launch with these keys: of k and v beside each other, in fp32 or in
+        their dtype.
         """
-        width = self._k.shape[-1]
+        shape = (*k.shape[:-1], k.shape[-1] + v.shape[-1])
+        return k.new_empty(shape, dtype=torch.float32 if fp32 else k.dtype)
+
+    def add(self, total: Tensor, of_keys: Tensor, launch: Launch) -> None:
+        """Add the gradients of a launch, as of `of_launch`, to their rows. Rows of one layer are distinct, so
+        the order of additions is fixed.
+        """
         if not self._packed:
             segment = launch.segments[0]
-            keys = total[segment.k_begin : segment.k_end]
-            keys[..., :width] += dk.transpose(0, 1)
-            keys[..., width:] += dv.transpose(0, 1)
+            total[segment.k_begin : segment.k_end] += of_keys.transpose(0, 1)
             return
         for some, rows in key_rows(launch, self._units, total.device).layers:
             picked = total.index_select(0, rows)
-            picked[..., :width] += dk.transpose(0, 1)[some]
-            picked[..., width:] += dv.transpose(0, 1)[some]
+            picked += of_keys[some][:, None]
             total.index_copy_(0, rows, picked)
 
     def send(self, step: Step, total: Tensor) -> None:

@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     from flashgen.call.request import Request
     from flashgen.families.arch import Device
     from flashgen.families.variant import Variant
-    from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.attention_problem import AttentionProblem
     from flashgen.runtime.plans import Runner
     from flashgen.schedule.plan import Steps
 
 MAX_PLANS = 1024
+# The keys of a tile that decide in what order a row of the forward pass is computed.
+_KEYS_OF_ROWS = ("block_m", "block_n", "warps", "loop")
 
-_plans: dict[Any, Plan] = {}
+_plans: dict[Any, Plan | None] = {}
 _lock = forks.guard()
 
 
@@ -54,9 +56,10 @@ class Whole(NamedTuple):
     window: tuple[int, int]
 
 
-def attend(call: Call, whole: Whole, shift: int) -> tuple[Any, Any]:
-    """out and lse of a launch; ``call`` has its arrays, and ``shift`` is of its segments. Raises what
-    ``attention`` raises.
+def attend(call: Call, whole: Whole, shift: int, like: Call | None = None) -> tuple[Any, Any] | None:
+    """out and lse of a launch; ``call`` has its arrays, and ``shift`` is of its segments. Of a table of
+    segments ``like`` is a call with the arrays that the whole call has; the result is None if no kernel of
+    tables has the tile of the whole call's kernel. Raises what ``attention`` raises.
     """
     request = request_of(call)
     kind = kind_of(call.q)
@@ -64,13 +67,15 @@ def attend(call: Call, whole: Whole, shift: int) -> tuple[Any, Any]:
     backend = os.environ.get("FLASHGEN_BACKEND")
     key = request.operator.name, request.options, whole, shift, layouts, backend
     plan = _plans.get(key)
-    if plan is None:
+    if key not in _plans:
         with naming(names_of(call)):
-            plan = _planned(request, whole, shift)
+            plan = _planned(request, whole, shift, like)
         with _lock:
             while len(_plans) >= MAX_PLANS:
                 del _plans[next(iter(_plans))]
             _plans[key] = plan
+    if plan is None:
+        return None
     try:
         return plan.run(request.arrays, pointers, request.scalars, None)
     except FlashgenError as error:
@@ -78,13 +83,17 @@ def attend(call: Call, whole: Whole, shift: int) -> tuple[Any, Any]:
         raise
 
 
-def _planned(request: Request, whole: Whole, shift: int) -> Plan:
+def _planned(request: Request, whole: Whole, shift: int, like: Call | None) -> Plan | None:
     """The plan of a launch, with the kernel of the whole call."""
     arrays, views = viewed(request.operator, request.by_name())
     part = problem_of(request, views)
+    if like is not None:
+        request = request_of(like)
+        _, views = viewed(request.operator, request.by_name())
     one = problem_of(request, whole_views(views, whole), whole)
     problem = masked_like(part, one, shift)
-    return Plan(problem, runner_like(problem, one), arrays)
+    runner = runner_like(problem, one)
+    return None if runner is None else Plan(problem, runner, arrays)
 
 
 def problem_of(request: Request, views: dict[str, Any], whole: Whole | None = None) -> AttentionProblem:
@@ -139,8 +148,10 @@ def masked_like(part: AttentionProblem, one: AttentionProblem, shift: int) -> At
     )
 
 
-def runner_like(problem: AttentionProblem, one: AttentionProblem) -> Runner:
-    """What computes a launch on the backend of its arrays, with the kernel of the whole call ``one``."""
+def runner_like(problem: AttentionProblem, one: AttentionProblem) -> Runner | None:
+    """What computes a launch on the backend of its arrays, with the kernel of the whole call ``one``; None if
+    the launch is of a table, of which no kernel has the same tile.
+    """
     backend = backend_for(problem.device)
     if backend == "cpu":
         return runner_for(problem, backend, None)
@@ -150,12 +161,37 @@ def runner_like(problem: AttentionProblem, one: AttentionProblem) -> Runner:
         from flashgen.simulator.library import supports
 
         pretended = hardware.pretend()
-        variants = (x for x in mains_of(one, pretended) if supports(x))
-        return Simulated(next(steps_like(problem, variants, pretended)))
+        variants = (x for x in kernels_of(problem, one, pretended) if supports(x))
+        steps = next(steps_like(problem, variants, pretended.without(problem.sm_margin)), None)
+        return steps and Simulated(steps)
     from flashgen.runtime.device import device
 
     here = device(problem.device)
-    return prepare(steps_like(problem, mains_of(one, here), here), here)
+    kernels = tuple(kernels_of(problem, one, here))
+    seen = here.without(problem.sm_margin)
+    return prepare(steps_like(problem, iter(kernels), seen), here) if kernels else None
+
+
+def kernels_of(problem: AttentionProblem, one: AttentionProblem, device: Device) -> Iterator[Variant]:
+    """The kernels for a launch of the whole call ``one``, the best first. Of a table of segments they have
+    the tile and the axes of the first kernel of the whole call, and so its bits: in all families a row goes
+    through the same KV blocks.
+    """
+    from flashgen.schedule.dispatch import offers
+
+    mains = mains_of(one, device)
+    if not problem.has("kv_starts"):
+        return mains
+    main = next(mains)
+    specs = specs_for(device, problem.operator.name, problem.lengths_on_device)
+    return (x for x in offers(problem, device, specs) if _same_rows(x, main))
+
+
+def _same_rows(x: Variant, y: Variant) -> bool:
+    """Whether two kernels compute a row in the same way, wherever their keys are."""
+    axes = [z.axis_values | {"kv_starts": "none"} for z in (x, y)]
+    tiles = [(z.target, *(dict(z.tile).get(key) for key in _KEYS_OF_ROWS)) for z in (x, y)]
+    return axes[0] == axes[1] and tiles[0] == tiles[1]
 
 
 def mains_of(one: AttentionProblem, device: Device) -> Iterator[Variant]:

@@ -28,8 +28,12 @@ METHODS = ("auto", "gather", "ulysses")
 _BACKWARD_WORK = 2.5
 # How much faster than gather another method has to be to be chosen: gather gives the bits of one GPU.
 _WORTH = 1.05
-# The least number of tiles of a step: seven waves of an H200.
-_TILES_OF_STEP = 7 * 132
+_MULTIPROCESSORS = 132
+# What a step costs, of both passes together: the gathers and the reduction of its heads, in gathers, and its
+# last tiles, in times of a tile of the forward pass: eight steps took 29 ms longer than one on two H200.
+_EXPOSED, _TAIL = 4.0, 2.5
+# The most bytes of K and V that one step gathers.
+_MOST_BYTES = 2 << 30
 
 
 class Rates(NamedTuple):
@@ -161,57 +165,55 @@ def partition(
     rates: of the GPU and its links; `H200` by default.
     The other arguments are as in ``attention``. Raises BadParam.
     """
-    cu = bounds_of(cu_seqlens)
-    # Of lists and tensors the cache has no use.
-    return _partition(
-        tuple(cu),
-        int(world),
-        (int(heads[0]), int(heads[1])),
-        (head_dim, head_dim if head_dim_v is None else head_dim_v),
-        batch,
-        dtype_bytes,
-        layout,
-        method,
-        inner,
-        causal,
-        tuple(window_size),
-        kv_heads_per_step,
-        rates,
+    # Numbers and tuples: the cache has no use for lists and tensors.
+    work = _Work(
+        cu=bounds_of(cu_seqlens),
+        world=int(world),
+        heads=(int(heads[0]), int(heads[1])),
+        head_dims=(head_dim, head_dim if head_dim_v is None else head_dim_v),
+        batch=batch,
+        dtype_bytes=dtype_bytes,
+        layout=layout,
+        causal=causal,
+        window_size=tuple(window_size),
+        kv_heads_per_step=kv_heads_per_step,
     )
+    return _partition(work, method, inner, rates)
+
+
+class _Work(NamedTuple):
+    """The work of all ranks of a call together."""
+
+    cu: tuple[int, ...]
+    world: int
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    batch: int
+    dtype_bytes: int
+    layout: str
+    causal: bool
+    window_size: tuple[int, int]
+    kv_heads_per_step: int | None
 
 
 @lru_cache(maxsize=128)
-def _partition(
-    cu: tuple[int, ...],
-    world: int,
-    heads: tuple[int, int],
-    head_dims: tuple[int, int],
-    batch: int,
-    dtype_bytes: int,
-    layout: str,
-    method: str,
-    inner: int | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    kv_heads_per_step: int | None,
-    rates: Rates,
-) -> Partition:
+def _partition(work: _Work, method: str, inner: int | None, rates: Rates) -> Partition:
     check_method(method)
+    world = work.world
     if world < 1:
         raise BadParam(f"{arg('world')} is {world}; expected the number of ranks, 1 or more")
-    rest = (cu, world, heads, head_dims, batch, dtype_bytes, layout, causal, window_size, kv_heads_per_step)
     if inner is not None:
         if inner < 1 or world % inner:
             raise BadParam(f"{arg('inner')} is {inner}; it must divide the {world} ranks of {arg('world')}")
         name = "gather" if inner == 1 else "ulysses" if inner == world else "gather x ulysses"
-        return _modelled(name, world // inner, inner, *rest, rates)
+        return _modelled(name, world // inner, inner, work, rates)
     if method != "auto":
         shape = (world, 1) if method == "gather" else (1, world)
-        return _modelled(method, *shape, *rest, rates)
-    gather = _modelled("gather", world, 1, *rest, rates)
-    if world == 1 or heads[0] % world:
+        return _modelled(method, *shape, work, rates)
+    gather = _modelled("gather", world, 1, work, rates)
+    if world == 1 or work.heads[0] % world:
         return gather
-    ulysses = _modelled("ulysses", 1, world, *rest, rates)
+    ulysses = _modelled("ulysses", 1, world, work, rates)
     return ulysses if _WORTH * _both(ulysses) < _both(gather) else gather
 
 
@@ -219,23 +221,9 @@ def _both(part: Partition) -> float:
     return part.forward.total + part.backward.total
 
 
-def _modelled(
-    method: str,
-    outer: int,
-    inner: int,
-    cu: tuple[int, ...],
-    world: int,
-    heads: tuple[int, int],
-    head_dims: tuple[int, int],
-    batch: int,
-    dtype_bytes: int,
-    layout: str,
-    causal: bool,
-    window_size: tuple[int, int],
-    kv_heads_per_step: int | None,
-    rates: Rates,
-) -> Partition:
+def _modelled(method: str, outer: int, inner: int, work: _Work, rates: Rates) -> Partition:
     """The partition of one method: ``outer`` units of ``inner`` ranks."""
+    cu, world, heads, head_dims, batch, dtype_bytes, layout, causal, window_size, kv_heads_per_step = work
     split = head_shares(*heads, inner)
     visible = visibility(causal, window_size)
     shards = runs_of(layout, cu, world)
@@ -243,7 +231,9 @@ def _modelled(
     total, packed = cu[-1], len(cu) > 2
     units = [joined(x for runs in shards[i * inner : (i + 1) * inner] for x in runs) for i in range(outer)]
     unit_tokens = [tokens_of(unit) for unit in units]
-    per_step = kv_heads_per_step or heads_per_step(max(unit_tokens), split, batch)
+    per_step = kv_heads_per_step or heads_per_step(
+        cu, max(unit_tokens), split, head_dims, batch, dtype_bytes, world, rates
+    )
     steps = math.ceil(split.kv_heads / per_step)
     shares, gather_bytes, reduce_bytes, exchange_bytes = [], 0, 0, [0, 0]
     for rank in range(world):
@@ -285,7 +275,7 @@ def _modelled(
     hidden = max(0.0, gather - first - compute)
     hidden_back = max(0.0, gather - first + reduction - last - compute_back)
     whole = pairs_of(joined(x for unit in units for x in unit), cu, visible)
-    work = 2.0 * whole * batch * heads[0] * (dim + dim_v)
+    one_gpu = 2.0 * whole * batch * heads[0] * (dim + dim_v)
     return Partition(
         method,
         layout,
@@ -299,7 +289,7 @@ def _modelled(
         tuple(shares),
         Times(compute, gather + exchange[0], first + hidden + exchange[0]),
         Times(compute_back, gather + reduction + exchange[1], first + hidden_back + last + exchange[1]),
-        (work / rates.forward_tflops / 1e9, _BACKWARD_WORK * work / rates.backward_tflops / 1e9),
+        (one_gpu / rates.forward_tflops / 1e9, _BACKWARD_WORK * one_gpu / rates.backward_tflops / 1e9),
     )
 
 
@@ -325,13 +315,36 @@ def exchanged_bytes(
     return batch * forward * dtype_bytes, batch * (backward + tokens * others * width * sums)
 
 
-def heads_per_step(unit_tokens: int, split: HeadShares, batch: int) -> int:
-    """How many kv heads one step gathers: as few as fill the GPU with several waves of thread blocks."""
-    tiles = -(-unit_tokens // TILE_ROWS) * (split.q_heads // split.kv_heads) * batch
-    for count in range(1, split.kv_heads):
-        if split.kv_heads % count == 0 and tiles * count >= _TILES_OF_STEP:
-            return count
-    return split.kv_heads
+def heads_per_step(
+    cu_seqlens: tuple[int, ...],
+    unit_tokens: int,
+    split: HeadShares,
+    head_dims: tuple[int, int],
+    batch: int,
+    dtype_bytes: int,
+    world: int,
+    rates: Rates = H200,
+) -> int:
+    """How many kv heads one step gathers. More steps expose less of the gather, and each one leaves
+    multiprocessors idle while its last tiles run. ``unit_tokens`` are of the largest unit. The same on all
+    ranks.
+    """
+    total, width = cu_seqlens[-1], sum(head_dims)
+    head_bytes = batch * width * dtype_bytes
+    link = rates.between_gbps if world > rates.ranks_per_node else rates.inside_gbps
+    gather = (total - unit_tokens) * split.kv_heads * head_bytes / link / 1e6
+    longest = max(end - begin for begin, end in pairwise(cu_seqlens))
+    tile = 2.0 * TILE_ROWS * longest * width * _MULTIPROCESSORS / rates.forward_tflops / 1e9
+    if not gather:
+        return split.kv_heads
+
+    def cost(count: int) -> float:
+        steps = split.kv_heads / count
+        return _EXPOSED * gather / steps + _TAIL * tile * steps
+
+    counts = [count for count in range(1, split.kv_heads + 1) if split.kv_heads % count == 0]
+    fitting = [count for count in counts if total * count * head_bytes <= _MOST_BYTES]
+    return min(fitting or counts[:1], key=cost)
 
 
 def check_method(method: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashgen.call.autograd import with_rows
+from flashgen.call.tensors import with_rows
 from flashgen.distributed import passes, ulysses
 from flashgen.distributed.groups import ranks_of
 from flashgen.distributed.heads import head_shares
@@ -21,15 +21,21 @@ from flashgen.errors import BadParam
 if TYPE_CHECKING:
     from flashgen.distributed.setting import Setting
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor? cu_seqlens"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor? cu_seqlens, "
+    "Tensor? dropout_seed"
+)
 _OPTIONS = (
     "str outer, str inner, str layout, bool causal, SymInt window_left, SymInt window_right, "
-    "float? softmax_scale, float? softcap, SymInt? seqlen, bool deterministic, SymInt? kv_heads_per_step"
+    "float? softmax_scale, float? softcap, SymInt? seqlen, bool deterministic, SymInt? kv_heads_per_step, "
+    "float dropout_p, int sm_margin"
 )
-_COUNT = 6
+_COUNT = 7
 
 
-def _of_unit(setting: Setting, arrays: tuple[Tensor, ...], sinks: Any, slopes: Any) -> Inputs:
+def _of_unit(
+    setting: Setting, arrays: tuple[Tensor, ...], sinks: Any, slopes: Any, dropout_seed: Any
+) -> Inputs:
     """The inputs of a unit, of q, k and v as rows (rows, batch, heads, head_dim) or, without an inner
     dimension, as batches.
     """
@@ -37,7 +43,12 @@ def _of_unit(setting: Setting, arrays: tuple[Tensor, ...], sinks: Any, slopes: A
     q, k, v = (x.transpose(0, 1) for x in arrays) if inner else arrays
     heads = setting.q_heads
     return Inputs(
-        q, k, v, None if sinks is None else sinks[heads], None if slopes is None else slopes[..., heads]
+        q,
+        k,
+        v,
+        None if sinks is None else sinks[heads],
+        None if slopes is None else slopes[..., heads],
+        dropout_seed,
     )
 
 
@@ -54,7 +65,7 @@ def _batched(x: Tensor, packed: bool) -> Tensor:
 @torch.no_grad()
 def forward(*args: Any) -> tuple[Tensor, ...]:
     """out and lse of a shard; then q, k, v, out and lse of the unit, empty without an inner dimension."""
-    q, k, v, sinks, slopes, _ = args[:_COUNT]
+    q, k, v, sinks, slopes, _, dropout_seed = args[:_COUNT]
     options = Options(*args[_COUNT:])
     setting = setting_of(*args[:_COUNT], options)
     packed = setting.packed
@@ -64,7 +75,7 @@ def forward(*args: Any) -> tuple[Tensor, ...]:
         q4, k4, v4 = arrays
         k4, v4 = (ulysses.for_ranks(x, setting.split) for x in (k4, v4))
         arrays = tuple(ulysses.to_heads(x, members, group) for x in (q4, k4, v4))
-    inputs = _of_unit(setting, arrays, sinks, slopes)
+    inputs = _of_unit(setting, arrays, sinks, slopes, dropout_seed)
     batch, rows, heads, _ = inputs.q.shape
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
     if group is None:
@@ -84,7 +95,7 @@ def forward(*args: Any) -> tuple[Tensor, ...]:
 
 @forward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    q, k, v, _, _, cu_seqlens = args[:_COUNT]
+    q, k, v, _, _, cu_seqlens, _ = args[:_COUNT]
     options = Options(*args[_COUNT:])
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
@@ -117,7 +128,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 @torch.no_grad()
 def backward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     """dq, dk and dv of a shard, and what its rows add to dsinks; an empty tensor without sinks."""
-    q, k, v, sinks, slopes, _ = args[:_COUNT]
+    q, k, v, sinks, slopes, _, dropout_seed = args[:_COUNT]
     out, lse, of_unit, *rest = args[_COUNT:]
     options = Options(*rest)
     if torch.are_deterministic_algorithms_enabled():
@@ -136,7 +147,7 @@ def backward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...
         if dlse is not None:
             dlse = ulysses.to_heads(dlse.transpose(1, 2)[..., None].contiguous(), members, group)
             dlse = dlse[..., 0].permute(1, 2, 0)
-    inputs = _of_unit(setting, tuple(arrays), sinks, slopes)
+    inputs = _of_unit(setting, tuple(arrays), sinks, slopes, dropout_seed)
     results = passes.backward(setting, options, inputs, out, lse, dout, dlse)
     dq, dk, dv = results.dq, results.dk, results.dv
     if group is not None:
@@ -173,7 +184,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) 
         dout = torch.zeros_like(out)
     gradients = backward(dout, dlse, *inputs, out, lse, of_unit, *ctx.options)
     dsinks = None if inputs[3] is None else gradients[3]
-    return *gradients[:3], dsinks, None, None, *[None] * len(ctx.options)
+    return *gradients[:3], dsinks, *[None] * (3 + len(ctx.options))
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -73,16 +73,15 @@ class Launch(NamedTuple):
         return slice(self.segments[0].q_begin, self.segments[-1].q_end)
 
     @property
-    def longest_q(self) -> int:
-        return max(x.q_end - x.q_begin for x in self.segments)
-
-    @property
-    def longest_kv(self) -> int:
-        return max(x.k_end - x.k_begin for x in self.segments)
-
-    @property
     def layers(self) -> int:
         return 1 + max(x.layer for x in self.segments)
+
+
+@lru_cache(maxsize=256)
+def longest_of(launch: Launch) -> tuple[int, int]:
+    """The most rows and the most keys of a segment."""
+    rows = max(x.q_end - x.q_begin for x in launch.segments)
+    return rows, max(x.k_end - x.k_begin for x in launch.segments)
 
 
 class Piece(NamedTuple):

@@ -9,6 +9,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from flashgen.distributed.checks import agreed
 from flashgen.distributed.gather import Units
 from flashgen.distributed.groups import Ranks, check_device, ranks_of
@@ -19,7 +21,9 @@ from flashgen.distributed.model import bounds_of, heads_per_step
 from flashgen.distributed.segments import Launch, launches_of, visibility
 from flashgen.distributed.ulysses import Members
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, DeviceTypeNotSupported, arg
+from flashgen.operators.dropout import NO_DROPOUT, check_bias
 from flashgen.operators.maskoptions import window_of
+from flashgen.runtime.check import enabled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +45,8 @@ class Options(NamedTuple):
     seqlen: int | None
     deterministic: bool
     kv_heads_per_step: int | None
+    dropout_p: float
+    sm_margin: int
 
     @property
     def window(self) -> tuple[int, int]:
@@ -48,7 +54,8 @@ class Options(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """``launches`` are of this rank's unit. ``cu_seqlens`` has the bounds of documents, (0, N) for one
+    """``launches`` are of this rank's unit; ``tables`` are the forward launches of tables of segments, of one
+    batch entry that is gathered. ``cu_seqlens`` has the bounds of documents, (0, N) for one
     sequence, which is not ``packed``.
     """
 
@@ -59,6 +66,7 @@ class Setting(NamedTuple):
     cu_seqlens: tuple[int, ...]
     packed: bool
     launches: tuple[Launch, ...]
+    tables: tuple[Launch, ...]
     per_step: int
     whole: Whole
 
@@ -76,6 +84,7 @@ def setting_of(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     cu_seqlens: Tensor | None,
+    dropout_seed: Tensor | None,
     options: Options,
     agree: bool = True,
 ) -> Setting:
@@ -87,7 +96,7 @@ def setting_of(
     def facts() -> dict[str, Any]:
         check_arrays(q, k, v, cu_seqlens is not None)
         check_device(ranks, q, "q")
-        check_options(options, alibi_slopes is not None, ranks)
+        check_options(options, alibi_slopes is not None, cu_seqlens is not None, ranks)
         cu = documents_of(q, cu_seqlens, options, ranks)
         check_shard(q, cu, options.layout, ranks)
         head_shares(q.shape[-2], k.shape[-2], ranks.inner_size)
@@ -102,9 +111,13 @@ def setting_of(
             "sinks": sinks is not None,
             "alibi_slopes": alibi_slopes is not None,
             "cu_seqlens": cu,
+            "dropout_seed": dropout_seed.tolist() if dropout_seed is not None and enabled() else None,
         } | {
             name: getattr(options, name)
-            for name in ("layout", "causal", "softmax_scale", "softcap", "deterministic", "kv_heads_per_step")
+            for name in (
+                *("layout", "causal", "softmax_scale", "softcap", "deterministic", "kv_heads_per_step"),
+                "dropout_p",
+            )
         }
 
     values = agreed(ranks, facts) if agree else facts()
@@ -117,7 +130,12 @@ def setting_of(
     if per_step is None:
         # Where memory is the host's, collectives and kernels do not overlap.
         on_host = q.device.type == "cpu"
-        per_step = split.kv_heads if on_host else heads_per_step(places.units.most, split, values["batch"])
+        per_step = split.kv_heads
+        if not on_host:
+            sizes = values["head_dim"], values["batch"], q.dtype.itemsize, ranks.world
+            per_step = heads_per_step(cu, places.units.most, split, *sizes)
+    runs = places.units.runs[places.units.place]
+    gathers_one = ranks.outer is not None and values["batch"] == 1
     return Setting(
         ranks,
         places.units,
@@ -125,7 +143,8 @@ def setting_of(
         split,
         cu,
         packed,
-        launches_of(places.units.runs[places.units.place], cu, visible, packed),
+        launches_of(runs, cu, visible, packed),
+        launches_of(runs, cu, visible, packed=True) if gathers_one else (),
         per_step,
         Whole(
             values["batch"],
@@ -182,11 +201,11 @@ def check_arrays(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         raise BadTensorShape(f"{arg('v')} has {v.shape[-2]} heads and {arg('k')} {k.shape[-2]}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise BadTensorShape(
-            f"{arg('q')} has {q.shape[-2]} heads, which is no multiple of the {k.shape[-2]} heads of k"
+            f"{arg('q')} has {q.shape[-2]} heads, which is not a multiple of the {k.shape[-2]} heads of k"
         )
 
 
-def check_options(options: Options, has_slopes: bool, ranks: Ranks) -> None:
+def check_options(options: Options, has_slopes: bool, packed: bool, ranks: Ranks) -> None:
     """Raise BadParam for options that no call has, or that the method of this one lacks."""
     check_layout(options.layout)
     left, right = window_of(options.window)
@@ -197,6 +216,14 @@ def check_options(options: Options, has_slopes: bool, ranks: Ranks) -> None:
         )
     if options.softcap is not None and not 0 < options.softcap < math.inf:
         raise BadParam(f"{arg('softcap')} is {options.softcap}; it must be a number above 0, or None")
+    check_bias(options.dropout_p)
+    if options.dropout_p != NO_DROPOUT and (packed or ranks.outer_size > 1):
+        what = arg("cu_seqlens") + " was given" if packed else arg("method") + " gathers"
+        raise BadParam(
+            f"{arg('dropout_p')} is {options.dropout_p:g} and {what}; random numbers depend on the places of "
+            "rows and documents in the whole call, which a launch of a shard does not know: 'ulysses' "
+            "without documents can compute dropout"
+        )
     per_step = options.kv_heads_per_step
     if per_step is not None and per_step < 1:
         raise BadParam(f"{arg('kv_heads_per_step')} is {per_step}; expected 1 or more, or None")
@@ -212,13 +239,18 @@ def documents_of(q: Tensor, cu_seqlens: Tensor | None, options: Options, ranks: 
     if cu_seqlens is None:
         total = ranks.world * q.shape[-3] if options.seqlen is None else options.seqlen
         return bounds_of(int(total))
-    bounds = bounds_of(cu_seqlens)
+    bounds = _bounds(cu_seqlens.numpy().tobytes(), cu_seqlens.dtype)
     if options.seqlen is not None and options.seqlen != bounds[-1]:
         raise BadParam(
-            f"{arg('seqlen')} is {options.seqlen} and {arg('cu_seqlens')} ends at {bounds[-1]}; padding is a "
-            "document of its own"
+            f"{arg('seqlen')} is {options.seqlen} and {arg('cu_seqlens')} ends at {bounds[-1]}; make padding "
+            "a document"
         )
     return bounds
+
+
+@lru_cache(maxsize=16)
+def _bounds(values: bytes, dtype: torch.dtype) -> tuple[int, ...]:
+    return bounds_of(torch.frombuffer(bytearray(values), dtype=dtype) if values else ())
 
 
 def check_shard(q: Tensor, cu: tuple[int, ...], layout: str, ranks: Ranks) -> None:

@@ -116,7 +116,7 @@ def _bounds(cu_seqlens: Any, seqlen: int | None) -> tuple[int, ...]:
     bounds = bounds_of(cu_seqlens)
     if seqlen is not None and bounds[-1] != seqlen:
         raise BadParam(
-            f"{arg('cu_seqlens')} ends at {bounds[-1]}, but there are {seqlen} tokens; padding is a document "
-            "of its own"
+            f"{arg('cu_seqlens')} ends at {bounds[-1]}, but there are {seqlen} tokens; make padding a "
+            "document"
         )
     return bounds

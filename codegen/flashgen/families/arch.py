@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import shown
 
 __all__ = ["Device"]
@@ -71,6 +72,19 @@ class Device:
 
     def __str__(self) -> str:
         return f"GPU {self.ordinal} ({self.name}, {self.arch})"
+
+    def without(self, sm_margin: int) -> Device:
+        """The device for a call that leaves ``sm_margin`` multiprocessors to other kernels. Raises BadParam
+        if none is left.
+        """
+        if sm_margin == 0:
+            return self
+        if sm_margin >= self.num_sms:
+            raise BadParam(
+                f"{arg('sm_margin')} is {sm_margin}; {self} has {self.num_sms} multiprocessors, and the call "
+                "needs one at least"
+            )
+        return dataclasses.replace(self, num_sms=self.num_sms - sm_margin)
 
 
 def typical(arch: str) -> Device:

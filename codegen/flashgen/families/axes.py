@@ -81,7 +81,7 @@ def _with_default(
     """The axis whose value is the default of ``axis``, and what ``axis`` can be at each value of that one."""
     row = document.convert(("axes", axis), declaration, DEFAULT_AXIS)
     if row.default not in lists:
-        why = f"`{row.default}` is no axis before this one with a list of values; allowed: {', '.join(lists)}"
+        why = f"`{row.default}` is not an earlier axis with a list of values; allowed: {', '.join(lists)}"
         raise document.error(("axes", axis, "default"), why)
     table: dict[Value, Values] = {value: (value,) for value in lists[row.default]}
     by_text = {str(value): value for value in table}

@@ -166,7 +166,7 @@ def _check_claims(document: Document, file: File, axes: dict[str, Values]) -> No
         for value in values:
             if value not in choices if choices else not isinstance(value, int) or value < 1:
                 allowed = ", ".join(map(str, choices)) if choices else "whole numbers above 0"
-                raise document.error(("axes", axis), f"no call asks for `{value}`; allowed: {allowed}")
+                raise document.error(("axes", axis), f"no call needs `{value}`; allowed: {allowed}")
     for axis, claim in claimed.items():
         if claim.required and axis not in axes:
             raise document.error(("axes",), f"the axis `{axis}` is missing")

@@ -19,8 +19,6 @@ from flashgen.families.yamlfile import Document
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import yaml
-
     from flashgen.families.yamlfile import Keys
 
 # Keys whose rows, each with conditions over the axes, are joined.
@@ -105,12 +103,15 @@ class Extended(Document):
         inherited = self._base.value.get(key, [])
         if not isinstance(rows, list) or not isinstance(inherited, list):
             return
+        # What the other file commits has the first value of an axis that only this file has.
+        old = (*self._base.value.get("axes", {}), "target")
+        further = {name: values[0] for name, values in domain.items() if name not in old and values}
         joined = [*rows]
         origins: list[tuple[Document, int]] = [(self, index) for index in range(len(rows))]
         for index, row in enumerate(inherited):
             left = _restricted(row, domain)
             if left is not None:
-                joined.append(left)
+                joined.append(further | left if key == "commit" and isinstance(left, dict) else left)
                 origins.append((self._base, index))
         if key in self.value:
             self.value[key] = joined
@@ -156,12 +157,6 @@ class Extended(Document):
             return super().error(place, message)
         error = owner.error(place, message)
         return SpecError(f"{error.explanation} (extended by {self.path})", error.path)
-
-    def node(self, keys: Keys) -> yaml.Node:
-        owner, place = self._place(keys)
-        if owner is not self:
-            raise self.error(keys, f"the row is in {owner.path}; copy it into {self.path} to change it")
-        return super().node(place)
 
 
 def _fitting(params: list[Any], domain: dict[str, list[Any]]) -> tuple[list[Any], list[int]]:

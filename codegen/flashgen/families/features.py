@@ -10,3 +10,6 @@ CLEARS_AHEAD = "clears_ahead"
 PLACES_BLOCKS = "places_blocks"
 # Shares are cut within sets of heads (`schedule.shares`).
 HEAD_SETS = "head_sets"
+# Elements of an array of a score modification, by query and key, are copied to shared memory before their
+# scores are there. Modified variants have it where a block has room for them.
+STAGES_SCORES = "stages_scores"

@@ -94,6 +94,27 @@ def operands(
     return {name: dimensions.get(name, ()) for *_, name in sorted(names) if name not in words}
 
 
+def conditions(formula: str) -> frozenset[str]:
+    """The arrays of which a formula reads an element as a condition. Empty where it cannot be parsed."""
+    try:
+        tree = ast.parse(formula if len(formula) <= MAX_TEXT else "", mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset()
+    places: list[ast.expr] = [tree.body]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BoolOp):
+            places += node.values
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.Invert)):
+            places.append(node.operand)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+            places += (node.left, node.right)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "where":
+            places += node.args[:1]
+    return frozenset(
+        x.value.id for x in places if isinstance(x, ast.Subscript) and isinstance(x.value, ast.Name)
+    )
+
+
 def _dimensions(indices: list[list[str]]) -> tuple[str, ...]:
     """The dimensions of an array by its first indices: of the call's, or of the array."""
     return tuple(

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from flashgen.errors import SpecError
 from flashgen.families.bases import MASKS_FILE, MAX_BYTES
-from flashgen.families.formulas import Passed, operands
+from flashgen.families.formulas import Passed, conditions, operands
 from flashgen.families.kinds import ANYTHING, Choice, Either, ListOf, MapOf, Text, record
 from flashgen.families.load import spec_folders, yaml_files
 from flashgen.families.schema import NAME
 from flashgen.families.yamlfile import Document
 from flashgen.host.paths import read_file
-from flashgen.operators.formula import INTEGER_FUNCTIONS, MASK, FormulaError, Node, parse
+from flashgen.operators.parser import INTEGER_FUNCTIONS, MASK, FormulaError, parse
 from flashgen.operators.rules import DIMENSIONS, LINE, NAMES, TOKEN, Rule, RuleParam
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from flashgen.families.kinds import Keys
     from flashgen.families.scores import Source
+    from flashgen.operators.formula import Node
 
 # What no parameter may be called: the words of the language.
 _RESERVED = frozenset({*NAMES, *INTEGER_FUNCTIONS, "and", "or", "not"})
@@ -85,12 +86,15 @@ def _declared(document: Document, name: str, declaration: Any) -> Rule:
 def rule_of_line(line: str) -> Rule:
     """The mask that a call passes as a line. An array has the dimensions of its indices: b and h are
     dimensions of the call, and an index that somewhere is q or kv belongs to an element for each token; if an
-    array is read by both at once, a[q, kv], these are dimensions of their own. Raises BadParam, with the
-    column of what is wrong.
+    array is read by both at once, a[q, kv], these are dimensions of their own. An array is of bools where the
+    line reads an element as a condition. Raises BadParam, with the column of what is wrong.
     """
-    source = Passed(line, "line")
+    source, bools = Passed(line, "line"), conditions(line)
     params = tuple(
-        _checked_param(source, (), name, (*dimensions, "i32") if dimensions else "i32")
+        _checked_param(
+            *(source, (), name),
+            (*dimensions, "bool" if name in bools else "i32") if dimensions else "i32",
+        )
         for name, dimensions in operands(line, _RESERVED, _dimensions).items()
     )
     tree = _checked_tree(source, (), line, params)
@@ -117,17 +121,17 @@ def _checked_param(source: Source, of_mask: Keys, name: str, declaration: str | 
     """A parameter as ``declaration`` has it. Raises the error of ``source``."""
     keys = (*of_mask, "params", name)
     if name in _RESERVED:
-        raise source.error(keys, f"`{name}` has a meaning of its own; choose another name")
+        raise source.error(keys, f"`{name}` is reserved; choose another name")
     if isinstance(declaration, tuple) and len(declaration) < 2:
-        allowed = f"[dimensions, i32], with dimensions {', '.join(DIMENSIONS)} or names of your own"
+        allowed = f"[dimensions, i32 or bool], with dimensions {', '.join(DIMENSIONS)} or names of your own"
         raise source.error(keys, f"an array has dimensions: {allowed}")
     *dimensions, type = declaration if isinstance(declaration, tuple) else [declaration]
-    source.convert(keys, type, Choice(("i32",)))
+    source.convert(keys, type, Choice(("i32", "bool") if dimensions else ("i32",)))
     for dimension in dimensions:
         source.convert(keys, dimension, NAME)
         if dimensions.count(dimension) > 1:
             raise source.error(keys, f"the dimension {dimension} occurs twice in {[*declaration]}")
-    param = RuleParam(name, tuple(dimensions))
+    param = RuleParam(name, tuple(dimensions), is_bool=type == "bool")
     if dimensions:
         argument = param.argument()
         members = (argument.name, *argument.stride_names(), *param.symbols)
@@ -141,7 +145,11 @@ def _checked_param(source: Source, of_mask: Keys, name: str, declaration: str | 
 def _checked_tree(source: Source, keys: Keys, line: str, params: tuple[RuleParam, ...]) -> Node:
     """The tree of a line that reads all of these parameters. Raises the error of ``source``."""
     names = dict(NAMES) | {param.name: "int" for param in params if not param.dimensions}
-    arrays = {param.name: (param.dimensions, "int") for param in params if param.dimensions}
+    arrays = {
+        param.name: (param.dimensions, "bool" if param.is_bool else "int")
+        for param in params
+        if param.dimensions
+    }
     try:
         tree = parse(line, names, arrays, MASK)
     except FormulaError as error:

@@ -75,6 +75,7 @@ class Step(NamedTuple):
     dependent_launch: bool
     score_seam: bool
     combines: bool
+    commit: bool
     when: tuple[tuple[str, tuple[str | int, ...]], ...]
 
     def present(self, values: Members) -> bool:
@@ -220,7 +221,7 @@ class Spec:
             smem_bytes=takes.smem_bytes,
             grid=takes.grid,
             visits=takes.visits,
-            committed=entry.committed,
+            committed=entry.committed and step.commit,
             element_bytes=content.element_bytes[axes["dtype"]],
             params=self._params_of(index, values, takes.boxes),
             is_main=is_main,

@@ -24,6 +24,7 @@ DIVISOR = "_divisor"
 STRIDES = "_strides"
 # The types of pointers to arrays of a dtype; `element` is the dtype of the call.
 POINTERS = {
+    "bf16": "bf16*",
     "fp32": "float*",
     "uint8": "uint8_t*",
     "bool": "uint8_t*",
@@ -31,19 +32,23 @@ POINTERS = {
     "int64": "int64_t*",
 }
 ELEMENT = "element*"
+# Of an array of elements of which a kernel reads e4m3 codes.
+CODES = "e4m3*"
 
 # In a declaration: for variants that have a feature.
 FEATURE = "feature"
 When = dict[str, tuple[str, ...]]
 
 _DENSE: When = {"mask_type": ("dense",)}
-_DIAGONAL: When = {"mask_type": ("causal", "local", "dense", "blocks")}
-_WINDOW: When = {"mask_type": ("local", "dense", "blocks")}
+_DIAGONAL: When = {"mask_type": ("causal", "local", "dense", "blocks", "tree")}
+_WINDOW: When = {"mask_type": ("local", "dense", "blocks", "tree")}
 _BLOCKS: When = {"mask_type": ("blocks",)}
 _GROUPED: When = {"gqa": ("gqa", "packed")}
 _PAGED: When = {"pages": ("paged",)}
 _UNPAGED: When = {"pages": ("none",)}
 _STARTS: When = {"kv_starts": ("starts",)}
+_TREE: When = {"mask_type": ("tree",)}
+_CODES: When = {"kv_dtype": ("e4m3",)}
 _ROTATED: When = {"rotary": ("halves", "interleaved")}
 _ORDERED: When = {"dq_order": ("ordered",)}
 _FIXED_SPLITS: When = {"splits": ("fixed",)}
@@ -54,7 +59,8 @@ _HEAD_SETS: When = {FEATURE: (HEAD_SETS,)}
 
 class Declared(NamedTuple):
     """A parameter. ``when`` lists, per axis, the values for which variants have it; an axis that a spec lacks
-    has the operator's default. Of `FEATURE` it has the one that the spec must say they have.
+    has the operator's default, and one that the operator lacks says nothing. Of `FEATURE` it has the one that
+    the spec must say they have.
     """
 
     ctype: str
@@ -64,27 +70,43 @@ class Declared(NamedTuple):
 
 class Note(NamedTuple):
     """What neither the argument table nor a workspace says of an array: its comment, and ``when`` as in
-    `Declared`.
+    `Declared`. ``required`` is whether calls of these variants have it, where it is optional for others.
     """
 
     doc: str = ""
     when: Mapping[str, tuple[str, ...]] = {}
+    required: bool = False
 
 
 ARRAYS = {
     "lse": Note("natural logarithm"),
     "sinks": Note("a logit of each query head, natural units; fp32, or bfloat16 with sink_bytes 2"),
-    "dropout_seed": Note("seed and offset of the random numbers of dropout"),
+    "dropout_seed": Note("seed and offset of the random numbers of dropout", required=True),
+    "k_scale": Note("what a code of 1 in k stands for; null is 1", _CODES),
+    "v_scale": Note("what a code of 1 in v stands for; null is 1", _CODES),
+    "k_scale_out": Note("what a code of 1 in k stands for", _CODES),
+    "v_scale_out": Note("what a code of 1 in v stands for", _CODES),
+    "q_scale": Note("what a code of 1 in q stands for; null is 1"),
+    "out_scale": Note("what a code of 1 in out stands for; null is 1"),
     "dlse": Note("the gradient of lse"),
-    "mask": Note("not 0 = hidden", _DENSE),
-    "block_indptr": Note("where the list of each block of queries begins, and the end", _BLOCKS),
-    "block_indices": Note("blocks of keys, ascending in each list", _BLOCKS),
+    "mask": Note("not 0 = hidden", _DENSE, required=True),
+    "block_indptr": Note(
+        "where the list of each block of queries begins, and the end", _BLOCKS, required=True
+    ),
+    "block_indices": Note("blocks of keys, ascending in each list", _BLOCKS, required=True),
+    "line_indptr": Note("where the list of each block of queries begins, and the end"),
+    "line_indices": Note("blocks of keys, ascending in each list; ~n where the line decides"),
+    "line_totals": Note("entries that each list has, which may be more than it has room for"),
+    "line_key_bounds": Note("(lists, arrays of keys, 2, blocks of keys): least and largest element"),
+    "line_counts": Note("(lists, blocks of queries): entries of each"),
     "cu_seqlens_q": Note("null where queries are padded"),
     "cu_seqlens_kv": Note("null where keys are not packed", _UNPAGED),
     "kv_lengths": Note("null where cu_seqlens_kv has them, or all have seqlen_kv"),
-    "kv_starts": Note("the first key of each sequence", _STARTS),
+    "kv_starts": Note("the first key of each sequence", _STARTS, required=True),
+    "tree": Note("bit j: the query sees draft j, of the last keys, one a query", _TREE, required=True),
+    "indices": Note("tokens of its sequence that each query attends to; -1: none"),
     "index": Note("the entry of the keys of each sequence; null: its number", _UNPAGED),
-    "pages": Note("entries past the last key are never read", _PAGED),
+    "pages": Note("entries past the last key are never read", _PAGED, required=True),
     "lengths": Note("tokens of each sequence in the cache"),
     "total_lengths": Note("lengths with the new tokens"),
     "cu_seqlens_new": Note("where each sequence begins in packed tokens, and the end"),
@@ -101,11 +123,11 @@ ARRAYS = {
     "lse_out": Note("as lse1, but always -inf for a row without keys"),
     # Of workspaces. Gradients have whole units of rows of each head of the batch: unit_rows().
     "delta": Note("(heads, unit_rows): sum(dout * out) - dlse"),
-    "lse_log2": Note("(heads, unit_rows): lse in log2 units; inf for a row that sees nothing"),
+    "lse_log2": Note("(heads, unit_rows): lse in log2 units; inf for a row that attends to no key"),
     "dq_accum": Note("(heads, unit_rows, kHeadDim): sums of dQ, in the order of dq_tiles"),
     "turns": Note("(heads, blocks of queries): blocks of keys that have added to dq_accum", _ORDERED),
     "cleared": Note("(heads of the main grid): CTAs that have cleared their part of dq_accum", _CLEARS_AHEAD),
-    "added": Note("(heads of the main grid): CTAs that will add no more to dq_accum", _CLEARS_AHEAD),
+    "added": Note("(heads of the main grid): CTAs that have added all their dQ to dq_accum", _CLEARS_AHEAD),
     "key_list_ends": Note("(lists, num_listed_keys, 2): begin and end of each list by keys", _BLOCKS),
     "key_lists": Note("(block_entries, 2): a block of queries; thread blocks of later keys", _BLOCKS),
     "dk_parts": Note("dK of each part of a group, in tiles of 16 rows by 8 columns", _GROUPED),
@@ -136,8 +158,9 @@ NUMBERS = {
     "num_heads_q": Declared("int32_t"),
     "num_heads_kv": Declared("int32_t"),
     "group_size": Declared("int32_t", "num_heads_q / num_heads_kv", _GROUPED),
-    "seqlen_q": Declared("int32_t", "queries of a sequence; where lengths vary, the most"),
-    "seqlen_kv": Declared("int32_t", "keys of a sequence; where lengths vary, the most"),
+    "seqlen_q": Declared("int32_t", "queries of a sequence; of the longest one if lengths vary"),
+    "seqlen_kv": Declared("int32_t", "keys of a sequence; of the longest one if lengths vary"),
+    "topk": Declared("int32_t", "entries of the list of a query"),
     "rows_q": Declared("int32_t", "of an entry of q: all tokens where sequences are packed"),
     "rows_kv": Declared("int32_t", "of an entry of k: all tokens where sequences are packed", _UNPAGED),
     "sink_bytes": Declared("int32_t", "of an element of sinks: 4, or 2 of bfloat16"),
@@ -167,9 +190,9 @@ NUMBERS = {
     "num_row_blocks": Declared("int32_t", "tiles along the first dimension of the grid"),
     "num_row_blocks_beside": Declared("int32_t", "the same of the second kind of tiles"),
     "num_tiles": Declared("int32_t", "tiles of the grid"),
-    "rows_ahead": Declared("int32_t", "rows of a head's first tile before its first query"),
+    "rows_ahead": Declared("int32_t", "rows of a head's first tile that come before its first query"),
     "heads_per_l2_group": Declared("int32_t", "heads of the grid whose tiles are launched together"),
-    "num_l2_groups": Declared("int32_t", "the last has the heads that are left"),
+    "num_l2_groups": Declared("int32_t", "the last group has the remaining heads"),
     "num_heads_divisor": Declared("uint64_t", "of the heads of a batch entry in the grid; see divide()"),
     "l2_group_tiles_divisor": Declared("uint64_t", "of the tiles of an L2 group; see divide()"),
     "l2_group_heads_divisor": Declared("uint64_t", "of heads_per_l2_group; see divide()"),
@@ -226,6 +249,8 @@ NUMBERS = {
     "window_right": Declared("int32_t", "and after it", _WINDOW),
     "softmax_scale": Declared("float", "S is softmax_scale Q K^T"),
     "scale_log2": Declared("float", "softmax_scale * log2(e), above 0"),
+    # Codes of e4m3.
+    "out_is_fp16": Declared("int32_t", "elements of out are fp16, not bfloat16"),
     # Dropout.
     "keep_threshold": Declared("int32_t", "the largest random byte of a score that counts"),
     "keep_scale": Declared("float", "1 / (1 - dropout_p)"),
@@ -297,7 +322,7 @@ def _pointer(argument: Argument) -> Declared:
     parts = [shown_shape(argument.symbols)]
     if argument.layout == "rows" and argument.alignment == ROW_ALIGNMENT:
         parts.append("rows 16-byte aligned")
-    if argument.optional:
+    if argument.optional and not note.required:
         parts.append("may be null")
     parts.append(note.doc)
     return Declared(ctype if argument.is_output else f"const {ctype}", _comment(*parts), note.when)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.families import parameters
 from flashgen.families.model import as_values
-from flashgen.families.parameters import ELEMENT, FEATURE, POINTERS, Declared, When
+from flashgen.families.parameters import CODES, ELEMENT, FEATURE, POINTERS, Declared, When
 from flashgen.families.params import CTYPES, TENSOR_MAP, VECTOR_WIDTH, Param
 from flashgen.families.schema import PARAM, BoxRow, File, ParamRow
 from flashgen.operators import operator_of
@@ -127,7 +127,8 @@ class ParamReader:
         if not declared:
             close = difflib.get_close_matches(row.name, parameters.names(self._operator, workspace), n=3)
             hint = f"; did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
-            why = f"`{row.name}` is no parameter of {self._operator.name} and no array of `workspace`{hint}"
+            operator = self._operator.name
+            why = f"`{row.name}` is neither a parameter of {operator} nor an array of `workspace`{hint}"
             raise self._document.error(keys, f"{why}. To add it, write {{name: {row.name}, type: ...}}")
         return declared
 
@@ -140,17 +141,15 @@ class ParamReader:
                     return None
                 limited |= self._features[allowed[0]]
                 continue
-            values = self._axes.get(key) or (self._default(key),)
+            if key not in self._axes and key not in self._operator.axes:
+                continue  # it tells variants of other operators apart
+            values = self._axes.get(key) or (self._operator.axes[key].default,)
             kept = tuple(value for value in values if value in allowed)
             if not kept:
                 return None
             if len(kept) < len(values):
                 limited[key] = kept
         return limited
-
-    def _default(self, axis: str) -> str | int | None:
-        """The value of an axis that the spec lacks."""
-        return self._operator.axes[axis].default if axis in self._operator.axes else "none"
 
 
 def limits(document: Document, condition: Record, keys: Keys, when: Mapping[str, Any]) -> Limits:
@@ -172,5 +171,7 @@ def _types_of(file: File, name: str) -> tuple[str, ...]:
         return _NUMBERS
     dtypes = operator.arguments[operator.position(name)].dtypes
     if not dtypes:
-        return (ELEMENT, TENSOR_MAP)
+        codes = (CODES,) if {*as_values(file.axes.get("kv_dtype", ()))} - {"none"} else ()
+        sums = (POINTERS["fp32"],) if "fp32dkv" in as_values(file.axes.get("dkv_dtype", ())) else ()
+        return (ELEMENT, *codes, *sums, TENSOR_MAP)
     return tuple(dict.fromkeys(POINTERS.get(dtype, ELEMENT) for dtype in dtypes))

@@ -17,7 +17,7 @@ VECTOR_WIDTH = "_vector_width"
 # C type -> (size in bytes, struct code, numpy code)
 C_TYPES: dict[str, tuple[int, str, str]] = {
     f"{const}{pointed}*": (8, "Q", "<u8")
-    for pointed in ("element", "float", "uint8_t", "int32_t", "int64_t", "fp16", "bf16")
+    for pointed in ("element", "float", "uint8_t", "int32_t", "int64_t", "fp16", "bf16", "e4m3")
     for const in ("const ", "")
 } | {
     "int64_t": (8, "q", "<i8"),
@@ -87,15 +87,26 @@ def score_params(score: Score, dtype: str, differentiated: bool = False) -> tupl
     return tuple(params)
 
 
-def rule_params(rule: Rule) -> tuple[Param, ...]:
-    """What kernels take besides for a mask by a line: its arrays, with strides and sizes, and integers."""
+def rule_params(rule: Rule, of_bounds: bool = False) -> tuple[Param, ...]:
+    """What kernels take besides for a mask by a line: its arrays, with strides and sizes, and integers; of
+    packed sequences also the table of queries, which the step of bounds writes. That step takes the size of
+    blocks of queries for arrays that it bounds in blocks of scores.
+    """
+    from flashgen.operators.rules import loads_by
+
     params: list[Param] = []
     for array in rule.arrays:
         argument = array.argument()
-        params.append(Param(argument.name, "const int32_t*", f"({', '.join(array.symbols)})"))
+        ctype = "const uint8_t*" if array.is_bool else "const int32_t*"
+        params.append(Param(argument.name, ctype, f"({', '.join(array.symbols)})"))
         params += [Param(name, "int64_t") for name in argument.stride_names()]
         own = (symbol for symbol in array.symbols if symbol.startswith(f"{argument.name}_"))
         params += [Param(symbol, "int32_t") for symbol in own]
+    if rule.pack is not None:
+        doc = "(queries, 4): first key, one past the last key, position, sequence"
+        params.append(Param("line_rows", "int32_t*" if of_bounds else "const int32_t*", doc))
+    if of_bounds and loads_by(rule, "block"):
+        params.append(Param("block_rows_log2", "int32_t"))
     return (*params, *(Param(f"mask_{param.name}", "int32_t") for param in rule.scalars))
 
 

@@ -67,7 +67,10 @@ RESERVED = frozenset(
         *("variant", "name", "header", "params_struct", "param_names", "target"),
         *("element_bytes", "threads", "smem_bytes", "max_smem", "min", "max"),
         *("efficiency", "no_spills", "tile", "step", "features"),
-        *("score", "score_functions", "score_has_offset", "score_has_derivative"),
+        *("score", "score_functions", "score_has_offset", "score_has_derivative", "has_tree"),
+        *("score_loads_by_key", "score_staged"),
+        *("rule", "rule_functions", "range_function", "verdict_functions"),
+        *("row_spans", "key_spans", "block_spans", "line_arrays"),
     )
 )
 
@@ -130,7 +133,7 @@ VISITS = record(Visits)
 class StepRow(NamedTuple):
     """One kernel of a family whose calls take several. Dispatch chooses by the one that is ``main``. Calls
     that split no tile, and no group of query heads, pass over one that ``combines``. Only variants with the
-    values of ``when`` have the step.
+    values of ``when`` have the step. Without ``commit`` none of them is in generated/.
     """
 
     name: Annotated[str, SHORT_NAME]
@@ -145,6 +148,7 @@ class StepRow(NamedTuple):
     main: Annotated[bool, FLAG] = False
     combines: Annotated[bool, FLAG] = False
     when: Annotated[Mapping[str, Any], _MAPPING] = {}
+    commit: Annotated[bool, FLAG] = True
 
 
 class BufferRow(NamedTuple):

@@ -22,8 +22,9 @@ from flashgen.families.yamlfile import Document
 from flashgen.host.paths import read_file
 from flashgen.operators import OPERATORS
 from flashgen.operators.contract import DTYPES
-from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
+from flashgen.operators.formula import FUNCTIONS
 from flashgen.operators.lowering import CONSTANT
+from flashgen.operators.parser import FormulaError, parse
 from flashgen.operators.scores import DIMENSIONS, FORMULA, HALF_TYPES, NAMES, TYPES, Score, ScoreParam
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def checked_param(
     keys = (*of_score, "params", name)
     operator = OPERATORS["attention"]
     if name in reserved or name.startswith(CONSTANT):
-        raise source.error(keys, f"`{name}` has a meaning of its own; choose another name")
+        raise source.error(keys, f"`{name}` is reserved; choose another name")
     if isinstance(declaration, tuple) and len(declaration) < 2:
         allowed = f"[dimensions, type], with dimensions {', '.join(DIMENSIONS)} or names of your own"
         raise source.error(keys, f"an array has dimensions: {allowed}")

@@ -84,6 +84,7 @@ class StepTable:
             row.dependent_launch,
             row.score_seam,
             row.combines,
+            row.commit,
             reader.limits((*keys, "when"), row.when),
         )
         parts = {"shares": "shares are", "tile_per_cluster": "parts of a cluster's tile are"}

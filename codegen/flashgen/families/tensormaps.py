@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flashgen.families.yamlfile import Document
 
 # Limits of ``cuTensorMapEncodeTiled``. SWIZZLES are the bytes of a box's rows for which there is a swizzle.
-DTYPES = ("fp16", "bf16", "fp32")
+DTYPES = ("fp16", "bf16", "fp32", "e4m3")
 SWIZZLES = (32, 64, 128)
 MAX_BOX = 256
 

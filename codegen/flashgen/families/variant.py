@@ -9,19 +9,32 @@ from typing import TYPE_CHECKING, Any
 from flashgen.errors import SpecError
 from flashgen.families.arch import arch_parts, reaches
 from flashgen.families.dispatch import Dispatch
-from flashgen.families.grid import Grid
-from flashgen.families.params import score_params
+from flashgen.families.features import STAGES_SCORES
+from flashgen.families.grid import Buffer, Grid
+from flashgen.families.params import rule_params, score_params
 from flashgen.operators import OPERATORS
 
 if TYPE_CHECKING:
-    from flashgen.families.grid import Buffer, Visits
+    from collections.abc import Sequence
+
+    from flashgen.families.grid import Visits
     from flashgen.families.params import Param
+    from flashgen.operators.rules import Rule
     from flashgen.operators.scores import Score
 
 # Name of the tile that `flashgen tune` measured on the GPU at hand; no row of a spec may take it.
 TUNED_TILE = "tuned"
 # What conditions and selections call a tile without a name.
 DEFAULT_TILE = "default"
+
+# The lists of key blocks that a step makes of a mask by a line.
+_LINE_LISTS = (
+    Buffer("line_indptr", "int32", ("block_indptr_batch * block_indptr_num_heads", "block_indptr_ends")),
+    Buffer("line_indices", "int32", ("block_entries",)),
+    Buffer("line_totals", "int32", ("block_indptr_batch * block_indptr_num_heads",)),
+)
+
+_LINE_ROWS = Buffer("line_rows", "int32", ("packed_rows", "4"))
 
 _GQA_SUFFIX = {"mha": "", "gqa": "gqa", "packed": "packgqa"}
 
@@ -36,9 +49,9 @@ class Variant:
     ``axes`` and ``tile`` keep the order of the spec. ``name`` is derived from them; it is the stem of the
     generated file and the symbol of the kernel. ``step`` names the kernel among the kernels of its family,
     and is empty if there is one. ``features`` names what it does and other variants of its family do not
-    (`features`), ``score`` is its score modification. ``smem_bytes`` is the dynamic shared memory of a block
-    in bytes, ``max_smem`` what the target allows. ``has_lengths`` is whether the kernel reads the lengths of
-    sequences on the device.
+    (`features`), ``score`` is its score modification, ``rule`` its mask by a line. ``smem_bytes`` is the
+    dynamic shared memory of a block in bytes, ``max_smem`` what the target allows. ``has_lengths`` is whether
+    the kernel reads the lengths of sequences on the device.
 
     The fields from ``archs`` on are beside the kernel: how it is chosen, launched and checked. ``dispatch``
     is what dispatch gets from the spec. ``grid`` says what a launch covers, ``visits`` how a tile walks the
@@ -71,6 +84,7 @@ class Variant:
     step: str = ""
     features: tuple[str, ...] = ()
     score: Score | None = None
+    rule: Rule | None = None
     spec_dir: str = field(default="", repr=False)
     options: tuple[str, ...] = ()
     archs: tuple[str, ...] = field(default=(), metadata=_BESIDE)
@@ -172,19 +186,69 @@ class Variant:
         added = score_params(score, self.dtype, OPERATORS[self.operator].differentiates)
         # Kernels that scale gradients read the scale anyway.
         added = tuple(param for param in added if param.name != "softmax_scale" or param.name not in names)
-        taken = names & {param.name for param in added}
+        axis = ("score", score.name)
+        return self._extended(
+            axis, score.title, added, score=score, committed=committed, **self._staging(score), **around
+        )
+
+    def _staging(self, score: Score) -> dict[str, Any]:
+        """The features and the shared memory with a score: as long as there is room, a kernel that can stage
+        elements of its array has a buffer of 2 bytes for each score of a block.
+        """
+        if STAGES_SCORES not in self.features:
+            return {}
+        room = 2 * int(self.tile_value("block_m")) * int(self.tile_value("block_n"))
+        if score.staged and self.smem_bytes + room <= self.max_smem:
+            return {"smem_bytes": self.smem_bytes + room}
+        return {"features": tuple(name for name in self.features if name != STAGES_SCORES)}
+
+    @property
+    def line_seam(self) -> bool:
+        """Whether calls with a mask by a line may take this kernel: one that visits or makes lists of key
+        blocks, or, of attention with lengths, one with a window, which evaluates the line for each score.
+        """
+        axes = self.axis_values
+        if not self.has_lengths:
+            return axes.get("mask_type") == "blocks"
+        serves = {"mask_type": "local", "dropout": "none", "kv_starts": "none"}
+        return self.operator == "attention" and all(axes.get(name) == value for name, value in serves.items())
+
+    def lined(self, rule: Rule, listing: Sequence[Variant] = ()) -> Variant:
+        """This variant, which has a seam for it, with a mask by a line. If it visits lists of key blocks, the
+        steps of ``listing`` make the lists first, for blocks as large as the tile of this variant. Without
+        such steps the lists are arguments of the call.
+
+        It promises nothing of registers. Raises SpecError for a parameter whose name the kernel has already.
+        """
+        first = [step._with_line(rule, is_main=False, before=(), after=()) for step in listing]
+        first += [step.lined(rule) if step.operator == "mask_lists" else step for step in self.before]
+        lists = (*listing[0].workspace, *_LINE_LISTS) if listing else ()
+        if rule.pack is not None and (listing or self.operator == "mask_lists"):
+            lists = (*lists, _LINE_ROWS)
+        return self._with_line(rule, before=tuple(first), workspace=(*self.workspace, *lists))
+
+    def _with_line(self, rule: Rule, **fields: Any) -> Variant:
+        axis = ("mask", rule.name)
+        params = rule_params(rule, of_bounds=self.step == "bounds")
+        return self._extended(axis, rule.title, params, rule=rule, committed=False, **fields)
+
+    def _extended(
+        self, axis: tuple[str, str], title: str, added: tuple[Param, ...], **fields: Any
+    ) -> Variant:
+        """This variant with a score or a mask, its ``axis`` and its parameters. Raises SpecError for a
+        parameter whose name the kernel has already.
+        """
+        taken = {param.name for param in self.params} & {param.name for param in added}
         if taken:
             raise SpecError(
-                f"the score {score.title}: {self.name} has parameters of its own called {', '.join(taken)}"
+                f"the {axis[0]} {title}: {self.name} already has parameters called {', '.join(taken)}"
             )
         return dataclasses.replace(
             self,
-            axes=(*self.axes, ("score", score.name)),
+            axes=(*self.axes, axis),
             params=(*self.params, *added),
-            score=score,
             no_spills=False,
-            committed=committed,
-            **around,
+            **fields,
         )
 
     @property
@@ -237,6 +301,7 @@ class Variant:
             "combines": self.combines,
             "score_seam": self.score_seam,
             "score": None if self.score is None else {"name": self.score.name, "formula": self.score.text},
+            "rule": None if self.rule is None else {"name": self.rule.name, "line": self.rule.text},
             "params": [param.name for param in self.params],
         }
 

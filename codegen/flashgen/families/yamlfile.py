@@ -35,7 +35,6 @@ class Document:
 
     def __init__(self, path: Path, text: bytes) -> None:
         self.path = path
-        self._text = text
         if len(text) > MAX_BYTES:
             raise SpecError(f"1: has {len(text):,} bytes; a spec has at most {MAX_BYTES:,}", path)
         self._values = 0
@@ -82,10 +81,6 @@ class Document:
             if node is None:
                 raise KeyError(keys)
         return node
-
-    def line(self, index: int) -> str:
-        """A line of the text, by its number from 0."""
-        return self._text.decode().split("\n")[index]
 
     def convert(self, keys: Keys, value: Any, kind: Kind) -> Any:
         """``value``, which is at ``keys``, as that kind reads it; SpecError where it is of another."""

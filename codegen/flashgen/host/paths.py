@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import importlib.util
 import os
 import stat
 from pathlib import Path
@@ -20,6 +21,8 @@ __all__ = ["specs_dir", "templates_dir"]
 
 BUNDLE_VARIABLE = "FLASHGEN_BUNDLE"  # names bundles of compiled kernels, separated as in PATH
 TRUST_VARIABLE = "FLASHGEN_TRUST"  # names caches and bundles that other users may write, separated as in PATH
+# The package with compiled kernels, a distribution beside this one, and the bundle in it.
+KERNELS_PACKAGE, KERNELS_BUNDLE = "flashgen_kernels", "kernels.zip"
 # The name of a file below a folder: relative, and without a step upwards.
 INSIDE = r"\A(?!/)(?!(?:.*/)?\.\.(?:/|\Z))[^\0\n\\]+\Z"
 
@@ -67,6 +70,14 @@ def data_dir(name: str) -> Path:
 def specs_dir() -> Path:
     """The folder of the shipped spec files."""
     return data_dir("specs")
+
+
+@functools.cache
+def kernels_bundle() -> Path | None:
+    """The bundle of the package flashgen-kernels, which is not imported; None where it is not installed."""
+    package = importlib.util.find_spec(KERNELS_PACKAGE)
+    folders = list(package.submodule_search_locations or ()) if package else []
+    return next((path for folder in folders if (path := Path(folder) / KERNELS_BUNDLE).is_file()), None)
 
 
 def templates_dir() -> Path:
@@ -179,7 +190,7 @@ def tuned_dir() -> Path:
         folder = expanded("FLASHGEN_TUNED", chosen)
         try:
             nearest = next(filter(Path.exists, (folder, *folder.parents)), None)
-            why = "" if nearest is None or nearest.is_dir() else f"{nearest} is no folder"
+            why = "" if nearest is None or nearest.is_dir() else f"{nearest} is not a folder"
         except OSError as error:
             why = f"{error.filename} cannot be looked at: {error.strerror}"
         if why:

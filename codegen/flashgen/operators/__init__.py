@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -10,17 +11,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from flashgen.operators.operator import Operator
+    from flashgen.operators.rules import Rule
     from flashgen.operators.scores import Score
 
 # The module of each operator, by the name that a spec gives under ``operator``, and its name there.
 _PLACES = {
     "attention": ("attention", "ATTENTION"),
+    "attention_fp8": ("fp8", "ATTENTION_FP8"),
     "attention_backward": ("backward", "BACKWARD"),
+    "latent_attention": ("latent", "LATENT"),
+    "sparse_latent_attention": ("sparse_latent", "SPARSE_LATENT"),
     "attention_weights": ("weights", "WEIGHTS"),
     "score_gradient": ("score_gradient", "SCORE_GRADIENT"),
     "merge": ("merge", "MERGE"),
     "append": ("append", "APPEND"),
     "quantize": ("quantize", "QUANTIZE"),
+    "mask_lists": ("masklists", "MASK_LISTS"),
 }
 
 
@@ -43,10 +49,17 @@ class _Operators(Mapping[str, "Operator"]):
 OPERATORS: Mapping[str, Operator] = _Operators()
 
 
-def modified_operator(name: str, has_lengths: bool, score: Score) -> Operator:
-    """The operator of that name with a score modification, as calls with or without lengths have it."""
-    module = importlib.import_module(f"flashgen.operators.{_PLACES[name][0]}")
-    return module.operator_for(score, has_lengths)
+@functools.lru_cache(maxsize=256)
+def operator_for(
+    name: str, score: Score | None, has_lengths: bool = False, rule: Rule | None = None
+) -> Operator:
+    """The operator of that name with a score modification and a mask by a line, if any, as calls with or
+    without lengths have it.
+    """
+    if score is None and rule is None:
+        return operator_of(name, has_lengths)
+    make = importlib.import_module(f"flashgen.operators.{_PLACES[name][0]}").operator_for
+    return make(score, has_lengths) if rule is None else make(score, has_lengths, rule)
 
 
 def operator_of(name: str, has_lengths: bool) -> Operator:

@@ -11,10 +11,18 @@ Of the first rotary_dim elements of a row, (x, y) are a pair: elements i and i +
 they are interleaved, 2i and 2i + 1. With c and s the cosine and the sine of the position in column i,
 
     x' = c x - s y,  y' = c y + s x
+
+A latent cache has rows of one array, ``k_cache``, and no v: a new token is one row of ``k_new``, whose last
+rotary_dim elements are rotated, as of each query. The first ``head_dim_v`` elements are its value.
+
+A cache of e4m3 codes holds what `quantize` makes of the elements, after they are rotated and rounded to their
+dtype, with the scale of their sequence and head. Where the cache has an array of scales of tokens, the scale
+of each new token and head is its largest finite |x| / 448, as in `quantize`, and goes into that array.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,19 +32,22 @@ from flashgen.errors import (
     BadTensorShape,
     NullPointer,
     arg,
+    naming,
 )
+from flashgen.operators import kvcodes
+from flashgen.operators.append_sizes import check_room, check_sizes, check_table, sizes_of, symbols_of
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
     ROW_ALIGNMENT,
     Argument,
     check_devices,
-    check_strides,
+    check_layouts,
     flag,
     place,
     shown,
     shown_shape,
 )
-from flashgen.operators.contract import DTYPES, MAX_SEQLEN, check_head_dim
+from flashgen.operators.contract import DTYPES
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 
 if TYPE_CHECKING:
@@ -48,15 +59,16 @@ if TYPE_CHECKING:
 
 Pairs = Literal["none", "halves", "interleaved"]
 Q_POSITIONS = ("each", "first")
-ROTARY_STEP = 16  # what rotary_dim is a multiple of
 
 _INT32 = {"dtypes": ("int32",), "alignment": 4}
 _PAGES = "num_pages page_size num_heads_kv"
 _TABLE = {"dtypes": DTYPES, "optional": True}
+_SCALE = kvcodes.SCALE | {"shape": "sequences num_heads_kv 1"}
+_SCALE_OUT = kvcodes.SCALE | {"shape": _PAGES}
 
 ARGUMENTS = (
     Argument("k_new", "input", "batch seqlen_new num_heads_kv head_dim"),
-    Argument("v_new", "input", "batch seqlen_new num_heads_kv head_dim_v"),
+    Argument("v_new", "input", "batch seqlen_new num_heads_kv head_dim_v", optional=True),
     Argument("lengths", "input", "sequences", layout="contiguous", **_INT32),
     Argument("q", "input", "batch seqlen_q num_heads_q head_dim", optional=True),
     Argument("pages", "input", "sequences max_pages", optional=True, **_INT32),
@@ -69,6 +81,10 @@ ARGUMENTS = (
     Argument("v_cache", "output", f"{_PAGES} head_dim_v"),
     Argument("total_lengths", "output", "sequences", layout="contiguous", **_INT32),
     Argument("q_rotated", "output", "batch seqlen_q num_heads_q head_dim"),
+    Argument("k_scale", "input", **_SCALE),
+    Argument("v_scale", "input", **_SCALE),
+    Argument("k_scale_out", "output", **_SCALE_OUT),
+    Argument("v_scale_out", "output", **_SCALE_OUT),
 )
 
 
@@ -76,7 +92,8 @@ ARGUMENTS = (
 class AppendProblem(Problem):
     """Shapes and strides of one append. ``num_heads_q`` is 0 where there is no q; ``max_pages`` 1 and
     ``page_size`` the capacity where the cache has no page table. ``rotary_half`` is half of rotary_dim, 0
-    without rotation. ``table_dtype`` is the dtype of cos and sin. Packed tokens count as one batch entry,
+    without rotation. ``table_dtype`` is the dtype of cos and sin, ``kv_dtype`` of a cache of codes.
+    ``head_dim_v`` is 0 in a latent cache, whose values are no array. Packed tokens count as one batch entry,
     whatever the number of ``sequences``; there is one boundary more than sequences.
     """
 
@@ -98,6 +115,7 @@ class AppendProblem(Problem):
     rotary_half: int
     table_dtype: str
     q_positions: str
+    kv_dtype: str | None = None
 
     @property
     def operator(self) -> Operator:
@@ -117,9 +135,19 @@ class AppendProblem(Problem):
         return self.sequences == 0
 
     @property
+    def kv_scales(self) -> str:
+        """Whether the call computes a scale for each new token and head; `kvcodes.KV_SCALES`."""
+        return kvcodes.TOKEN if self.has("k_scale_out") else kvcodes.PER_TILE
+
+    @property
     def capacity(self) -> int:
         """The tokens that a sequence may have."""
         return self.max_pages * self.page_size
+
+    @property
+    def latent(self) -> bool:
+        """Whether the cache is latent."""
+        return self.head_dim_v == 0
 
     @property
     def row_chunks(self) -> int:
@@ -128,17 +156,23 @@ class AppendProblem(Problem):
         return 1 << (chunks - 1).bit_length()
 
     def dtype_of(self, argument: Argument) -> str:
+        if argument.name in ("k_cache", "v_cache") and self.kv_dtype is not None:
+            return self.kv_dtype
         return self.table_dtype if argument.name in ("cos", "sin") else argument.dtype(self.dtype)
 
     def description(self) -> str:
         tables = ", tables wide" if _tables(self) == "wide" else ""
-        return f"dtype {self.dtype}, rotary {self.pairs}{tables}, pages {_pages(self)}"
+        codes = "" if self.kv_dtype is None else f", kv_dtype {self.kv_dtype}"
+        codes += ", kv_scales token" if self.kv_scales == kvcodes.TOKEN else ""
+        latent = ", latent" if self.latent else ""
+        return f"dtype {self.dtype}, rotary {self.pairs}{tables}, pages {_pages(self)}{codes}{latent}"
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
         """``chunks`` counts the chunks of a batch entry's rows of q, k_new and v_new; it is at least the
         number of elements of total_lengths.
         """
-        rows = self.seqlen_q * self.num_heads_q + 2 * self.seqlen_new * self.num_heads_kv
+        arrays = 1 if self.latent else 2
+        rows = self.seqlen_q * self.num_heads_q + arrays * self.seqlen_new * self.num_heads_kv
         lengths = -(-self.sequences // max(1, self.batch))
         return {"chunks": max(rows * self.row_chunks, lengths), "batch": self.batch}
 
@@ -158,44 +192,63 @@ class AppendProblem(Problem):
 
 
 def normalise(
-    arrays: Mapping[str, ArrayView], *, interleaved: bool = False, q_positions: str = "each"
+    arrays: Mapping[str, ArrayView],
+    *,
+    interleaved: bool = False,
+    q_positions: str = "each",
+    kv_dtype: str | None = None,
+    head_dim_v: int | None = None,
 ) -> AppendProblem:
     """The Problem of a call, or the error of the contract that it breaks; ``arrays`` are by the names of
     arguments.
 
     ``interleaved`` is how elements are paired. ``q_positions``: query i is rotated as new token i is
-    ("each"), or all queries as the first new one ("first").
+    ("each"), or all queries as the first new one ("first"). ``kv_dtype``: "e4m3" where the cache holds codes
+    as uint8. ``head_dim_v``: of a latent cache, the elements of a row that are its value; else None.
 
     Raises NullPointer, BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides or DeviceTypeNotSupported.
     """
     views = {argument.name: arrays.get(argument.name) for argument in ARGUMENTS}
+    latent = head_dim_v is not None
     for name in ("k_new", "v_new", "lengths", "k_cache", "v_cache"):
-        if views[name] is None:
+        of_values = name in ("v_new", "v_cache")
+        if views[name] is None and not (latent and of_values):
             raise NullPointer(f"{arg(name)} is None; expected an array")
+        if views[name] is not None and latent and of_values:
+            raise BadParam(
+                f"{arg(name)} was given, and the cache is latent: its values are a part of {arg('k_cache')}; "
+                "pass None"
+            )
     interleaved = flag("interleaved", interleaved)
     _check_combination(views, q_positions)
-    _check_places_and_dtypes(views)
-    sizes = _sizes(views)
+    kv_dtype = _kv_dtype(views, kv_dtype)
+    _check_places_and_dtypes(views, kv_dtype)
+    sizes = sizes_of(ARGUMENTS, views)
+    present = {name: view for name, view in views.items() if view is not None}
+    kvcodes.check(present, kv_dtype, sizes)
+    kvcodes.check_scales_out(present, sizes)
+    views |= {
+        name: kvcodes.whole_scale_of_append(name, present[name], sizes["sequences"], sizes["num_heads_kv"])
+        for name in kvcodes.SCALES
+        if name in present
+    }
     k_new, cos, packed = views["k_new"], views["cos"], views["cu_seqlens_new"] is not None
     paged = views["pages"] is not None
     for argument in ARGUMENTS:
         view = views[argument.name]
         if view is not None:
-            symbols, expected = _symbols(argument, packed), argument.extents(sizes)[-len(view.shape) :]
+            symbols, expected = symbols_of(argument, packed), argument.extents(sizes)[-len(view.shape) :]
             if view.shape != expected:
                 raise BadTensorShape(
                     f"{arg(argument.name)} has shape {view.shape}; expected {shown_shape(symbols)} = "
                     f"{expected}"
                 )
-    _check_sizes(sizes, k_new.dtype, tables=cos is not None)
+    check_sizes(sizes, k_new.dtype, tables=cos is not None, of_latent=head_dim_v)
     if not packed:  # whose lengths are in the memory of the device
-        _check_room(sizes, paged=paged)
+        check_room(sizes, paged=paged)
         if cos is not None and views["positions"] is None:
-            _check_table(sizes, q_positions)
-    for argument in ARGUMENTS:
-        view = views[argument.name]
-        if view is not None:
-            check_strides(argument, view, DTYPE_BYTES[view.dtype])
+            check_table(sizes, q_positions)
+    check_layouts(ARGUMENTS, views)
     # What is not given, and written all the same, is allocated.
     written = ("total_lengths", "q_rotated") if views["q"] is not None else ("total_lengths",)
     return AppendProblem(
@@ -205,12 +258,13 @@ def normalise(
         pairs="none" if cos is None else "interleaved" if interleaved else "halves",
         table_dtype=k_new.dtype if cos is None else cos.dtype,
         q_positions=q_positions,
+        kv_dtype=kv_dtype,
         batched=not packed,
         strides=tuple(
-            place(argument, views[argument.name], sizes, k_new.dtype).strides
-            if views[argument.name] is not None or argument.name in written
+            place(argument, view, sizes, k_new.dtype).strides
+            if view is not None or argument.name in written
             else None
-            for argument in ARGUMENTS
+            for argument, view in zip(ARGUMENTS, views.values(), strict=True)
         ),
         device=k_new.device,
     )
@@ -241,8 +295,25 @@ def _check_combination(views: Mapping[str, ArrayView | None], q_positions: Any) 
         raise BadParam(f"{arg('q_rotated')} was given without {arg('q')}; pass both, or neither")
 
 
-def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
+def _kv_dtype(views: Mapping[str, ArrayView | None], kv_dtype: str | None) -> str | None:
+    """The dtype of a cache of codes, else None. Raises BadParam and BadTensorDtype."""
+    k_cache, v_cache = views["k_cache"], views["v_cache"]
+    of_cache = {"q": views["k_new"], "k": k_cache, "v": k_cache if v_cache is None else v_cache}
+    with naming({"q": "k_new", "k": "k_cache", "v": "v_cache"}):
+        kv_dtype = kvcodes.kv_dtype_of(of_cache, kv_dtype, has_lengths=True)
+    if kv_dtype is not None and v_cache is None:
+        raise BadTensorDtype(
+            f"{arg('k_cache')} has dtype {k_cache.dtype}; no codes are appended to a latent cache: it has "
+            "fp16 or bf16"
+        )
+    return kv_dtype
+
+
+def _check_places_and_dtypes(views: Mapping[str, ArrayView | None], kv_dtype: str | None) -> None:
     """That all arrays are on one device, and each has a dtype of its argument."""
+    if kv_dtype is not None:  # checked already
+        of_elements = dataclasses.replace(views["k_cache"], dtype=views["k_new"].dtype)
+        views = {**views, "k_cache": of_elements, "v_cache": of_elements}
     dtype = views["k_cache"].dtype  # the norm: a cache stays what it is
     for name, hint in (("k_cache", ""), ("k_new", f"; the cache has {dtype}")):
         if views[name].dtype not in DTYPES:
@@ -250,9 +321,10 @@ def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
             raise BadTensorDtype(
                 f"{arg(name)} has dtype {views[name].dtype}; supported are {supported}{hint}"
             )
-    if dtype != views["v_cache"].dtype:  # what k_new has is likely to be what was meant
+    v_cache = views["v_cache"]
+    if v_cache is not None and dtype != v_cache.dtype:  # what k_new has is likely to be what was meant
         wrong, right = "v_cache", "k_cache"
-        if views["v_cache"].dtype == views["k_new"].dtype:
+        if v_cache.dtype == views["k_new"].dtype:
             wrong, right = right, wrong
         norm = views[right].dtype
         raise BadTensorDtype(
@@ -276,128 +348,12 @@ def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
         )
 
 
-def _sizes(views: Mapping[str, ArrayView | None]) -> dict[str, int]:
-    """The size of each symbol; each array has the rank of its argument, without batch where tokens are
-    packed.
-    """
-    boundaries = views["cu_seqlens_new"]
-    packed = boundaries is not None
-    for argument in ARGUMENTS:
-        view, symbols = views[argument.name], _symbols(argument, packed)
-        if view is not None and len(view.shape) != len(symbols):
-            hint = ""
-            if len(view.shape) == 3 and len(symbols) == 4 and not packed and symbols[0] == "batch":
-                hint = f"; packed tokens need {arg('cu_seqlens_new')}"
-                if view.shape[:1] == views["lengths"].shape:
-                    hint += f", and one token of each sequence goes in as {arg(argument.name)}[:, None]"
-            elif packed and argument.leads_with_batch:
-                hint = f"; {arg('cu_seqlens_new')} was given, so tokens are packed, without batch"
-            raise BadTensorShape(
-                f"{arg(argument.name)} has shape {view.shape}; expected {shown_shape(symbols)}{hint}"
-            )
-    if packed and boundaries.shape == (0,):
-        raise BadTensorShape(
-            f"{arg('cu_seqlens_new')} has shape (0,); expected one element more than sequences"
-        )
-    seqlen_new, heads, head_dim = views["k_new"].shape[-3:]
-    batch = 1 if packed else views["k_new"].shape[0]
-    sequences = boundaries.shape[0] - 1 if packed else batch
-    if views["lengths"].shape[0] != sequences:
-        new = "cu_seqlens_new" if packed else "k_new"
-        raise BadTensorShape(
-            f"{arg('lengths')} has shape {views['lengths'].shape} but {arg(new)} is for {sequences} sequences"
-        )
-    head_dim_v = views["v_new"].shape[-1]
-    num_pages, page_size = views["k_cache"].shape[:2]
-    for new, cache in (("k_new", "k_cache"), ("v_new", "v_cache")):
-        if views[new].shape[-2:] != views[cache].shape[-2:]:
-            raise BadTensorShape(
-                f"{arg(new)} has {views[new].shape[-2]} heads of {views[new].shape[-1]} elements but "
-                f"{arg(cache)} has {views[cache].shape[-2]} of {views[cache].shape[-1]}; they must be the "
-                "same"
-            )
-    q, pages, cos, positions = (views[name] for name in ("q", "pages", "cos", "positions"))
-    sizes = {
-        "batch": batch,
-        "sequences": sequences,
-        "boundaries": sequences + 1,
-        "seqlen_new": seqlen_new,
-        "seqlen_q": 0 if q is None else q.shape[-3],
-        "num_heads_q": 0 if q is None else q.shape[-2],
-        "num_heads_kv": heads,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "num_pages": num_pages,
-        "page_size": page_size,
-        "max_pages": 1 if pages is None else pages.shape[1],
-        "num_positions": 0 if cos is None else cos.shape[0],
-        "rotary_half": 0 if cos is None else cos.shape[1],
-    }
-    if q is not None and (positions is not None or packed) and sizes["seqlen_q"] != seqlen_new:
-        why = f"{arg('cu_seqlens_new')} counts" if packed else f"{arg('positions')} place"
-        raise BadTensorShape(
-            f"{arg('q')} has {sizes['seqlen_q']} tokens but {arg('k_new')} has {seqlen_new}; {why} the "
-            "tokens of both, so their numbers must be equal"
-        )
-    if pages is None and views["index"] is None and num_pages < sequences:
-        raise BadTensorShape(
-            f"{arg('k_cache')} has {num_pages} rows, fewer than the {sequences} sequences; pass a larger "
-            f"cache, or {arg('index')} or {arg('pages')} to say where each sequence is"
-        )
-    return sizes
-
-
-def _symbols(argument: Argument, packed: bool) -> tuple[str, ...]:
-    """The symbols of an argument's dimensions as the caller has them."""
-    return argument.symbols[1:] if packed and argument.symbols[0] == "batch" else argument.symbols
-
-
-def _check_sizes(sizes: Mapping[str, int], dtype: str, *, tables: bool) -> None:
-    """Limits of the sizes themselves."""
-    for name in ("head_dim", "head_dim_v"):
-        check_head_dim(name, sizes[name], dtype)
-    if sizes["num_heads_kv"] < 1:
-        raise BadTensorShape(f"{arg('k_new')} has no heads; it needs one at least")
-    capacity = sizes["max_pages"] * sizes["page_size"]
-    for name, length in (("k_new", sizes["seqlen_new"]), ("q", sizes["seqlen_q"]), ("k_cache", capacity)):
-        if length > MAX_SEQLEN:
-            raise BadTensorShape(
-                f"{arg(name)} has sequence length {length}; the longest supported is {MAX_SEQLEN}"
-            )
-    rotary_dim = 2 * sizes["rotary_half"]
-    if tables and (rotary_dim % ROTARY_STEP or not ROTARY_STEP <= rotary_dim <= sizes["head_dim"]):
-        raise BadTensorShape(
-            f"{arg('cos')} has {sizes['rotary_half']} columns, for a rotary_dim of {rotary_dim}; it must be "
-            f"a multiple of {ROTARY_STEP} up to head_dim, {sizes['head_dim']}"
-        )
-
-
-def _check_room(sizes: Mapping[str, int], *, paged: bool) -> None:
-    """That there is room for the new tokens of a sequence that has none yet."""
-    seqlen_new, page_size = sizes["seqlen_new"], sizes["page_size"]
-    if seqlen_new > sizes["max_pages"] * page_size:
-        room = f"pages has room for {sizes['max_pages']} pages of" if paged else "k_cache has room for"
-        raise BadTensorShape(
-            f"{arg('k_new')} has {seqlen_new} tokens of a sequence but {room} {page_size}; pass fewer, or a "
-            "larger cache"
-        )
-
-
-def _check_table(sizes: Mapping[str, int], q_positions: str) -> None:
-    """That the tables have the positions of a sequence that has no tokens yet."""
-    for name, count in (
-        ("k_new", sizes["seqlen_new"]),
-        ("q", sizes["seqlen_q"] if q_positions == "each" else 0),
-    ):
-        if sizes["num_positions"] < count:
-            raise BadTensorShape(
-                f"{arg('cos')} has {sizes['num_positions']} rows but {arg(name)} has {count} tokens of a "
-                "sequence; the tables need a row for each position"
-            )
-
-
 def _tables(problem: AppendProblem) -> str:
     return "none" if problem.table_dtype == problem.dtype else "wide"
+
+
+def _rotated_last(problem: AppendProblem) -> str:
+    return "latent" if problem.latent and problem.pairs != "none" else "none"
 
 
 def _pages(problem: AppendProblem) -> str:
@@ -407,21 +363,21 @@ def _pages(problem: AppendProblem) -> str:
 def _contract(
     operator: Operator, views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]
 ) -> Problem:
-    interleaved, q_positions = options
     arrays = {x.name: view for x, view in zip(ARGUMENTS, views, strict=True) if view is not None}
-    return normalise(arrays, interleaved=interleaved, q_positions=q_positions)
+    return normalise(arrays, **dict(zip(operator.options, options, strict=True)))
 
 
 def _check_elements(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None]) -> None:
     from flashgen.operators.append_rows import check_places
 
+    kvcodes.check_elements(arrays)
     check_places(problem, arrays)
 
 
 APPEND = Operator(
     name="append",
     arguments=ARGUMENTS,
-    options=("interleaved", "q_positions"),
+    options=("interleaved", "q_positions", "kv_dtype", "head_dim_v"),
     scalars=(),
     axes={
         "dtype": Axis(lambda problem, value: value == problem.dtype, DTYPES),
@@ -430,9 +386,18 @@ APPEND = Operator(
         ),
         "tables": Axis(lambda problem, value: value == _tables(problem), ("none", "wide"), default="none"),
         "pages": Axis(lambda problem, value: value == _pages(problem), ("none", "paged"), default="none"),
+        "kv_dtype": Axis(
+            lambda problem, value: value == (problem.kv_dtype or "none"), kvcodes.KV_DTYPES, default="none"
+        ),
+        "latent": Axis(
+            lambda problem, value: value == _rotated_last(problem), ("none", "latent"), default="none"
+        ),
+        "kv_scales": Axis(
+            lambda problem, value: value == problem.kv_scales, kvcodes.KV_SCALES, default=kvcodes.PER_TILE
+        ),
     },
     grid_dimensions=("chunks", "batch"),
     contract=_contract,
-    elements_checked=("lengths", "pages", "index", "positions", "cu_seqlens_new"),
+    elements_checked=("lengths", "pages", "index", "positions", "cu_seqlens_new", *kvcodes.SCALES),
     check_elements=_check_elements,
 )

@@ -7,7 +7,12 @@ The bound, with u the unit roundoff of the dtype, and r the result:
 - 2^-23: the product with s, and the sum, are each rounded to fp32; that with c may be. |r| is no larger.
 - 1.01 u |r|: the result is rounded to the dtype. least_out: half of the least step of the dtype.
 
-What is not rotated is copied: to the bit.
+What is not rotated is copied: to the bit. A cache of codes is compared in units of codes: r divided by its
+scale and limited to 448, with
+
+    |error| <= 1.01 (bound of r) / scale + 1.01 max(2^-4 |r / scale|, 2^-10)
+
+as e4m3 has 4 bits and steps of 2^-9, and the product with the reciprocal of the scale adds 2^-23.
 """
 
 from __future__ import annotations
@@ -17,7 +22,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.operators.append_rows import new_tokens, pair_slices, queries, slots, total_lengths
-from flashgen.operators.numbers import widened
+from flashgen.operators.kvcodes import TOKEN, scales_of_sequences
+from flashgen.operators.numbers import Decoded, widened
+from flashgen.operators.quantize import LARGEST
+from flashgen.operators.quantize_reference import scales_of_rows
 from flashgen.operators.reference import LEAST_OUT, UNIT_ROUNDOFF, Largest, Verdict, largest
 
 if TYPE_CHECKING:
@@ -31,9 +39,10 @@ def judge(
     problem: AppendProblem, before: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray | None]
 ) -> Verdict:
     """Compare the results of a call with float64, on the host; what a call must not touch has to be, to the
-    bit, as ``before``, which has k_cache, v_cache and q_rotated. ``arrays`` has all arguments by name, None
-    for what is absent; bfloat16 elements are their bits in uint16. Of the worst element ``index`` is the
-    (batch, token, head, column), or, of what must not be touched, the place in its array.
+    bit, as ``before``, which has k_cache, and v_cache and q_rotated if the call has them. ``arrays`` has all
+    arguments by name, None for what is absent; bfloat16 elements are their bits in uint16. Of the worst
+    element ``index`` is the (batch, token, head, column), or, of what must not be touched, the place in its
+    array.
     """
 
     def batched(x: np.ndarray) -> np.ndarray:
@@ -55,8 +64,13 @@ def judge(
         if changed.any():
             index = tuple(int(i[0]) for i in np.nonzero(changed))
             return Largest(np.inf, np.inf, 0.0, index)
-        mask = written[:, :, None, None]
-        taken = widened(result[places], problem.dtype)
+        mask = written.reshape(*written.shape, *[1] * (value.ndim - 2))
+        of_codes = problem.kv_dtype is not None and name in ("k_cache", "v_cache")
+        taken = (
+            Decoded(result, None, np.float64).whole()[places]
+            if of_codes
+            else widened(result[places], problem.dtype)
+        )
         return largest(np.where(mask, taken, 0), np.where(mask, value, 0), np.where(mask, bound, 0))
 
     tables = None
@@ -71,14 +85,23 @@ def judge(
     new = new_tokens(problem, arrays)
     page, slot, there = slots(problem, new, arrays)
     stored = there & with_row(new)
-    k, v = numbers(arrays["k_new"]), numbers(arrays["v_new"])
-    k_bound, v_bound = np.zeros(k.shape), np.zeros(v.shape)
-    if tables is not None:
-        k, k_bound = _rotated(problem, k, new.row, tables)
-    worst = [
-        compared("k_cache", (page, slot), stored, k, k_bound),
-        compared("v_cache", (page, slot), stored, v, v_bound),
-    ]
+    scales = {}
+    if problem.kv_dtype is not None and problem.kv_scales != TOKEN:
+        of_sequences = scales_of_sequences(arrays, problem.sequences, problem.num_heads_kv)
+        scales = {name: x[new.sequence] for name, x in of_sequences.items()}
+    worst = []
+    for name in ("k", "v") if not problem.latent else ("k",):
+        value = numbers(arrays[f"{name}_new"])
+        bound = np.zeros(value.shape)
+        if tables is not None and name == "k":
+            value, bound = _rotated(problem, value, new.row, tables)
+        scale = scales.get(f"{name}_scale")
+        if problem.kv_scales == TOKEN:
+            worst.append(compared(f"{name}_scale_out", (page, slot), stored, *_scales(value, bound)))
+            scale = arrays[f"{name}_scale_out"][page, slot][..., None]
+        if problem.kv_dtype is not None:
+            value, bound = _codes(value, bound, scale)
+        worst.append(compared(f"{name}_cache", (page, slot), stored, value, bound))
     if arrays["q"] is not None:
         of_q = queries(problem, arrays)
         value, bound = _rotated(problem, numbers(arrays["q"]), of_q.row, tables)
@@ -87,6 +110,20 @@ def judge(
     total = total_lengths(problem, arrays)
     worst.append(largest(arrays["total_lengths"].astype(float), total.astype(float), np.zeros(total.shape)))
     return Verdict(max(worst, key=lambda element: element.share), None)
+
+
+def _scales(x: np.ndarray, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scale of each row of x, whose bound this is, and the bound of the scale."""
+    scale = scales_of_rows(x)[..., 0]
+    return scale, 2.0**-24 * scale + bound.max(axis=-1, initial=0) / LARGEST
+
+
+@np.errstate(all="ignore")  # a wrong scale may be 0, and slots that are left out NaN
+def _codes(x: np.ndarray, bound: np.ndarray, scale: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """x in units of codes, and its bound, by the scale of each token."""
+    of_token = 1.0 if scale is None else scale.astype(np.float64)
+    scaled = np.clip(x / of_token, -LARGEST, LARGEST)
+    return scaled, 1.01 * (bound / of_token + np.maximum(2.0**-4 * np.abs(scaled), 2.0**-10))
 
 
 def _rotated(

@@ -26,6 +26,7 @@ class Sizes(Protocol):
     seqlen_new: int
     seqlen_q: int
     num_heads_q: int
+    head_dim: int
     num_pages: int
     page_size: int
     max_pages: int
@@ -43,13 +44,19 @@ class Sizes(Protocol):
     def empty(self) -> bool:
         """Whether there are no sequences."""
 
+    @property
+    def latent(self) -> bool:
+        """Whether the last elements of a row are rotated, not the first."""
+
 
 def pair_slices(problem: Sizes) -> tuple[slice, slice]:
     """The first elements of the pairs of a row, and the second ones, in the order of the columns of cos."""
     half = problem.rotary_half
+    begin = problem.head_dim - 2 * half if problem.latent else 0
+    end = begin + 2 * half
     if problem.pairs == "interleaved":
-        return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    return slice(half), slice(half, 2 * half)
+        return slice(begin, end, 2), slice(begin + 1, end, 2)
+    return slice(begin, begin + half), slice(begin + half, end)
 
 
 class Tokens(NamedTuple):
@@ -186,7 +193,7 @@ def _check_own(problem: Sizes, new: Tokens, where: Slots) -> None:
         unit, table = ("page", "pages") if problem.paged else ("row", "index")
         raise BadParam(
             f"slot {slot} of {unit} {page} of the cache would get a new token of sequence {first} and one of "
-            f"sequence {second}; {arg(table)} must give each token a place of its own"
+            f"sequence {second}; {arg(table)} must give each token its own place"
         )
 
 

@@ -8,6 +8,7 @@ example arrays and byte counts derive from it. A shape is written in symbols, as
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -18,12 +19,11 @@ from flashgen.errors import (
     BadTensorShape,
     BadTensorStrides,
     DeviceTypeNotSupported,
-    NullPointer,
     arg,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 DTYPE_BYTES = {
     "fp16": 2,
@@ -56,6 +56,8 @@ _STRIDE_WORDS = {
     "batch": "batch",
     "seqlen": "row",
     "rows": "row",
+    "kv_scale_batch": "batch",
+    "kv_scale_rows": "row",
     "num_heads": "head",
     # Of a cache, of what goes into it, and of tables.
     "num_pages": "page",
@@ -241,6 +243,13 @@ def length_bound(name: str, bound: Any) -> int | Expected | None:
     raise BadParam(f"{arg(name)} is {shown(bound)}; expected an integer, or None")
 
 
+def margin_of(name: str, margin: Any) -> int:
+    """A number of multiprocessors that a call leaves to others. Raises BadParam."""
+    if isinstance(margin, bool) or not isinstance(margin, numbers.Integral) or margin < 0:
+        raise BadParam(f"{arg(name)} is {shown(margin)}; expected an integer of 0 or more")
+    return int(margin)
+
+
 def dtype_name(name: str) -> str:
     """A dtype as the specs call it: "fp16" for "float16" or "half". Other names stay as they are."""
     return DTYPE_NAMES.get(name, name)
@@ -297,6 +306,24 @@ def place(argument: Argument, view: ArrayView | None, sizes: Mapping[str, int], 
     return ArrayLayout(argument, extents, strides, argument.dtype(element))
 
 
+def strides_of(
+    arguments: Sequence[Argument],
+    views: Mapping[str, ArrayView | None],
+    sizes: Mapping[str, int],
+    element: str,
+) -> tuple[Strides | None, ...]:
+    """The strides of each argument of a call, once its arrays are known to fit. An optional argument without
+    an entry in ``views`` is absent. An entry of None, or a required argument without one, is a new contiguous
+    array.
+    """
+    return tuple(
+        place(argument, views.get(argument.name), sizes, element).strides
+        if argument.name in views or not argument.optional
+        else None
+        for argument in arguments
+    )
+
+
 def total_bytes(arguments: Sequence[Argument], sizes: Mapping[str, int], element: str) -> int:
     """Bytes of contiguous arrays: what a call must read and write at least once."""
     layouts = (
@@ -322,6 +349,14 @@ def check_array(argument: Argument, view: ArrayView, sizes: Mapping[str, int], e
     if view.shape != expected and not (argument.leads_with_batch and view.shape == expected[1:]):
         raise BadTensorShape(f"{arg(name)} has shape {view.shape}; expected {expected}")
     check_strides(argument, view, DTYPE_BYTES[view.dtype])
+
+
+def check_layouts(arguments: Sequence[Argument], views: Mapping[str, ArrayView | None]) -> None:
+    """`check_strides` of each argument that has a view."""
+    for argument in arguments:
+        view = views.get(argument.name)
+        if view is not None:
+            check_strides(argument, view, DTYPE_BYTES[view.dtype])
 
 
 def check_strides(argument: Argument, view: ArrayView, element_bytes: int) -> None:
@@ -376,75 +411,6 @@ def check_broadcast(argument: Argument, view: ArrayView, expected: tuple[int, ..
             f"{arg(argument.name)} has strides {view.strides} (in elements); its last dimension must be "
             "contiguous"
         )
-
-
-def check_memory(
-    arguments: Sequence[Argument],
-    spans: Sequence[tuple[int, int]],
-    pointers: Sequence[int],
-    written: Sequence[int],
-    layouts: Sequence[ArrayLayout | None] = (),
-) -> None:
-    """Check the pointers of one call; ``spans`` and ``pointers`` are in the order of ``arguments``.
-
-    ``written`` lists the positions of the outputs that the caller passed, whose overlap with another array
-    must be ruled out, as `overlapping` finds it.
-
-    Raises NullPointer for an array without memory, BadTensorStrides for a misaligned or overlapping one.
-    """
-    for argument, (low, high), pointer in zip(arguments, spans, pointers, strict=True):
-        if high == low:
-            continue
-        if pointer == 0:
-            raise NullPointer(f"{arg(argument.name)} has no memory")
-        if pointer % argument.alignment:
-            raise BadTensorStrides(
-                f"{arg(argument.name)} starts at address {pointer:#x}, which is not a multiple of "
-                f"{argument.alignment} bytes; pass a copy or a slice that starts at an aligned element"
-            )
-    for target in written:
-        for other in overlapping(target, spans, pointers, layouts):
-            raise BadTensorStrides(
-                f"{arg(arguments[target].name)} overlaps {arg(arguments[other].name)} in memory; pass memory "
-                "of its own"
-            )
-
-
-def overlapping(
-    target: int,
-    spans: Sequence[tuple[int, int]],
-    pointers: Sequence[int],
-    layouts: Sequence[ArrayLayout | None],
-) -> Iterator[int]:
-    """The positions of other arrays whose address ranges overlap an array's; empty arrays overlap none. With
-    ``layouts`` arrays may interleave, as Q, K and V of each token do in one array.
-    """
-    start, end = pointers[target] + spans[target][0], pointers[target] + spans[target][1]
-    for other, ((low, high), pointer) in enumerate(zip(spans, pointers, strict=True)):
-        if other == target or low == high or pointer + low >= end or start >= pointer + high:
-            continue
-        if not layouts or not interleave(layouts[target], layouts[other], pointer - pointers[target]):
-            yield other
-
-
-def interleave(first: ArrayLayout, second: ArrayLayout, distance: int) -> bool:
-    """Whether two arrays of one stride, ``distance`` bytes from each other, share no byte: between two steps
-    of the stride both have their place. False where no stride of both shows it.
-    """
-    pair = first, second
-    steps = [{stride * layout.element_bytes for stride in layout.strides if stride > 0} for layout in pair]
-    for period in steps[0] & steps[1]:
-        (low, high), (other_low, other_high) = (_span_within(layout, period) for layout in pair)
-        offset = (distance + other_low - low) % period
-        if offset >= high - low and offset + other_high - other_low <= period:
-            return True
-    return False
-
-
-def _span_within(layout: ArrayLayout, period: int) -> tuple[int, int]:
-    """`ArrayLayout.span` of an array that does not move by whole periods."""
-    strides = tuple(0 if stride * layout.element_bytes % period == 0 else stride for stride in layout.strides)
-    return layout._replace(strides=strides).span()
 
 
 def _shares_elements(view: ArrayView) -> bool:

@@ -14,15 +14,17 @@ rows past the last packed sequence, and padded keys past a length.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from flashgen.errors import BadParam, arg
+from flashgen.errors import BadParam, BadTensorDtype, arg
 from flashgen.operators import attention, blocklists, contract, lengths
-from flashgen.operators.arguments import Argument, check_devices, flag, place
-from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
-from flashgen.operators.lengths import BOUNDS, CACHE_ARRAYS, refuse_mask
+from flashgen.operators.arguments import Argument, check_devices, flag
+from flashgen.operators.attention import ATTENTION, SCALARS
+from flashgen.operators.attention_problem import AttentionProblem
+from flashgen.operators.combinations import Feature, refuse
+from flashgen.operators.kvcodes import E4M3, SCALES
+from flashgen.operators.lengths import BOUNDS, CACHE_ARRAYS
 from flashgen.operators.operator import Axis, Operator, Value, by_name, lined, modified
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ def gradient_arguments(forward: Sequence[Argument], without: Sequence[str]) -> t
     )
 
 
-ARGUMENTS = gradient_arguments(attention.ARGUMENTS, without=CACHE_ARRAYS)
+ARGUMENTS = gradient_arguments(attention.ARGUMENTS, without=(*CACHE_ARRAYS, *SCALES, "tree"))
 # The input that a gradient among the outputs is of, by the name of the gradient.
 INPUT_OF = {f"d{argument.name}": argument.name for argument in attention.ARGUMENTS if argument.differentiable}
 # What the forward call does not take: its outputs, and all gradients.
@@ -81,10 +83,13 @@ LENGTH_ARRAYS = tuple(name for name in lengths.LENGTH_ARRAYS if name not in CACH
 OPTIONS = (
     *("causal", "mask_type", "window_size", "block_size"),
     *BOUNDS,
-    *("dropout_p", "score", "deterministic"),
+    *("dropout_p", "score", "deterministic", "dkv_dtype"),
 )
 # The dimensions of grids that go over lists of key blocks.
 LISTS = ("list_columns", "list_entries")
+# The dtype of dk and dv: the dtype of the call, or fp32 for a caller who adds the results of several calls.
+DKV_DTYPES = ("none", "fp32dkv")
+_OF_KEYS = ("dk", "dv")
 # In what order thread blocks add to dq: in none, or always in the same; or the one that has its rows does
 # all of them.
 DQ_ORDERS = ("none", "ordered", "direct")
@@ -93,14 +98,20 @@ DQ_ORDERS = ("none", "ordered", "direct")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardProblem(AttentionProblem):
     """Shapes, strides and options of one call, as in the forward call, and whether the gradients must have
-    the same bits each time.
+    the same bits each time. ``dkv_dtype`` is the dtype of dk and dv if q has another.
     """
 
     deterministic: bool = False
+    dkv_dtype: str | None = None
+    operator_name: ClassVar[str] = "attention_backward"
 
-    @property
-    def operator(self) -> Operator:
-        return operator_for(self.score, self.lengths is not None, self.rule and self.rule.rule)
+    def dtype_of(self, argument: Argument) -> str:
+        if argument.name in _OF_KEYS and self.dkv_dtype is not None:
+            return self.dkv_dtype
+        return AttentionProblem.dtype_of(self, argument)
+
+    def new_dtype(self, argument: Argument) -> str | None:
+        return self.dkv_dtype if argument.name in _OF_KEYS else AttentionProblem.new_dtype(self, argument)
 
     @property
     def return_lse(self) -> bool:
@@ -119,7 +130,8 @@ class BackwardProblem(AttentionProblem):
     def description(self) -> str:
         # Not super(): a class with slots is made anew, and the function would not know which.
         orders = "ordered or direct" if self.deterministic else "none, ordered or direct"
-        return f"{AttentionProblem.description(self)}, dq_order {orders}"
+        dkv = "" if self.dkv_dtype is None else f", dk and dv {self.dkv_dtype}"
+        return f"{AttentionProblem.description(self)}, dq_order {orders}{dkv}"
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
         """With lengths ``query_rows`` and ``key_rows`` are the rows of an entry of q and k, whatever the
@@ -148,8 +160,9 @@ class BackwardProblem(AttentionProblem):
         forward = AttentionProblem.of_sequence(self, q_length, kv_length)
         present = dict.fromkeys(name for name in self.operator.positions if self.has(name))
         rule = self.rule and self.rule.rule
-        fields = kept_of(forward, operator_for(self.score, rule=rule).arguments, present)
-        return BackwardProblem(**fields, deterministic=self.deterministic)
+        arguments = operator_for(self.score, rule=rule).arguments
+        fields = forward.fields_of(arguments, with_gradients(present))
+        return BackwardProblem(**fields, deterministic=self.deterministic, dkv_dtype=self.dkv_dtype)
 
 
 def normalise(
@@ -161,6 +174,7 @@ def normalise(
     lse: ArrayView,
     *,
     deterministic: bool = False,
+    dkv_dtype: str | None = None,
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
     rule: RuleOfCall | None = None,
@@ -169,6 +183,7 @@ def normalise(
 ) -> BackwardProblem:
     """The Problem of a call, or the error of the contract that it breaks. Arguments as in
     ``attention_backward``: ``others`` has arrays of ARGUMENTS, and what `attention.normalise` takes.
+    ``dkv_dtype`` is "fp32" if dk and dv are to be, where the caller passes neither.
 
     Raises as `attention.normalise`.
     """
@@ -182,8 +197,14 @@ def normalise(
             raise BadParam(
                 f"{arg(name)} was given without {arg(of)}; pass {arg(of)}, or leave {arg(name)} out"
             )
-    if not inputs.keys().isdisjoint(LENGTH_ARRAYS):
-        refuse_mask(inputs.get("mask"))
+    lengths_of_call = [Feature(name) for name in LENGTH_ARRAYS if name in inputs]
+    if lengths_of_call and "mask" in inputs:
+        refuse({"gradients_of_lengths": lengths_of_call[0], "mask_array": Feature("mask")})
+    if k.dtype == E4M3 or v.dtype == E4M3:
+        name = "k" if k.dtype == E4M3 else "v"
+        raise BadTensorDtype(
+            f"{arg(name)} has dtype e4m3, and e4m3 codes have no gradients; pass k and v of the dtype of q"
+        )
     forward = attention.normalise(
         *(q, k, v),
         **others,
@@ -195,29 +216,50 @@ def normalise(
     )
     operator = operator_for(score, forward.lengths_on_device, rule and rule.rule)
     check_devices({"q": q} | views)
+    dkv_dtype = _dkv_dtype(views, forward, dkv_dtype)
     for name, view in views.items():
         argument = operator.arguments[operator.position(name)]
+        if dkv_dtype is not None and name in _OF_KEYS:
+            argument = argument._replace(dtypes=(dkv_dtype,))
         contract.check_beside_q(argument, view, forward.sizes, forward.dtype, forward.missing(argument))
     views |= {"q": q, "k": k, "v": v} | inputs | contract.score_views(score, score_arrays)
     views |= contract.rule_views(rule, rule_arrays)
-    return BackwardProblem(**kept_of(forward, operator.arguments, views), deterministic=deterministic)
+    fields = forward.fields_of(operator.arguments, with_gradients(views))
+    return BackwardProblem(**fields, deterministic=deterministic, dkv_dtype=dkv_dtype)
 
 
-def kept_of(
-    forward: AttentionProblem, arguments: Sequence[Argument], views: Mapping[str, ArrayView | None]
-) -> dict[str, Any]:
-    """The fields of a forward call's problem, with the strides of these arguments of its gradients. ``views``
-    has those that the call has, None for an array that is contiguous. The gradient of an optional input is
-    there where the input is; any other optional argument without an entry is absent.
+def _dkv_dtype(
+    views: Mapping[str, ArrayView], forward: AttentionProblem, dkv_dtype: str | None
+) -> str | None:
+    """fp32 where the caller passes dk and dv of that dtype, or says so, and q has 16 bits; None where they
+    are as q. Raises BadTensorDtype and BadParam.
     """
-    kept = {field.name: getattr(forward, field.name) for field in dataclasses.fields(forward)}
-    kept["strides"] = tuple(
-        None
-        if argument.optional and INPUT_OF.get(argument.name, argument.name) not in views
-        else place(argument, views.get(argument.name), forward.sizes, forward.dtype).strides
-        for argument in arguments
-    )
-    return kept
+    wide = [name for name in _OF_KEYS if name in views and views[name].dtype == "fp32"]
+    if dkv_dtype is not None and not {*_OF_KEYS} & views.keys():
+        wide = [*_OF_KEYS]
+    if not wide or forward.dtype not in ("fp16", "bf16"):
+        return None
+    if forward.lengths is None:
+        raise BadTensorDtype(
+            f"{arg(wide[0])} has dtype fp32; expected {forward.dtype}, as of q: only calls with lengths, "
+            f"for example {arg('kv_lengths')}, also take dk and dv of fp32"
+        )
+    if len(wide) < len(_OF_KEYS):
+        (other,) = {*_OF_KEYS} - {*wide}
+        what = f"has dtype {views[other].dtype}" if other in views else "is None"
+        raise BadTensorDtype(
+            f"{arg(wide[0])} has dtype fp32 and {arg(other)} {what}; pass both as fp32, or both as "
+            f"{forward.dtype}"
+        )
+    present = {"kv_starts": "kv_starts", "dropout": "dropout_seed"}
+    beside = {feature: Feature(name) for feature, name in present.items() if forward.has(name)}
+    refuse({"fp32_dkv": Feature(wide[0], "has dtype fp32"), **beside})
+    return "fp32"
+
+
+def with_gradients(views: Mapping[str, ArrayView | None]) -> dict[str, ArrayView | None]:
+    """The arrays of a call, and a new one for each gradient of an input that has none."""
+    return {name: None for name, of in INPUT_OF.items() if of in views} | dict(views)
 
 
 def _serves_order(problem: BackwardProblem, order: Value) -> bool:
@@ -235,6 +277,11 @@ BACKWARD = Operator(
         # Sinks are in the LSE. Their gradient has a step of its own, which calls without them leave out.
         **{name: axis for name, axis in ATTENTION.axes.items() if name not in (*CACHE_ARRAYS, "sinks")},
         "dq_order": Axis(_serves_order, DQ_ORDERS, default="none"),
+        "dkv_dtype": Axis(
+            lambda problem, value: (value == "fp32dkv") == (problem.dkv_dtype == "fp32"),
+            DKV_DTYPES,
+            default="none",
+        ),
     },
     grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_keys", "sequences", "sinks", *LISTS),
     contract=by_name(normalise),

@@ -38,8 +38,8 @@ NAMES = tuple(argument.name for argument in ARGUMENTS)
 
 
 class BlockLists(NamedTuple):
-    """``rows`` and ``keys`` of a block; for how many batch entries and kv heads there are lists, 1 if all
-    share them; and how many entries ``indices`` has room for.
+    """``rows`` and ``keys`` of a block; for how many batch entries and kv heads (of a mask by a line: query
+    heads) there are lists, 1 if all share them; and how many entries ``indices`` has room for.
     """
 
     rows: int
@@ -58,6 +58,14 @@ class BlockLists(NamedTuple):
             "block_indptr_num_heads": self.heads,
             "block_indptr_ends": -(-seqlen_q // self.rows) + 1,
             "block_entries": self.entries,
+        }
+
+    def strides(self, seqlen_q: int) -> dict[str, int]:
+        """The strides of a contiguous ``indptr``, 0 where batch entries or heads share lists."""
+        ends = self.sizes_of(seqlen_q)["block_indptr_ends"]
+        return {
+            "block_indptr_batch_stride": self.heads * ends if self.batch > 1 else 0,
+            "block_indptr_head_stride": ends if self.heads > 1 else 0,
         }
 
     def key_blocks(self, seqlen_kv: int) -> int:
@@ -92,8 +100,10 @@ def read(
     block_size: tuple[int, int] | None,
     mask_type: int | str | None,
     sizes: Mapping[str, int],
+    heads: int,
 ) -> BlockLists | None:
-    """The lists of a call, None if it has none. ``views`` has the arrays of NAMES that the call has.
+    """The lists of a call, None if it has none. ``views`` has the arrays of NAMES that the call has. Each of
+    ``heads`` heads may have lists: kv heads, and with a mask by a line query heads.
 
     Raises BadParam, NullPointer, BadTensorDtype, BadTensorShape or BadTensorStrides.
     """
@@ -115,7 +125,7 @@ def read(
                 f"{arg(argument.name)} has dtype {views[argument.name].dtype}; expected int32"
             )
     ends = -(-sizes["seqlen_q"] // rows) + 1
-    batch, heads = sizes["batch"], sizes["num_heads_kv"]
+    batch = sizes["batch"]
     shape = tuple(indptr.shape)
     if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != ends:
         raise BadTensorShape(

@@ -20,7 +20,7 @@ from flashgen.operators.arguments import (
     shown_shape,
 )
 from flashgen.operators.masks import UNBOUNDED
-from flashgen.operators.rules import PREFIX, named_by_caller, sizes_of_tokens
+from flashgen.operators.rules import named_by_caller, sizes_of_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,6 +55,11 @@ def check_dtypes(views: dict[str, ArrayView], double: bool = True) -> str:
     memory. Raises BadTensorDtype.
     """
     dtype = views["q"].dtype
+    if dtype == "e4m3":
+        raise BadTensorDtype(
+            f"{arg('q')} has dtype e4m3; attention of codes takes q_scale, k_scale and v_scale, or "
+            "dtype='e4m3' where a code is the number itself. It has no gradients and no weights"
+        )
     if dtype not in DTYPES and not (dtype == DOUBLE and double and views["q"].device is None):
         supported = ", ".join(DTYPES) + (f", and {DOUBLE} in host memory" if double else "")
         raise BadTensorDtype(f"{arg('q')} has dtype {dtype}; supported are {supported}")
@@ -70,6 +75,11 @@ def check_extents(sizes: Mapping[str, int], dtype: str) -> None:
     """That there are kernels for head dims, heads and lengths such as these. Raises BadTensorShape."""
     for name in ("head_dim", "head_dim_v"):
         check_head_dim(name, sizes[name], dtype)
+    check_heads_and_lengths(sizes)
+
+
+def check_heads_and_lengths(sizes: Mapping[str, int]) -> None:
+    """That heads form groups, and no sequence is too long. Raises BadTensorShape."""
     heads_q, heads_kv = sizes["num_heads_q"], sizes["num_heads_kv"]
     if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
         raise BadTensorShape(
@@ -257,7 +267,7 @@ def rule_views(rule: RuleOfCall | None, arrays: Sequence[ArrayView | None]) -> d
         return {}
     views = {}
     for param, view in zip(rule.rule.arrays, arrays, strict=True):
-        name = PREFIX + param.name
+        name = param.argument_name
         if view is None:
             raise NullPointer(
                 f"{arg(name)} is None; the mask {rule.rule.title} needs an array "

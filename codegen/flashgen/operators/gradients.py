@@ -121,10 +121,14 @@ def judge(problem: BackwardProblem, arrays: Mapping[str, np.ndarray | None]) -> 
     read: the gradients follow from the inputs of the forward call.
     """
     right = expected(problem, arrays)
-    results = {name: widened(arrays[name], problem.dtype) for name in right}
+    results = {name: widened(arrays[name], _dtype_of(problem, name)) for name in right}
     return GradientVerdict(
         {name: largest(results[name].reshape(x.value.shape), *x) for name, x in right.items()}
     )
+
+
+def _dtype_of(problem: BackwardProblem, name: str) -> str:
+    return problem.dtype_of(problem.operator.arguments[problem.operator.position(name)])
 
 
 def expected(problem: BackwardProblem, arrays: Mapping[str, np.ndarray | None]) -> dict[str, Gradient]:
@@ -141,6 +145,7 @@ def expected(problem: BackwardProblem, arrays: Mapping[str, np.ndarray | None]) 
         sinks_of(problem, arrays),
         visibility_of(problem, arrays),
         dropout_of(problem, arrays),
+        _dtype_of(problem, "dk"),
     )
 
 
@@ -158,9 +163,10 @@ def gradients(
     sinks: Any = None,
     rule: Visibility | None = None,
     dropout: Dropout | None = None,
+    dkv_dtype: str | None = None,
 ) -> dict[str, Gradient]:
     """The gradients of softmax(q k^T scale) v in float64 by name, each with the bound for a kernel of
-    elements of ``dtype``.
+    elements of ``dtype``; of dk and dv in ``dkv_dtype``, if it is another.
 
     dout is (batch, seqlen_q, num_heads_q, head_dim_v), dlse (batch, num_heads_q, seqlen_q), all others are as
     in `reference.attention`; float64, elements as the kernel got them.
@@ -211,7 +217,7 @@ def gradients(
                 for total, values in zip(totals[name], gradient, strict=True):
                     total[one] += values[i]
             seen[one] += seen_by[i]
-    return _finished(xp, totals, seen, dtype)
+    return _finished(xp, totals, seen, dtype, dkv_dtype or dtype)
 
 
 def _chain_rule(
@@ -291,12 +297,14 @@ def _chain_rule(
     return Gradient(dq, dq_bound), added, xp.sum(visible, axis=1)[..., None], of_sinks
 
 
-def _finished(xp: Any, totals: dict[str, Gradient], seen: Any, dtype: str) -> dict[str, Gradient]:
+def _finished(
+    xp: Any, totals: dict[str, Gradient], seen: Any, dtype: str, dkv_dtype: str
+) -> dict[str, Gradient]:
     """The gradients with bounds that include the rounding of dk and dv; fp32 has a least bound, too."""
-    rounded = 1.05 * UNIT_ROUNDOFF[dtype]
+    rounded = 1.05 * UNIT_ROUNDOFF[dkv_dtype]
     for name in ("dk", "dv"):
         x, bound = totals[name]
-        bound = xp.where(seen == 0, 0.0, bound + rounded * xp.abs(x) + LEAST_OUT[dtype])
+        bound = xp.where(seen == 0, 0.0, bound + rounded * xp.abs(x) + LEAST_OUT[dkv_dtype])
         totals[name] = Gradient(x, bound)
     if dtype != "fp32":
         return totals

@@ -249,6 +249,9 @@ class Intervals:
                     false(joined.can_be_false, other.can_be_false),
                 )
             return joined
+        if node.op == "load":
+            low, high = self.of(node)
+            return Truth(algebra.is_below(0, high), algebra.is_below(low, 1))
         low, high = self._sum(difference(*node.args))
         match node.op:
             case "<":

@@ -165,15 +165,6 @@ def read(
     )
 
 
-def refuse_mask(mask: Any) -> None:
-    """Raise BadParam for a mask in a call with lengths whose gradients are computed."""
-    if mask is not None:
-        raise BadParam(
-            f"a {arg('mask')} was given with {arg('kv_lengths')} or cu_seqlens; gradients of sequences of "
-            f"several lengths take causal or {arg('window_size')}"
-        )
-
-
 def refuse_bounds(max_seqlen_q: Any, max_seqlen_kv: Any) -> None:
     """Raise BadParam for a bound in a call without lengths."""
     for name, bound in zip(BOUNDS, (max_seqlen_q, max_seqlen_kv), strict=True):
@@ -185,18 +176,7 @@ def refuse_bounds(max_seqlen_q: Any, max_seqlen_kv: Any) -> None:
 
 
 def _check_combination(arrays: Mapping[str, ArrayView]) -> None:
-    """That the arrays of lengths say one thing."""
-    if "cu_seqlens_kv" in arrays:
-        for other in ("kv_lengths", "kv_starts", "index", "pages"):
-            if other in arrays:
-                raise BadParam(
-                    f"{arg('cu_seqlens_kv')} and {arg(other)} were given; packed keys have no {arg(other)}"
-                )
-    if "pages" in arrays and "index" in arrays:
-        raise BadParam(
-            f"{arg('pages')} and {arg('index')} were given; each row of {arg('pages')} is a sequence's "
-            "already"
-        )
+    """That the arrays of lengths have what they need."""
     for needs in ("pages", "index"):
         if needs in arrays and "kv_lengths" not in arrays:
             raise NullPointer(
@@ -283,19 +263,10 @@ def _bound(name: str, bound: Any, most: int, fixed: bool) -> int:
     return min(bound, most)
 
 
-def check_mask(
-    mask: ArrayView, arrays: Mapping[str, ArrayView], sizes: Mapping[str, int], bounded: bool
-) -> None:
+def check_mask(mask: ArrayView, sizes: Mapping[str, int], bounded: bool) -> None:
     """That a dense mask has a row for each query of each sequence, and a column for each key: as many as
     max_seqlen_kv, if the call has it (``bounded``).
     """
-    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-        if name in arrays:
-            raise BadParam(
-                f"{arg('mask')} and {arg(name)} were given; a {arg('mask')} needs as many rows and columns "
-                "for each sequence: pass queries that are padded, not packed, and keys that are padded or "
-                "in a KVCache"
-            )
     columns = arg("max_seqlen_kv") if bounded else "the keys that a sequence has room for"
     with naming({"columns of mask": f"{columns}, {sizes['seqlen_kv']}"}):
         contract.check_mask(mask, sizes, instead=f"leave it out, as {arg('kv_lengths')} say the same")
@@ -318,19 +289,6 @@ def check_score_arrays(
         ) from None
 
 
-def refuse_arrays_of_keys(score: Score | None) -> None:
-    """Raise BadParam for a score with an array that has an element for each key, in a call with starts: the
-    keys of a score are counted from the start.
-    """
-    for param in score.arrays if score else ():
-        if "seqlen_kv" in param.symbols:
-            raise BadParam(
-                f"{arg('kv_starts')} was given, and the parameter {param.name} of the {arg('score')} has an "
-                "element for each key; with starts the keys of a score are counted from the start of their "
-                f"sequence: use an array without seqlen_kv, or leave {arg('kv_starts')} out"
-            )
-
-
 def band(
     causal: bool,
     mask_type: int | str | None,
@@ -339,13 +297,13 @@ def band(
     seqlen_q: int,
     seqlen_kv: int,
     most_keys: int | None,
-    has_rule: bool = False,
+    kernel_mask: str | None = None,
 ) -> tuple[str, int, int, int]:
     """The mask type that a kernel must implement, and the band of a sequence of these lengths.
 
     All bands are aligned with the ends of their sequences. A side is unbounded where that hides nothing from
-    a sequence of up to seqlen_q queries and ``most_keys`` keys; None: of any number of keys. ``has_rule`` is
-    whether the call has a mask by a line.
+    a sequence of up to seqlen_q queries and ``most_keys`` keys; None: of any number of keys. ``kernel_mask``
+    is the mask type of a call with a mask by a line, or with a tree, which have a band beside it.
     """
     name = maskoptions.mask_type_name(mask_type)
     if name == "causal_top_left":
@@ -360,8 +318,8 @@ def band(
         right = UNBOUNDED
     if most_keys is not None and left >= most_keys - 1:
         left = UNBOUNDED
-    if kind == "dense" or has_rule:
-        return "lines" if has_rule else kind, offset, left, right
+    if kind == "dense" or kernel_mask:
+        return kernel_mask or kind, offset, left, right
     if left < UNBOUNDED:
         return "local", offset, left, right
     if right < UNBOUNDED:

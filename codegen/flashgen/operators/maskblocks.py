@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from flashgen.operators.formula import Node
+from flashgen.operators.intervals import Interval
+from flashgen.operators.rules import ENDS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -141,13 +145,47 @@ def _verdicts(
     visibility: Visibility, b: int, h: int, row_blocks: list[range], key_blocks: list[range]
 ) -> Iterator[np.ndarray]:
     """The verdicts of each row of blocks."""
+    if visibility.rule.pack is not None:
+        yield from _verdicts_in_pack(visibility, h, row_blocks, key_blocks)
+        return
     of_head, of_keys = visibility.at(b, h), visibility.spans(b, h, "kv", key_blocks)
     at_once = max(1, _VERDICTS // len(key_blocks))
     for first in range(0, len(row_blocks), at_once):
         some = row_blocks[first : first + at_once]
-        truth = of_head.truth(visibility.spans(b, h, "q", some), of_keys)
+        of_scores = visibility.spans_of_scores(b, h, some, key_blocks)
+        truth = of_head.truth(visibility.spans(b, h, "q", some), of_keys, of_scores)
         verdicts = np.where(truth.can_be_true, np.where(truth.can_be_false, PARTIAL, FULL), EMPTY)
         yield from np.broadcast_to(verdicts, (len(some), len(key_blocks))).astype(np.int8)
+
+
+def _verdicts_in_pack(
+    visibility: Visibility, h: int, row_blocks: list[range], key_blocks: list[range]
+) -> Iterator[np.ndarray]:
+    """The same of packed sequences. A block has the verdict of the first sequence with queries and keys in it
+    that may see any; it is full only within one sequence.
+    """
+    q, kv = (Node("name", (), name, "int") for name in ("q", "kv"))
+    q_ends, kv_ends = (visibility.arrays[name] for name in ENDS)
+    first_key, end_key = (np.array([getattr(x, side) for x in key_blocks]) for side in ("start", "stop"))
+    of_keys = visibility.elements_in_pack("kv", key_blocks)
+    for rows in row_blocks:
+        of_rows = visibility.elements_in_pack("q", [rows])
+        verdicts = np.zeros(len(key_blocks), np.int8)
+        for sequence in range(len(q_ends) - 1):
+            first_row, end_row = max(rows.start, q_ends[sequence]), min(rows.stop, q_ends[sequence + 1])
+            begin, end = np.maximum(first_key, kv_ends[sequence]), np.minimum(end_key, kv_ends[sequence + 1])
+            if first_row >= end_row:
+                continue
+            # The last query is at the last key.
+            shift = kv_ends[sequence + 1] - kv_ends[sequence] - q_ends[sequence + 1]
+            truth = visibility.at(sequence, h).truth(
+                {**of_rows, q: Interval(first_row + shift, end_row - 1 + shift)},
+                {**of_keys, kv: Interval(begin - kv_ends[sequence], end - 1 - kv_ends[sequence])},
+            )
+            cut = (begin > first_key) | (end < end_key) | (end_row - first_row < len(rows))
+            verdict = np.where(truth.can_be_true, np.where(truth.can_be_false | cut, PARTIAL, FULL), EMPTY)
+            verdicts = np.where((verdicts == EMPTY) & (begin < end), verdict, verdicts)
+        yield verdicts.astype(np.int8)
 
 
 def _ranges(length: int, size: int) -> list[range]:

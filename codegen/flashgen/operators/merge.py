@@ -20,7 +20,7 @@ from flashgen.operators.arguments import (
     check_array,
     check_devices,
     check_strides,
-    place,
+    strides_of,
 )
 from flashgen.operators.contract import DTYPES, MAX_SEQLEN, check_head_dim
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
@@ -150,14 +150,11 @@ def normalise(
             )
     if lse_out is not None:
         _check_lse("lse_out", lse_out, lse1.shape)
-    views = (o1, lse1, o2, lse2, out, lse_out)
+    views = {"o1": o1, "lse1": lse1, "o2": o2, "lse2": lse2} | outputs
     return MergeProblem(
         **sizes,
         dtype=dtype,
-        strides=tuple(
-            place(argument, view, sizes, dtype).strides
-            for argument, view in zip(ARGUMENTS, views, strict=True)
-        ),
+        strides=strides_of(ARGUMENTS, views, sizes, dtype),
         batched=len(o1.shape) == 4,
         device=o1.device,
     )

@@ -16,7 +16,7 @@ from flashgen.operators.scores import DIMENSIONS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.attention_problem import AttentionProblem
     from flashgen.operators.scores import Score, ScoreParam
 
 

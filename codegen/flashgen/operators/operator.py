@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from flashgen.operators.arguments import Argument, ArrayLayout, Strides
+from flashgen.operators.rules import ENDS
 from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.blocklists import BlockLists
-    from flashgen.operators.rules import Rule
+    from flashgen.operators.rules import Rule, RuleOfCall
     from flashgen.operators.scores import Score
     from flashgen.operators.splits import Splits
 
@@ -47,10 +48,14 @@ class Problem:
     lengths_on_device: ClassVar[bool] = False
     # The score modification of the call, for operators that have one; `scores.Score`.
     score: ClassVar[Score | None] = None
+    # The mask by a line of the call, for operators that have one; `rules.RuleOfCall`.
+    rule: ClassVar[RuleOfCall | None] = None
     # The lists of key blocks of the call, for operators that have some; `blocklists.BlockLists`.
     block_lists: ClassVar[BlockLists | None] = None
     # How the keys of a sequence are split, for operators that have them; `splits.Splits`.
     splits: ClassVar[Splits] = AUTO
+    # How many multiprocessors the kernel leaves to others.
+    sm_margin: ClassVar[int] = 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -101,6 +106,10 @@ class Problem:
     def dtype_of(self, argument: Argument) -> str:
         """The dtype of an array of the call; of an argument that allows several, the last one."""
         return argument.dtype(self.dtype)
+
+    def new_dtype(self, argument: Argument) -> str | None:
+        """The dtype of an output that nobody passed; None: the dtype of the first array."""
+        return argument.dtypes[0] if argument.dtypes else None
 
     def array_layouts(self) -> tuple[ArrayLayout | None, ...]:
         """The layout of each argument, in the operator's order; None for an absent one."""
@@ -318,6 +327,7 @@ def lined(operator: Operator, rule: Rule) -> Operator:
         operator,
         arguments=(*operator.arguments, *(param.argument() for param in rule.arrays)),
         options=(*operator.options, "rule"),
+        elements_checked=operator.elements_checked + (() if rule.pack is None else ENDS),
     )
 
 
@@ -336,7 +346,7 @@ def by_name(normalise: Callable[..., Problem], without: Sequence[str] = ()) -> C
         end = len(views) - (len(rule.rule.arrays) if rule else 0)
         if rule:
             named["rule_arrays"] = views[end:]
-        count = end - (len(named["score"].arrays) if named["score"] else 0)
+        count = end - (len(named["score"].arrays) if named.get("score") else 0)
         names = [argument.name for argument in operator.arguments[:count]]
         return normalise(
             **{name: view for name, view in zip(names, views, strict=False) if name not in without},

@@ -34,6 +34,13 @@ def scales(problem: QuantizeProblem, x: np.ndarray) -> np.ndarray:
     return np.where(most == 0, 1, np.maximum(most / LARGEST, LEAST_SCALE))
 
 
+def scales_of_rows(x: np.ndarray) -> np.ndarray:
+    """The scale of each row of x, with a last dimension of one, in the dtype of x."""
+    number = x.dtype.type
+    most = np.where(np.isfinite(x), np.abs(x), number(0)).max(axis=-1, keepdims=True, initial=0)
+    return np.where(most == 0, number(1), np.maximum(most / number(LARGEST), number(LEAST_SCALE)))
+
+
 def judge(problem: QuantizeProblem, arrays: Mapping[str, np.ndarray | None]) -> Verdict:
     """Compare the results of a call with float64, on the host. ``arrays`` has all arguments by name; bfloat16
     elements and codes are their bits. ``lse`` of the verdict is about the scales.

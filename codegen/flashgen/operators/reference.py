@@ -36,6 +36,11 @@ is still the softmax over all keys. least_p becomes least_p z_j.
 A score modification f takes the place of s_j, S is the largest |f|, and the first two terms of e are those
 of its running error (`roundoff`), which begins with 2^-21 of the scaled sum of |q_i k_ji|.
 
+k and v of e4m3 codes are codes times scales. A kernel takes q k and P V of the codes, which have no error of
+their own, and multiplies both by scales: 2^-24 S more in e, and 2^-24 A more of out. Neither is more if the
+scales are powers of two, but both bounds have them. If each token has scales, a kernel multiplies v by them
+before P V and rounds the products to the dtype: 1.05 u A + least_out more of out.
+
 fp32 has no u A: its P V, and Q K^T, are three products of TF32 that leave out at most 2.5 * 2^-21 of each
 term. For P V that is within 2^-19. For Q K^T it is more than 2^-21 S only if nearly all terms agree in the
 sign of their errors, which are independent: as a rule they come to 2^-21 S / sqrt(head_dim).
@@ -52,15 +57,17 @@ import numpy as np
 
 from flashgen.operators.blocklists import hidden_by_lists
 from flashgen.operators.dropout import dropout_of
+from flashgen.operators.kvcodes import TOKEN
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.modification import modification_of
-from flashgen.operators.numbers import widened
+from flashgen.operators.numbers import Decoded, widened
+from flashgen.operators.trees import hidden_by_tree
 from flashgen.operators.visibility import visibility_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.attention_problem import AttentionProblem
     from flashgen.operators.dropout import Dropout
     from flashgen.operators.modification import FormulaAt, ScoreOfCall
     from flashgen.operators.visibility import Visibility
@@ -115,47 +122,64 @@ class Largest(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The worst elements of ``out``, at (batch, row, head, column), and of the log-sum-exp, at (batch, head,
-    row); None if it was not compared.
+    row); None if it was not compared. Other results are ``of`` something else, at other ``axes``.
     """
 
     out: Largest
-    lse: Largest | None
+    lse: Largest | None = None
+    of: str = ""
+    axes: str = "(batch, row, head, column) "
 
     @property
     def ok(self) -> bool:
         return self.out.share <= 1 and (self.lse is None or self.lse.share <= 1)
 
     def __str__(self) -> str:
-        text = f"error {self.out.describe()}, at (batch, row, head, column) {self.out.index}"
+        text = f"error {self.of}{self.out.describe()}, at {self.axes}{self.out.index}"
         if self.lse is not None:
             text += f"; error of the LSE {self.lse.describe()}, at (batch, head, row) {self.lse.index}"
         return text
 
 
-def judge(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> Verdict:
+def judge(
+    problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None], rule: Visibility | None = None
+) -> Verdict:
     """Compare the results of a call with float64, on the host.
 
     ``arrays`` has arguments of the operator by name, in the shapes of the contract; one that is absent may be
-    left out or None. bfloat16 elements may be of ml_dtypes, their bits in uint16, or numbers.
+    left out or None. bfloat16 elements may be of ml_dtypes, their bits in uint16, or numbers. ``rule`` is the
+    mask by a line of one sequence of a call; of a whole call the arrays say it.
     """
-    q, k, v, out = (batched(widened(arrays[name], problem.dtype), 4) for name in ("q", "k", "v", "out"))
+    q, k, v, out = (batched(numbers_of(problem, arrays, name), 4) for name in ("q", "k", "v", "out"))
     mask, lse = dense_mask(problem, arrays), arrays.get("lse")
     expected = attention(
         *(q, k, v, problem.dtype, problem.softmax_scale, Band.of(problem), mask),
         modification=modification_of(problem, arrays),
         sinks=sinks_of(problem, arrays),
-        rule=visibility_of(problem, arrays),
+        rule=visibility_of(problem, arrays) if rule is None else rule,
         dropout=dropout_of(problem, arrays),
+        scaled=problem.kv_dtype is not None,
+        rounds_v=problem.kv_scales == TOKEN,
     )
     of_lse = None if lse is None else largest(batched(lse, 3), expected.lse, expected.lse_bound)
     return Verdict(largest(out, expected.out, expected.out_bound), of_lse)
 
 
+def numbers_of(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None], name: str) -> np.ndarray:
+    """The numbers in float64 that an array of a call holds; of e4m3 codes each times its scale."""
+    if name in ("k", "v") and problem.kv_dtype is not None:
+        return Decoded(arrays[name], arrays.get(f"{name}_scale"), np.float64).whole()
+    return widened(arrays[name], problem.dtype)
+
+
 def dense_mask(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> np.ndarray | None:
-    """The dense mask of a call among its arrays by name, or its lists of key blocks as one; None if it has
-    neither.
+    """The dense mask of a call among its arrays by name, or its tree or its lists of key blocks as one, or
+    None. Lists of a mask by a line are left out, because its line hides the same keys.
     """
-    return arrays.get("mask") if problem.block_lists is None else hidden_by_lists(problem, arrays)
+    if arrays.get("tree") is not None:
+        return hidden_by_tree(arrays["tree"], problem.seqlen_kv)
+    has_lists = problem.block_lists is not None and problem.rule is None
+    return hidden_by_lists(problem, arrays) if has_lists else arrays.get("mask")
 
 
 def sinks_of(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> np.ndarray | None:
@@ -177,6 +201,8 @@ def attention(
     sinks: Any = None,
     rule: Visibility | None = None,
     dropout: Dropout | None = None,
+    scaled: bool = False,
+    rounds_v: bool = False,
 ) -> Expected:
     """softmax(q k^T scale) v in float64, and the bound for a kernel that computes in ``dtype``.
 
@@ -185,6 +211,8 @@ def attention(
     to (batch, num_heads_q, rows, seqlen_kv). ``rows`` are the positions of q's rows among all queries,
     integers; None if q has all of them. ``modification`` modifies the scores; its arrays are float64.
     ``sinks`` are (num_heads_q,), float64. ``rule`` is a mask by a line. ``dropout`` says which scores count.
+    ``scaled`` is whether the kernel multiplies scores and results by scales of k and v, ``rounds_v`` whether
+    it rounds v times its scale to ``dtype``.
     """
     xp = library_of(q)
     place = {"device": q.device} if xp.__name__ == "torch" else {}
@@ -201,7 +229,22 @@ def attention(
     for part in parts_of_scores(q, k, v, band, dense, rows, modification, _SCORES, rule, dropout):
         own_q = q[part.entry, part.rows, part.head]
         sink = None if sinks is None else sinks[part.head][:, None, None]
-        results = _attend(xp, own_q, part.k, part.v, part.hidden, scale, dtype, part.at, sink, part.kept)
+        results = _attend(
+            *(
+                xp,
+                own_q,
+                part.k,
+                part.v,
+                part.hidden,
+                scale,
+                dtype,
+                part.at,
+                sink,
+                part.kept,
+                scaled,
+                rounds_v,
+            )
+        )
         for whole, result in zip(expected, results, strict=True):
             whole[part.entry, part.head, part.rows] = result
     return expected._replace(out=expected.out.swapaxes(1, 2), out_bound=expected.out_bound.swapaxes(1, 2))
@@ -321,6 +364,7 @@ def softmax(
     dtype: str,
     at: FormulaAt | None = None,
     sink: Any = None,
+    scaled: bool = False,
 ) -> Softmax:
     """The softmax of some heads: q (heads, rows, head_dim), k (heads, seqlen_kv, head_dim) with at least one
     key; hidden None, or broadcastable to (heads, rows, seqlen_kv); ``at`` is the score modification there,
@@ -328,7 +372,7 @@ def softmax(
     """
     scores = q @ k.swapaxes(1, 2) * scale
     score_sizes = xp.abs(q) @ xp.abs(k).swapaxes(1, 2) * scale
-    score_errors = 2.0**-21 * score_sizes
+    score_errors = (2.0**-21 + (2.0**-24 if scaled else 0.0)) * score_sizes
     if at is not None:
         with np.errstate(all="ignore"):
             scores, errors = at.value_with_error(xp, scores, score_errors, dtype)
@@ -372,11 +416,13 @@ def _attend(
     at: FormulaAt | None,
     sink: Any,
     kept: Any,
+    scaled: bool,
+    rounds_v: bool,
 ) -> tuple[Any, Any, Any, Any]:
     """``Expected`` for some heads; v (heads, seqlen_kv, head_dim_v), ``kept`` (heads, rows, seqlen_kv) what
     dropout multiplies P by, if any; the others as in `softmax`.
     """
-    p, hidden, lse, size, error, sees_nothing = softmax(xp, q, k, hidden, scale, dtype, at, sink)
+    p, hidden, lse, size, error, sees_nothing = softmax(xp, q, k, hidden, scale, dtype, at, sink, scaled)
     if kept is not None:
         p = p * kept
     out, v_sizes = p @ v, xp.abs(v)
@@ -387,6 +433,10 @@ def _attend(
     mean_size = p @ v_sizes
     out_bound = 1.05 * UNIT_ROUNDOFF[dtype] * (mean_size + xp.abs(out)) + mean_size * error
     out_bound = out_bound + LEAST_P[dtype] * visible_v + LEAST_OUT[dtype]
+    if scaled:
+        out_bound = out_bound + 2.0**-24 * mean_size
+    if rounds_v:
+        out_bound = out_bound + 1.05 * UNIT_ROUNDOFF[dtype] * mean_size + LEAST_OUT[dtype]
     lse_bound = error + 2.0**-22 * (size + xp.abs(lse))
     out_bound, lse_bound = (xp.where(sees_nothing, 0.0, bound) for bound in (out_bound, lse_bound))
     return out, lse[..., 0], out_bound, lse_bound[..., 0]

@@ -1,9 +1,9 @@
 """Masks by one line: conditions that say which keys a query sees.
 
 A rule is one condition over the positions ``q`` and ``kv``, the query head ``h``, the batch entry ``b``, and
-parameters: integers, and arrays of int32. It is true where a key is **visible**; an array of bools as a mask
-is true where a key is hidden. q counts from the first key, aligned so that the last query is at the last key:
-query i has q = i + seqlen_kv - seqlen_q.
+parameters: integers, and arrays of int32 or bool. It is true where a key is **visible**; an array of bools as
+a mask is true where a key is hidden. q counts from the first key, aligned so that the last query is at the
+last key: query i has q = i + seqlen_kv - seqlen_q.
 """
 
 from __future__ import annotations
@@ -31,18 +31,30 @@ DIMENSIONS = {"b": "batch", "h": "num_heads_q", "q": "seqlen_q", "kv": "seqlen_k
 # of all tokens of q or of k. These are the symbols of both.
 _PACKED = {"q": ("token_batch_q", "tokens_q"), "kv": ("token_batch_kv", "tokens_kv")}
 _PACKED[TOKEN] = _PACKED["kv"]
+# The operator whose kernels make lists of the blocks of a mask by a line.
+LISTING = "mask_lists"
 # How the names begin of rules that a call has without a file; a digest of the line follows.
 LINE = "line_"
 # How the arguments of operators begin that are arrays of a rule.
 PREFIX = "mask_"
+# The arrays of a rule of packed sequences that say where each begins, and the last one ends.
+ENDS = ("cu_seqlens_q", "cu_seqlens_kv")
 
 
 @dataclass(frozen=True, slots=True)
 class RuleParam:
-    """A parameter of a rule, an integer, or an array of int32 where it has dimensions."""
+    """A parameter of a rule: an integer, or an array where it has dimensions. The line reads elements of an
+    array as numbers, int32, or as conditions, bool or uint8.
+    """
 
     name: str
     dimensions: tuple[str, ...] = ()
+    is_bool: bool = field(default=False, repr=False)  # a line says so: its digest has the names alone
+
+    @property
+    def argument_name(self) -> str:
+        """The name of the array, or of the integer, among the arguments and parameters of kernels."""
+        return self.name if self.name in ENDS else PREFIX + self.name
 
     @property
     def per_token(self) -> str | None:
@@ -56,23 +68,38 @@ class RuleParam:
         if self.per_token is not None:
             return _PACKED[self.per_token]
         return tuple(
-            DIMENSIONS.get(dimension, f"{PREFIX}{self.name}_{dimension}") for dimension in self.dimensions
+            DIMENSIONS.get(dimension, f"{self.argument_name}_{dimension}") for dimension in self.dimensions
         )
 
     def argument(self) -> Argument:
         """The array as an argument of the operator."""
-        name = PREFIX + self.name
-        return Argument(name, "input", " ".join(self.symbols), ("int32",), "broadcast", alignment=4)
+        shape = " ".join(self.symbols)
+        dtypes, alignment = (("bool", "uint8"), 1) if self.is_bool else (("int32",), 4)
+        return Argument(self.argument_name, "input", shape, dtypes, "broadcast", alignment)
+
+
+class Pack(NamedTuple):
+    """What a rule of packed sequences was made of (`packedrules`): the rule of one sequence, and whether
+    bounds of the keys on the left and on the right of a query go with it.
+    """
+
+    rule: Rule
+    left: bool
+    right: bool
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A mask: its line as ``text`` and as a tree, and its parameters."""
+    """A mask: its line as ``text`` and as a tree, and its parameters. With ``pack`` a call has the queries
+    and keys of several sequences, one after another. A query sees only keys of its own sequence; q and kv are
+    positions in the sequence, and b is its number.
+    """
 
     name: str
     text: str
     params: tuple[RuleParam, ...]
     tree: Node = field(compare=False, repr=False)
+    pack: Pack | None = field(default=None, compare=False, repr=False)
 
     @property
     def title(self) -> str:
@@ -155,3 +182,33 @@ def sizes_of_tokens(sizes: Mapping[str, int], packed: PackedTokens = NOT_PACKED)
         tokens[of_batch] = sizes["batch"] if count is None else 1
         tokens[of_tokens] = sizes[length] if count is None else count
     return tokens
+
+
+def index_of_block(node: Node) -> str:
+    """By which positions the elements of an array are that a block reads: "q" or "kv", "block" for both, ""
+    where it reads one element, or "any" where that is not simply said.
+    """
+    words = [
+        str(index.value)
+        if index.op == "name" and index.value in ("q", "kv")
+        else "any"
+        if {"q", "kv"} & index.reads()
+        else ""
+        for index in node.args
+    ]
+    moving = [word for word in words if word]
+    if sorted(moving) == ["kv", "q"]:
+        return "block"
+    if len(moving) > 1:
+        return "any"
+    return moving[0] if moving else ""
+
+
+def loads_by(rule: Rule, position: str) -> tuple[Node, ...]:
+    """The elements of arrays, each once, that `index_of_block` gives this position. Blocks of packed
+    sequences have no bounds of "block".
+    """
+    if position == "block" and rule.pack is not None:
+        return ()
+    loads = dict.fromkeys(node for node in rule.tree.walk() if node.op == "load")
+    return tuple(node for node in loads if index_of_block(node) == position)

@@ -14,11 +14,12 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.operators import attention, contract
-from flashgen.operators.arguments import Argument, check_devices, contiguous_strides, place
-from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
+from flashgen.operators.arguments import Argument, check_devices, contiguous_strides
+from flashgen.operators.attention import ATTENTION, SCALARS
+from flashgen.operators.attention_problem import AttentionProblem
 from flashgen.operators.backward import BACKWARD
 from flashgen.operators.operator import Axis, Number, Operator, Value, by_name, modified
 from flashgen.operators.reduction import SUMS, Reduction, parameter, reduction
@@ -52,10 +53,7 @@ class ScoreGradientProblem(AttentionProblem):
     """Shapes, strides and options of one call, as in the forward call, and the shape of the array."""
 
     array_shape: tuple[int, ...]
-
-    @property
-    def operator(self) -> Operator:
-        return operator_for(self.score)
+    operator_name: ClassVar[str] = "score_gradient"
 
     @property
     def empty(self) -> bool:
@@ -181,13 +179,7 @@ def normalise(
     if dscore is not None:
         contract.check_whole(argument, dscore, shape)
     views |= {"q": q, "k": k, "v": v} | ({} if mask is None else {"mask": mask}) | tables
-    kept = {field.name: getattr(forward, field.name) for field in dataclasses.fields(forward)}
-    kept["strides"] = tuple(
-        None
-        if argument.optional and argument.name not in views
-        else place(argument, views.get(argument.name), forward.sizes, forward.dtype).strides
-        for argument in operator.arguments
-    )
+    kept = forward.fields_of(operator.arguments, views)
     problem = ScoreGradientProblem(**kept, array_shape=shape).of_array(shape)
     _ = problem.reduction  # raises for an array whose gradient cannot be summed
     return problem

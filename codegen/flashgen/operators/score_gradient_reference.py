@@ -4,20 +4,22 @@ The bound. With the names of `gradients`, f'_ij the derivative of the modified s
 the element a_n that it reads, ds_ij = p_ij (do_i v_j - delta_i) f'_ij, and m the scores that read a_n:
 
     |error of ds_ij| <= |ds_ij| r_i + |error of f'_ij| p_ij |t_ij| + 2^-126 (1 + |f'_ij t_ij|)
-                        + |f'_ij| p_ij (2^-21 (G_ij + D_i + |dlse_i|) + e_i sum_j p_ij G_ij + 1.05 u D_i)
+                        + |f'_ij| p_ij (2^-21 (G_ij + D_i + |dlse_i|) + e_i sum_j p_ij G_ij + w_i)
+    w_i = 1.05 u (D_i + sum_j p_ij |do_i v_j|) + least sum_j |do_i v_j| + least_out sum_c |do_ic|
     |error of da_n| <= sum of |error of ds_ij| + (2^-19 + 2^-24 sqrt(m)) sum of |ds_ij|
                        + 1.05 (unit roundoff of a's dtype) |da_n| + least step of that dtype
 
 with t_ij = do_i v_j - delta_i.
 
-- r, e, G, D: as in `gradients`. u D: delta comes from the rounded result of the forward call.
+- r, e, G, D: as in `gradients`.
+- w: delta comes from the result of the forward call, which was rounded, and whose P were. least and least_out
+  are what the forward call loses below the least step of the dtype, as in `reference`.
 - No rounding of P or dS: their product is not an operand of an MMA, but is summed in fp32.
 - The last term: sums of m terms in fp32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,8 +29,10 @@ from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
 from flashgen.operators.reduction import parameter
 from flashgen.operators.reference import (
+    LEAST_OUT,
+    LEAST_P,
     UNIT_ROUNDOFF,
-    Largest,
+    Verdict,
     batched,
     largest,
     library_of,
@@ -53,28 +57,9 @@ class Expected(NamedTuple):
     bound: Any
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreGradientVerdict:
-    """The worst element of the gradient, at its index in the array."""
-
-    out: Largest
-
-    @property
-    def lse(self) -> None:
-        """No result of this operator; see `reference.Verdict`."""
-        return
-
-    @property
-    def ok(self) -> bool:
-        return self.out.share <= 1
-
-    def __str__(self) -> str:
-        return f"error of the gradient {self.out.describe()}, at {self.out.index}"
-
-
 def judge(
     problem: ScoreGradientProblem, arrays: Mapping[str, np.ndarray | None], sinks: np.ndarray | None = None
-) -> ScoreGradientVerdict:
+) -> Verdict:
     """Compare the gradient of a call with float64, on the host. ``arrays`` has arguments of the operator by
     name, as in `reference.judge`. ``out`` and ``lse`` are not read: they follow from the other inputs and
     ``sinks``.
@@ -94,7 +79,7 @@ def judge(
         "fp32" if array is None else array.dtype,
     )
     result = widened(arrays["dscore"], "fp32" if array is None else array.dtype).reshape(right.value.shape)
-    return ScoreGradientVerdict(largest(result, *right))
+    return Verdict(largest(result, *right), of="of the gradient ", axes="")
 
 
 def score_gradient(
@@ -154,7 +139,8 @@ def _gradient_of_scores(
     out = p @ part.v
     size_d = xp.sum(xp.abs(out * dout), axis=-1, keepdims=True)
     size_g = xp.abs(dout) @ xp.abs(part.v).swapaxes(1, 2)
-    terms = dout @ part.v.swapaxes(1, 2) - (xp.sum(out * dout, axis=-1, keepdims=True) - dlse)
+    dp = dout @ part.v.swapaxes(1, 2)
+    terms = dp - (xp.sum(out * dout, axis=-1, keepdims=True) - dlse)
     slope, slope_error = xp.ones_like(p), 0.0
     if part.at is not None:
         with np.errstate(all="ignore"):
@@ -165,7 +151,10 @@ def _gradient_of_scores(
             slope, slope_error = (xp.where(visible != 0, x + 0.0 * p, 0.0) for x in (slope, slope_error))
     ds = p * terms * slope
     weight = p * xp.abs(slope)
-    wrong = 2.0**-21 * (size_g + size_d + abs(dlse)) + 1.05 * UNIT_ROUNDOFF[dtype] * size_d
+    wrong = 2.0**-21 * (size_g + size_d + abs(dlse))
+    wrong = wrong + 1.05 * UNIT_ROUNDOFF[dtype] * (size_d + xp.sum(p * xp.abs(dp), axis=-1, keepdims=True))
+    wrong = wrong + LEAST_P[dtype] * xp.sum(visible * xp.abs(dp), axis=-1, keepdims=True)
+    wrong = wrong + LEAST_OUT[dtype] * xp.sum(xp.abs(dout), axis=-1, keepdims=True)
     wrong = wrong + row.error * xp.sum(p * size_g, axis=-1, keepdims=True)
     wrong = xp.abs(ds) * (2 * row.error + 2.0**-22 * (row.size + 3 * xp.abs(lse))) + weight * wrong
     wrong = wrong + slope_error * p * xp.abs(terms)

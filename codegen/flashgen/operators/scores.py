@@ -84,10 +84,20 @@ class ScoreParam:
         return Argument(self.name, "input", shape, (self.dtype,), "broadcast", alignment)
 
 
+class ScoreSource(NamedTuple):
+    """What a call makes a modification of: the names of modifications or their formulas, the type of each
+    parameter of a formula, and the numbers that tensors hold.
+    """
+
+    names: tuple[str, ...]
+    types: tuple[tuple[str, str], ...] = ()
+    tensors: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Score:
     """A modification: its formula as ``text`` and as a tree, and its parameters. Kernels of gradients
-    differentiate it with respect to ``wrt``: the score, or an array.
+    differentiate it with respect to ``wrt``: the score, or an array. ``source`` is what a call made it of.
     """
 
     name: str
@@ -95,6 +105,7 @@ class Score:
     params: tuple[ScoreParam, ...]
     tree: Node = field(compare=False, repr=False)
     wrt: str = "score"
+    source: ScoreSource | None = field(default=None, compare=False, repr=False)
 
     @property
     def title(self) -> str:
@@ -140,7 +151,24 @@ class Score:
             return Node("load", (number(0),), node.value) if is_number else None
 
         name = "_".join((self.name, *(f"{name}_at" for name in names)))
-        return replace(self, name=name, params=params, tree=self.tree.replaced(element))
+        source = self.source and self.source._replace(tensors=(*names,))
+        return replace(self, name=name, params=params, tree=self.tree.replaced(element), source=source)
+
+    @cached_property
+    def staged(self) -> ScoreParam | None:
+        """The array whose elements a kernel may copy to shared memory before it has their scores: the first
+        of 16-bit elements that is read by query and key, if there is one.
+        """
+        return next(
+            (
+                array
+                for array in self.arrays
+                if DTYPE_BYTES[array.dtype] == 2
+                and array.dimensions[-1] == "kv"
+                and {"q"} < set(array.dimensions) <= set(DIMENSIONS)
+            ),
+            None,
+        )
 
     @property
     def reads_half(self) -> bool:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from flashgen.errors import BadParam, arg
+from flashgen.operators import latentrows
 from flashgen.operators.dropout import seed_of_sequence
+from flashgen.operators.kvcodes import TOKEN, check_elements, whole_scales
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -154,7 +156,10 @@ def arrays_of(
             parts[name] = seed_of_sequence(x, sequence.number, problem.sizes["num_heads_q"])
             continue
         x = x[None] if problem.missing(argument) else x
-        if symbols[0] == "batch_kv":
+        if symbols[0] == "kv_scale_batch":
+            of_tokens = problem.kv_scales == TOKEN
+            parts[name] = (sequence.keys(x) if of_tokens else x[sequence.number])[None]
+        elif symbols[0] == "batch_kv":
             parts[name] = sequence.keys(x)[None]
         elif symbols[0] == "batch_q":
             parts[name] = (x[entry, rows] if symbols[1] == "rows_q" else x[entry, :, rows])[None]
@@ -162,6 +167,11 @@ def arrays_of(
             extents = argument.extents(problem.sizes)
             whole = np.broadcast_to(x, extents) if argument.layout == "broadcast" else x
             parts[name] = whole[tuple(cut.get(symbol, slice(None)) for symbol in symbols)]
+    if "v" not in parts:  # a latent cache
+        if problem.kv_dtype == latentrows.LAYOUT:
+            parts["k"] = latentrows.unpacked(parts["k"])
+        parts["v_scale"] = parts.get("k_scale")
+        parts["v"] = parts["k"][..., : problem.sizes["head_dim_v"]]
     return parts
 
 
@@ -194,3 +204,18 @@ def _pages(
             "pages"
         )
     return pages
+
+
+def check_scales(
+    problem: WithLengths, of_call: list[Sequence], arrays: Mapping[str, np.ndarray | None]
+) -> None:
+    """Raise BadParam for a scale of codes that is not a finite number above 0. Of scales of tokens only the
+    scales of keys that some query sees count: slots of a cache that no sequence uses may hold anything.
+    """
+    if problem.kv_scales != TOKEN:
+        check_elements(arrays)
+        return
+    whole = whole_scales(problem.sizes, arrays)
+    for sequence in of_call:
+        seen = slice(*problem.of_sequence(sequence.q_length, sequence.kv_length).seen_keys)
+        check_elements({name: sequence.keys(scale)[seen] for name, scale in whole.items()})

@@ -16,9 +16,9 @@ AUTO = "auto"
 class SplitEvery:
     """Splits of ``keys`` keys each, of every sequence: ``attention(..., splits=SplitEvery(1024))``.
 
-    Long sequences so have many splits and short ones few, and the bits of a sequence do not depend on its
-    batch. The first split begins with the first KV block that the sequence sees. ``keys`` is a multiple of
-    the KV block of the kernel; a multiple of 256 is one of every kernel's. Raises BadParam for no positive
+    Long sequences have many splits and short ones few, and the bits of a sequence do not depend on its batch.
+    The first split begins with the first KV block that the sequence sees. ``keys`` is a multiple of the KV
+    block of the kernel; a multiple of 256 works for all kernels. Raises BadParam for anything but a positive
     integer.
     """
 

@@ -6,18 +6,20 @@ element of each array there (`Visibility.at`), by `intervals`.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flashgen.operators.formula import ELEMENTS, Node, evaluate
+from flashgen.operators.formula import Node, bounds, evaluate
 from flashgen.operators.intervals import Algebra, Interval, Intervals, Truth
-from flashgen.operators.rules import NAMES, PREFIX, sizes_of_tokens
+from flashgen.operators.packedrules import places_of
+from flashgen.operators.rules import NAMES, TOKEN, index_of_block, loads_by, sizes_of_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.attention_problem import AttentionProblem
     from flashgen.operators.rules import Rule, RuleOfCall, RuleParam
     from flashgen.operators.sequences import Sequence as OfBatch
 
@@ -38,24 +40,6 @@ class _Arrays(Algebra):
 _ARRAYS = _Arrays()
 
 
-def index_of_block(node: Node) -> str:
-    """By which positions the elements of an array are that a block reads: "q" or "kv", "" where it reads one
-    element, or "any" where that is not simply said.
-    """
-    words = [
-        str(index.value)
-        if index.op == "name" and index.value in ("q", "kv")
-        else "any"
-        if {"q", "kv"} & index.reads()
-        else ""
-        for index in node.args
-    ]
-    moving = [word for word in words if word]
-    if len(moving) > 1:
-        return "any"
-    return moving[0] if moving else ""
-
-
 class Visibility(NamedTuple):
     """A rule with the integers and arrays of a call, all of one library. ``arrays`` have the shapes that
     their parameters declare, by broadcasting. ``offset`` is seqlen_kv - seqlen_q. What a line calls b is
@@ -72,10 +56,52 @@ class Visibility(NamedTuple):
         """Whether keys are visible, for batch entries, query heads, rows of queries and keys, integers that
         broadcast to the shape of the scores.
         """
+        if self.rule.pack is not None:
+            return self._visible_in_pack(h, rows, keys, xp)
         at = {"b": b, "h": h, "q": rows, "kv": keys}
         loads = {param.name: _loader(param, self.arrays[param.name], at) for param in self.rule.arrays}
         names = {"b": b + self.first_batch, "q": rows + self.offset}
         return evaluate(self.rule.tree, {**self.numbers, **loads, **at, **names}, xp)
+
+    def _visible_in_pack(self, h: Any, rows: Any, keys: Any, xp: Any) -> Any:
+        """`visible` of packed sequences: rows and keys are tokens."""
+        place = places_of(rows, self.arrays, xp)
+        tokens = {"q": rows, "kv": keys, "h": h}
+
+        def loader(param: RuleParam) -> Any:
+            array = self.arrays[param.name]
+
+            def index(dimension: str, position: Any, extent: int) -> Any:
+                if dimension == TOKEN:  # within the sequence
+                    return place.tokens(position, extent, xp)
+                if param.per_token is not None and dimension == "b":
+                    return 0
+                return tokens.get(dimension, _clamped(position, extent))
+
+            return lambda *positions: array[
+                tuple(index(*axis) for axis in zip(param.dimensions, positions, array.shape, strict=True))
+            ]
+
+        loads = {param.name: loader(param) for param in self.rule.arrays}
+        names = {"b": place.sequence, "h": h, "q": place.position, "kv": keys - place.first_key}
+        inside = (place.first_key <= keys) & (keys < place.end_key)
+        return inside & evaluate(self.rule.tree, {**self.numbers, **loads, **names}, xp)
+
+    def elements_in_pack(self, position: str, blocks: Sequence[range]) -> dict[Node, Interval]:
+        """The bounds of arrays in blocks of tokens of queries ("q") or keys ("kv") of packed sequences."""
+        found = {}
+        for node in loads_by(self.rule, position):
+            array, parts = self.arrays[str(node.value)][0], []
+            (param,) = (param for param in self.rule.arrays if param.name == node.value)
+            for block in blocks:
+                at = np.arange(block.start, block.stop)
+                if position == "q" and param.dimensions[1] == TOKEN:
+                    place = places_of(at, self.arrays, np)
+                    at = place.tokens(place.position, len(array), np)
+                parts.append(array[at])
+            bounds = [part.min() for part in parts], [part.max() for part in parts]
+            found[node] = Interval(*(np.array(bound, np.int64) for bound in bounds))
+        return found
 
     def hides(self, b: Any, h: Any, rows: Any, keys: Any, xp: Any = np) -> Any:
         """Where keys are not visible; arguments as `visible`. The result has dimensions."""
@@ -107,16 +133,37 @@ class Visibility(NamedTuple):
                 [block.stop - 1 + shift for block in blocks],
             )
         }
-        for node in self.rule.tree.walk():
-            if node.op == "load" and index_of_block(node) == position:
-                elements = self._elements(node, b, h, position, shift)
-                parts = [elements(block) for block in blocks]
-                found[node] = [part.min() for part in parts], [part.max() for part in parts]
+        for node in loads_by(self.rule, position):
+            elements = self._elements(node, b, h, position, shift)
+            parts = [elements(block) for block in blocks]
+            found[node] = [part.min() for part in parts], [part.max() for part in parts]
         shape = (-1, 1) if position == "q" else (-1,)
         return {
             node: Interval(*(np.array(bound, np.int64).reshape(shape) for bound in bounds))
             for node, bounds in found.items()
         }
+
+    def spans_of_scores(
+        self, b: int, h: int, row_blocks: Sequence[range], key_blocks: Sequence[range]
+    ) -> Mapping[Node, Interval]:
+        """What blocks of scores have of arrays that are read by both positions: (rows, keys). Blocks of keys
+        follow one another.
+        """
+        found = {}
+        for node in loads_by(self.rule, "block"):
+            param = next(param for param in self.rule.arrays if param.name == node.value)
+            keys = np.arange(key_blocks[0].start, key_blocks[-1].stop)
+            begins = [block.start - keys[0] for block in key_blocks]
+            low, high = (np.empty((len(row_blocks), len(key_blocks)), np.int64) for _ in range(2))
+            for i, block in enumerate(row_blocks):
+                at = {"b": b, "h": h, "q": np.arange(block.start, block.stop)[:, None], "kv": keys}
+                load = _loader(param, self.arrays[param.name], at)
+                positions = {**at, **self.numbers, "b": b + self.first_batch, "q": at["q"] + self.offset}
+                elements = load(*(evaluate(index, positions, np) for index in node.args))
+                low[i] = np.minimum.reduceat(elements.min(0), begins)
+                high[i] = np.maximum.reduceat(elements.max(0), begins)
+            found[node] = Interval(low, high)
+        return found
 
     def _elements(self, node: Node, b: int, h: int, position: str, shift: int) -> Any:
         """A function from a block of queries or keys to the elements of an array that it reads."""
@@ -189,18 +236,24 @@ class _OfHead(NamedTuple):
     b: int
     h: int
 
-    def truth(self, rows: Mapping[Node, Interval], keys: Mapping[Node, Interval]) -> Truth:
+    def truth(
+        self,
+        rows: Mapping[Node, Interval],
+        keys: Mapping[Node, Interval],
+        scores: Mapping[Node, Interval] = MappingProxyType({}),
+    ) -> Truth:
         """Whether blocks of scores can have visible keys, and hidden ones, of what `Visibility.spans` gives
-        for their rows and keys. The results broadcast to (rows, keys).
+        for their rows and keys, and `Visibility.spans_of_scores` for them. The results broadcast to (rows,
+        keys).
         """
-        of_blocks = {**rows, **keys}
+        of_blocks = {**rows, **keys, **scores}
 
         def leaf(node: Node) -> Interval:
             if node in of_blocks:
                 return of_blocks[node]
             if node.op == "load":
                 if index_of_block(node):
-                    return Interval(*map(np.int64, ELEMENTS))
+                    return Interval(*map(np.int64, bounds(node)))
                 value = self.visibility.element(node, self.b, self.h)
             elif node.value in NAMES:
                 value = self.b + self.visibility.first_batch if node.value == "b" else self.h
@@ -218,7 +271,7 @@ def visibility_of(problem: AttentionProblem, arrays: Mapping[str, Any], xp: Any 
     """
     if problem.rule is None:
         return None
-    own = {param.name: arrays[PREFIX + param.name] for param in problem.rule.rule.arrays}
+    own = {param.name: arrays[param.argument_name] for param in problem.rule.rule.arrays}
     return _visibility(problem.rule, own, problem.sizes, xp)
 
 
@@ -239,7 +292,10 @@ def _visibility(rule: RuleOfCall, arrays: Mapping[str, Any], sizes: Mapping[str,
     tables = {}
     for param in rule.rule.arrays:
         array = arrays[param.name]
-        wide = array.to(xp.int64) if xp.__name__ == "torch" else array.astype(xp.int64, copy=False)
+        if param.is_bool:
+            wide = array if str(array.dtype).endswith("bool") else array != 0
+        else:
+            wide = array.to(xp.int64) if xp.__name__ == "torch" else array.astype(xp.int64, copy=False)
         tables[param.name] = xp.broadcast_to(wide, param.argument().extents(sizes))
     return Visibility(rule.rule, rule.by_name(), tables, sizes["seqlen_kv"] - sizes["seqlen_q"])
 

@@ -9,13 +9,13 @@ A row that sees nothing has weights of 0. The result takes seqlen_q x seqlen_kv 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.operators import attention, contract
-from flashgen.operators.arguments import Argument, check_devices, place
-from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
+from flashgen.operators.arguments import Argument, check_devices
+from flashgen.operators.attention import ATTENTION, SCALARS
+from flashgen.operators.attention_problem import AttentionProblem
 from flashgen.operators.operator import Operator, Value, by_name, modified
 
 if TYPE_CHECKING:
@@ -46,9 +46,7 @@ OPTIONS = ("causal", "mask_type", "window_size", "score")
 class WeightsProblem(AttentionProblem):
     """Shapes, strides and options of one call, as in the forward call; ``head_dim_v`` is ``head_dim``."""
 
-    @property
-    def operator(self) -> Operator:
-        return operator_for(self.score)
+    operator_name: ClassVar[str] = "attention_weights"
 
     @property
     def empty(self) -> bool:
@@ -93,13 +91,7 @@ def normalise(
         contract.check_beside_q(argument, view, forward.sizes, forward.dtype, not forward.batched)
     views |= {"q": q, "k": k} | ({} if mask is None else {"mask": mask})
     views |= contract.score_views(score, score_arrays)
-    kept = {field.name: getattr(forward, field.name) for field in dataclasses.fields(forward)}
-    kept["strides"] = tuple(
-        None
-        if argument.optional and argument.name not in views
-        else place(argument, views.get(argument.name), forward.sizes, forward.dtype).strides
-        for argument in operator.arguments
-    )
+    kept = forward.fields_of(operator.arguments, views)
     return WeightsProblem(**kept)
 
 

@@ -16,13 +16,12 @@ kernel computes 2^(scale_log2 q k - lse log2(e)), with the LSE of the forward ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
-from flashgen.operators.reference import Largest, batched, largest, library_of, parts_of_scores, softmax
+from flashgen.operators.reference import Verdict, batched, largest, library_of, parts_of_scores, softmax
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,26 +45,7 @@ class Expected(NamedTuple):
     bound: Any
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsVerdict:
-    """The worst element of the weights, at (batch, head, row, key)."""
-
-    out: Largest
-
-    @property
-    def lse(self) -> None:
-        """No result of this operator; see `reference.Verdict`."""
-        return
-
-    @property
-    def ok(self) -> bool:
-        return self.out.share <= 1
-
-    def __str__(self) -> str:
-        return f"error of the weights {self.out.describe()}, at (batch, head, row, key) {self.out.index}"
-
-
-def judge(problem: WeightsProblem, arrays: Mapping[str, np.ndarray | None]) -> WeightsVerdict:
+def judge(problem: WeightsProblem, arrays: Mapping[str, np.ndarray | None]) -> Verdict:
     """Compare the weights of a call with float64, on the host. ``arrays`` has arguments of the operator by
     name, as in `reference.judge`. ``lse`` is not read: it follows from the other inputs.
     """
@@ -77,7 +57,8 @@ def judge(problem: WeightsProblem, arrays: Mapping[str, np.ndarray | None]) -> W
         arrays.get("mask"),
         modification_of(problem, arrays),
     )
-    return WeightsVerdict(largest(batched(arrays["weights"], 4), right.weights, right.bound))
+    worst = largest(batched(arrays["weights"], 4), right.weights, right.bound)
+    return Verdict(worst, of="of the weights ", axes="(batch, head, row, key) ")
 
 
 def weights(

@@ -63,10 +63,10 @@ def adopted(operator: Any, arrays: dict[str, Any], stream: Any) -> dict[str, Any
 def cache_arrays(arrays: Mapping[str, Any]) -> tuple[str, ...]:
     """Which of the arrays that an operator is given, by name, a KV cache may have."""
     if arrays.get("k_cache") is not None:
-        return "k_cache", "v_cache", "lengths", "pages", "index"
+        return "k_cache", "v_cache", "lengths", "pages", "index", "k_scale_out", "v_scale_out"
     if arrays.get("kv_lengths") is None:
         return ()
-    return "k", "v", "kv_lengths", "kv_starts", "pages", "index"
+    return "k", "v", "kv_lengths", "kv_starts", "pages", "index", "k_scale", "v_scale"
 
 
 def run_adopted(call: Any, operator: Any, arrays: dict[str, Any], stream: Any, /, **rest: Any) -> Any:

@@ -6,10 +6,13 @@ Arrays of any other library are first adopted (`flashgen.runtime.dlpack`).
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer, arg
 from flashgen.runtime.cupykind import CupyKind, import_cupy
@@ -42,6 +45,21 @@ _tensor_kind: TorchKind | None = None
 def kind_of(x: Any) -> Kind | None:
     """How to read ``x``, or None if it is of no native library and must be adopted."""
     return _tensor_kind if isinstance(x, _tensor) else _kind_of_type(type(x))
+
+
+def runs_kernels(x: Any, backend: str | None) -> bool:
+    """Whether a call whose first array is ``x`` runs kernels, on a GPU or in the simulator."""
+    kind = kind_of(x)
+    if kind is None:  # adopted later
+        return hasattr(x, "__cuda_array_interface__")
+    return not kind.on_host(x) or (backend or os.environ.get("FLASHGEN_BACKEND")) == "simulator"
+
+
+def on_host(x: Any) -> Any:
+    """An array as one of NumPy: of a GPU a copy, which waits for it."""
+    if hasattr(x, "detach"):
+        return x.detach().cpu().numpy()
+    return x.get() if hasattr(x, "get") else np.asarray(x)
 
 
 def tensor_kind(x: Any) -> TorchKind | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.host.envflags import switched
 from flashgen.runtime.device import activated
 from flashgen.runtime.hostarrays import host_array
+from flashgen.runtime.numpykind import NUMPY_NAMES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,4 +85,5 @@ def _copied(layout: ArrayLayout | None, pointer: int, stream: int) -> np.ndarray
         )
         runtime.streamSynchronize(stream)
     strides = [layout.element_bytes * stride for stride in (*layout.strides, 1)]
-    return np.ndarray(layout.extents, layout.dtype, memory, -begin, strides)
+    dtype = NUMPY_NAMES[layout.dtype]
+    return np.ndarray(layout.extents, dtype, memory, -begin, strides)

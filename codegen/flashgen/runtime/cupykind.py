@@ -88,6 +88,14 @@ class CupyKind:
     def on_host(self, x: Any) -> bool:
         return False
 
+    def stream_of(self, x: Any) -> int:
+        """Handle of the current stream of the GPU of ``x``."""
+        return self.current_stream(x.data.device_id)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is captured in a graph."""
+        return self._cuda.get_current_stream().is_capturing()
+
     def current_stream(self, device: int | None) -> int:
         return self._get_stream(device).ptr
 

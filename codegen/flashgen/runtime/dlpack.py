@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _DL_HOST = (1, 3)
 _DL_CUDA = (2, 13)
 _DL_UINT, _DL_BFLOAT = 1, 4
+# Dtypes that are read as unsigned integers of their bits. CuPy keeps codes of e4m3 as these.
+_E4M3 = "float8_e4m3fn"
+_AS_BITS = ("bfloat16", _E4M3)
 
 
 def adopt(x: Any, name: str, stream: Any = None) -> Any:
@@ -47,8 +50,8 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
             f"{arg(name)} is an array of jax that was deleted or donated; expected one with memory"
         )
     dtype = getattr(x, "dtype", "")
-    bf16 = "bfloat16" in str(dtype)
-    if not bf16 and getattr(dtype, "kind", "") == "V":  # fp8, fp4 and int4 of ml_dtypes
+    bits = next((name for name in _AS_BITS if name in str(dtype)), None)
+    if bits is None and getattr(dtype, "kind", "") == "V":  # fp8, fp4 and int4 of ml_dtypes
         raise BadTensorDtype(
             f"{arg(name)} has dtype {dtype}, which cannot be read through DLPack; convert it"
         )
@@ -57,16 +60,16 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
             device_type, ordinal = x.__dlpack_device__()
         except (BufferError, ValueError, NotImplementedError) as error:
             raise DeviceTypeNotSupported(f"{arg(name)} is not on one device: {error}") from error
-        source = _Recoded(x, _DL_UINT) if bf16 else x
+        source = x if bits is None else _Recoded(x, _DL_UINT)
         if device_type in _DL_HOST:
             import numpy as np
 
-            return _from_dlpack(np.from_dlpack, source, name, bf16)
+            return _from_dlpack(np.from_dlpack, source, name, bits)
         if device_type in _DL_CUDA:
             _check_gpu(name)
             kind = cupy_kind()
             with import_cupy().cuda.Device(ordinal), kind.use(stream):
-                return _from_dlpack(import_cupy().from_dlpack, source, name, bf16)
+                return _from_dlpack(import_cupy().from_dlpack, source, name, None if bits == _E4M3 else bits)
         raise DeviceTypeNotSupported(
             f"{arg(name)} is on a device of DLPack type {int(device_type)}; supported are CUDA GPUs and "
             "host memory"
@@ -187,16 +190,16 @@ _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.argtypes, _capsule_pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
 
 
-def _from_dlpack(importer: Callable[[Any], Any], source: Any, name: str, bf16: bool) -> Any:
+def _from_dlpack(importer: Callable[[Any], Any], source: Any, name: str, bits: str | None) -> Any:
     try:
         array = importer(source)
     except (BufferError, TypeError, ValueError, RuntimeError) as error:
         raise BadTensorDtype(f"{arg(name)} cannot be read through DLPack: {error}") from error
-    if not bf16:
+    if bits is None:
         return array
-    from ml_dtypes import bfloat16  # takes 9 ms, which calls with other arrays need not wait for
+    import ml_dtypes  # takes 9 ms, which calls with other arrays need not wait for
 
-    return array.view(bfloat16)
+    return array.view(getattr(ml_dtypes, bits))
 
 
 def _check_gpu(name: str) -> None:

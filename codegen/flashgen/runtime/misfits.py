@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
     from flashgen.runtime.arrays import Arrays, Kind
 
+# The dtypes of codes.
+_BYTES = {"e4m3", "uint8"}
+
 
 def check_fit(
     problem: Problem, kind: Kind, examples: tuple[Any, ...], takes: Callable[[], str], arrays: Arrays
@@ -73,6 +76,9 @@ def _check_new(problem: Problem, view: ArrayView, position: int, sizes: dict[str
             f"{on_device(problem.device)}"
         )
     check_array(argument, view, sizes, problem.dtype)
+    dtype = problem.new_dtype(argument)
+    if dtype is not None and view.dtype != dtype and {view.dtype, dtype} != _BYTES:
+        raise BadTensorDtype(f"{arg(argument.name)} has dtype {view.dtype}; the plan was made for {dtype}")
     expected = problem.shape(position)
     if view.shape != expected:  # a batch more or less, which `check_array` lets pass
         raise BadTensorShape(f"{arg(argument.name)} has shape {view.shape}; the plan was made for {expected}")
@@ -89,8 +95,9 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
     A stride along a dimension of one element is never used, so it may differ.
     """
     name, layout = argument.name, problem.array_layouts()[problem.operator.position(argument.name)]
-    # Kernels read bool and uint8 in the same way, and no other two dtypes.
-    if view.dtype != layout.dtype and not {view.dtype, layout.dtype} <= {"bool", "uint8"}:
+    # Kernels read these in the same way, and no other two dtypes.
+    alike = {view.dtype, layout.dtype} in ({"bool", "uint8"}, _BYTES)
+    if view.dtype != layout.dtype and not alike:
         raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; the plan was made for {layout.dtype}")
     if view.device != problem.device:
         raise DeviceTypeNotSupported(

@@ -94,6 +94,12 @@ class NumpyKind:
         """Whether the elements of ``x`` are in host memory."""
         return True
 
+    def stream_of(self, x: Any) -> int:
+        return 0
+
+    def is_capturing(self) -> bool:
+        return False
+
     def current_stream(self, device: int | None) -> int:
         """Handle of the library's current stream of a GPU; 0 for host memory (None)."""
         return 0

@@ -12,13 +12,8 @@ from flashgen.errors import (
     NullPointer,
     arg,
 )
-from flashgen.operators.arguments import (
-    WORKSPACE_ALIGNMENT,
-    Argument,
-    ArrayLayout,
-    check_memory,
-    is_contiguous,
-)
+from flashgen.operators.arguments import WORKSPACE_ALIGNMENT, Argument, ArrayLayout, is_contiguous
+from flashgen.operators.overlaps import check_memory
 from flashgen.runtime import arrays as libraries
 from flashgen.runtime import check, dlpack, torchkind
 from flashgen.runtime.adopted import run_adopted
@@ -78,6 +73,7 @@ class Plan:
         "_layouts",
         "_needed",
         "_no_scalars",
+        "_operator",
         "_outputs",
         "_positions",
         "_read",
@@ -112,15 +108,15 @@ class Plan:
         self._works: dict[Any, Work] = {}
         self._types, self._wrote = kind.types, kind.wrote
         # What each call needs is bound here: every look-up on the way to a launch counts.
-        self._positions, self._results = problem.operator.positions, problem.results
-        self._absent, self._no_scalars = (None,) * len(examples), (None,) * len(problem.operator.scalars)
+        self._operator = operator = problem.operator
+        self._positions, self._results = operator.positions, problem.results
+        self._absent, self._no_scalars = (None,) * len(examples), (None,) * len(operator.scalars)
         self._needed = runner.workspace_bytes
         # The CPU path reads lengths in any case.
-        self._checked = runner.variant is not None and check.applies_to(problem.operator)
-        arguments = problem.operator.arguments
+        self._checked = runner.variant is not None and check.applies_to(operator)
+        arguments = operator.arguments
         self._outputs = {
-            place: (problem.shape(place), arguments[place].dtypes[0] if arguments[place].dtypes else None)
-            for place in self._results
+            place: (problem.shape(place), problem.new_dtype(arguments[place])) for place in self._results
         }
         # Results with a layout that empty_like would not produce: each call has to pass them.
         outputs = {place: examples[place] for place in self._results if examples[place] is not None}
@@ -211,7 +207,7 @@ class Plan:
         return pointers
 
     def _adopted(self, arrays: Arrays, scalars: tuple[Any, ...], stream: Any, workspace: Any) -> Any:
-        operator = self.problem.operator
+        operator = self._operator
         rest = dict(zip(operator.scalars, scalars, strict=True)) | {"workspace": workspace}
         by_name = {argument.name: x for argument, x in zip(operator.arguments, arrays, strict=True)}
         try:
@@ -286,7 +282,7 @@ class Plan:
 
     def bound(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Arrays, tuple[Any, ...]]:
         """Arrays in the operator's order, and scalars in theirs."""
-        operator, count = self.problem.operator, len(inputs)
+        operator, count = self._operator, len(inputs)
         positions = self._positions
         if count > len(positions):
             raise BadParam(f"{count} arrays were given; {operator.name} has {len(positions)}")
@@ -301,7 +297,7 @@ class Plan:
                 scalars = (*scalars[:place], value, *scalars[place + 1 :])
             else:
                 names = ", ".join((*positions, *operator.scalars, "stream", "workspace"))
-                why = "is no argument" if position < 0 else "was given twice"
+                why = "is not an argument" if position < 0 else "was given twice"
                 raise BadParam(f"{arg(name)} {why}; the arguments are {names}")
         return tuple(arrays), scalars
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 # The driver's enumerations, as numbered in cuda.h.
-_DATA_TYPES = {"fp16": 6, "fp32": 7, "bf16": 9}
+_DATA_TYPES = {"e4m3": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 _SWIZZLES = {32: 1, 64: 2, 128: 3}
 _NO_INTERLEAVE, _L2_PROMOTION_256B = 0, 3
 _FILL_WITH_ZEROS = 0  # the driver calls it NONE; the alternative is a NaN
@@ -75,8 +75,8 @@ def binding() -> dict[str, Callable[..., int]]:
         functions = {name: getattr(library, name) for name in _FUNCTIONS}
     except (OSError, AttributeError) as error:
         raise NoBindingError(
-            f"the kernel for this call needs tensor maps, which the driver makes, and it cannot be asked "
-            f"({error}); a driver for CUDA 12 or later can"
+            f"the kernel for this call needs tensor maps, which this driver cannot encode "
+            f"({error}); install a driver for CUDA 12 or later"
         ) from error
     for name, function in functions.items():
         function.argtypes = _FUNCTIONS[name]

@@ -122,13 +122,19 @@ class TorchKind:
         """What gives the pointers of as many arrays that lie as these, and None for any others; None where
         there is nothing quicker than `read`.
         """
-        tensors = [x for x in arrays if x is not None]
-        if len(set(map(id, tensors))) < len(tensors):
-            return None  # a guard refuses a tensor that comes twice
+        # A guard refuses a tensor that comes twice: the second one must be the first one.
+        places: dict[int, int] = {}
+        again = [
+            (place, places[id(x)])
+            for place, x in enumerate(arrays)
+            if x is not None and places.setdefault(id(x), place) != place
+        ]
+        tensors = [arrays[place] for place in places.values()]
         # One call instead of seven for each tensor.
         fit = self._guards(*tensors, **_ALL_FIXED).check
         count = len(tensors)
         absent = [place for place, x in enumerate(arrays) if x is None]
+        repeated = {place for place, _ in again}
         differentiable = any(x.requires_grad for x in tensors)
         is_grad_enabled, forward_ad = self._is_grad_enabled, self._forward_ad
 
@@ -136,8 +142,14 @@ class TorchKind:
             for place in absent:
                 if arrays[place] is not None:
                     return None
+            seen = arrays
+            if again:
+                for place, first in again:
+                    if arrays[place] is not arrays[first]:
+                        return None
+                seen = tuple([x for place, x in enumerate(arrays) if place not in repeated])
             try:
-                tensors = [x for x in arrays if x is not None and not x.is_nested]  # at which a guard aborts
+                tensors = [x for x in seen if x is not None and not x.is_nested]  # at which a guard aborts
             except AttributeError:  # of another library
                 return None
             if len(tensors) != count or not fit(*tensors):
@@ -209,7 +221,12 @@ class TorchKind:
         torch = self.torch
         torch_dtype = like.dtype if dtype is None else self._made[dtype]
         if stream is None:
-            return like.new_empty(shape, dtype=torch_dtype, requires_grad=False)
+            if type(like) not in self.types:  # a subclass has results of its own type
+                return like.new_empty(shape, dtype=torch_dtype, requires_grad=False)
+            # Half as long as torch.empty or new_empty.
+            return torch.empty_strided(
+                shape, _contiguous_strides(shape), dtype=torch_dtype, device=like.device
+            )
         # The caching allocator reuses memory in the order of the stream it was allocated under.
         with torch.cuda.stream(self._stream(stream_pointer(stream), like.device)):
             return torch.empty(shape, dtype=torch_dtype, device=like.device)
@@ -253,6 +270,12 @@ class TorchKind:
     def on_host(self, x: Any) -> bool:
         return not x.is_cuda
 
+    def stream_of(self, x: Any) -> int:
+        return self._get_stream(x.device.index)
+
+    def is_capturing(self) -> bool:
+        return self.torch.cuda.is_current_stream_capturing()
+
     def current_stream(self, device: int | None) -> int:
         return 0 if device is None else self._get_stream(device)
 
@@ -278,6 +301,16 @@ class TorchKind:
         if type(x) in self.types or not isinstance(x, self.torch.Tensor):
             return False
         return type(x).__torch_dispatch__ is not self._no_dispatch and not x.is_nested
+
+
+@functools.lru_cache(maxsize=1024)
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of PyTorch's contiguous tensors, also of those without elements."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
 
 
 _ALL_FIXED = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}

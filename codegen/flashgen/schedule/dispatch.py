@@ -30,10 +30,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError, arg
 from flashgen.families.arch import arch_parts, reaches
+from flashgen.families.features import STAGES_SCORES
 from flashgen.families.variant import TUNED_TILE
 from flashgen.operators import operator_of
 from flashgen.operators.arguments import shown
 from flashgen.operators.masks import UNBOUNDED
+from flashgen.operators.rules import LISTING
 from flashgen.operators.splits import AUTO, SplitEvery
 from flashgen.schedule.grid import (
     KEYS,
@@ -75,6 +77,9 @@ _LONGEST = 0.5
 _GPCS = (18, 18, 18, 16, 16, 16, 16, 14)
 # The rate of packed rows over the rate of others: each packed row finds its query and its head by a division.
 _PACKED = 0.97
+# The rate of a kernel without room to stage the array of a score modification over the rate of one that
+# stages it. An estimate: its scores wait for their elements.
+_UNSTAGED = 0.7
 
 
 def offers(
@@ -88,6 +93,8 @@ def offers(
 
     Raises BadParam for an algorithm that no family has, or whose families do not serve the problem.
     """
+    specs = tuple(specs)
+    listing = listing_steps(problem, specs)
     if algorithm is None:
         families = [spec for spec in specs if computes(spec, problem) and not spec.on_request]
     else:
@@ -101,6 +108,8 @@ def offers(
         selected = [variant for spec, axes in alike for variant in spec.select(**axes) if variant.is_main]
         if problem.score is not None:
             selected = [variant.modified(problem.score) for variant in selected]
+        if problem.rule is not None:
+            selected = [v.lined(problem.rule.rule, listing) for v in selected if v.line_seam]
         offered += selected
         if any(
             not misfit(problem, variant) and runs_on(variant, device) and expressible(problem, variant)
@@ -113,6 +122,21 @@ def offers(
             f"it serves {' or '.join(map(_served, families))}"
         )
     return tuple(offered)
+
+
+def listing_steps(problem: Problem, specs: Iterable[Spec]) -> tuple[Variant, ...]:
+    """The kernels that make lists of the blocks of a problem's mask by a line, in order; none for a problem
+    without one, or whose call has lists or lengths. Raises SpecError where no spec has them.
+    """
+    if problem.rule is None or problem.operator.name == LISTING or problem.has("block_indptr"):
+        return ()
+    if problem.lengths_on_device:
+        return ()
+    variants = (variant for spec in specs if spec.operator == LISTING for variant in spec.variants())
+    for variant in variants:
+        if variant.is_main:
+            return variant.steps
+    raise SpecError(f"no spec of {LISTING} lists the blocks of a mask by a line; add one, or pass an array")
 
 
 def computes(kernels: Spec | Variant, problem: Problem) -> bool:
@@ -324,7 +348,8 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
 def _rate(variant: Variant) -> float:
     """Scores in a time, on the scale of ``efficiency``."""
     packed = dict(variant.axes).get("gqa") == "packed"  # not every operator has groups of heads
-    return variant.dispatch.efficiency * (_PACKED if packed else 1)
+    stages = variant.score is None or not variant.score.staged or STAGES_SCORES in variant.features
+    return variant.dispatch.efficiency * (_PACKED if packed else 1) * (1 if stages else _UNSTAGED)
 
 
 def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> float:
@@ -356,7 +381,7 @@ def _cost_of_keys(problem: Problem, device: Device | OneSm, variant: Variant) ->
     block_n, parts = variant.grid.covers[0][1], group_parts(problem, variant, device)
     scores = rows_of_tiles(problem, variant, device.num_sms, parts) * block_n / _rate(variant)
     beside = variant.dispatch.passes * sum(
-        tiles(problem, step) * step.grid.tile(ROWS) for step in variant.before
+        tiles(problem, step) * step.grid.tile(ROWS) for step in variant.before if step.grid.tile(ROWS)
     )
     return scores + beside / device.num_sms
 
@@ -392,8 +417,8 @@ def _serving(problem: Problem, spec: Spec) -> Iterator[dict[str, Value]]:
 
 def misfit(problem: Problem, variant: Variant) -> str:
     """What keeps the variant from computing such problems, on any GPU, of any size and wherever their arrays
-    lie: "operator", an axis, "blocks" of lists that its tile does not divide, "score", or "rows", of which a
-    head has too many. "" if nothing does.
+    lie: "operator", an axis, "blocks" of lists that its tile does not divide, "score", "line", or "rows", of
+    which a head has too many. "" if nothing does.
     """
     operator = problem.operator
     if not variant.is_main or not computes(variant, problem):
@@ -402,10 +427,12 @@ def misfit(problem: Problem, variant: Variant) -> str:
     for name, axis in operator.axes.items():
         if not axis.serves(problem, values[name]):
             return name
-    if problem.block_lists is not None and not divides(variant, problem.block_lists):
+    if problem.has("block_indptr") and not divides(variant, problem.block_lists):
         return "blocks"
     if {step.score for step in variant.steps} - {None} != {problem.score} - {None}:
         return "score"
+    if variant.rule != (problem.rule and problem.rule.rule):
+        return "line"
     if variant.dispatch.rows_at_most is not None and rows(problem, variant) > variant.dispatch.rows_at_most:
         return "rows"
     return ""

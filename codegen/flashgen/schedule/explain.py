@@ -13,6 +13,7 @@ from flashgen.operators.arguments import shown
 from flashgen.schedule.dispatch import (
     computes,
     cost,
+    listing_steps,
     misfit,
     named,
     preferred,
@@ -117,6 +118,8 @@ def explain(
     the families of that name. Raises BadParam for an algorithm that no family has.
     """
     operator = problem.operator
+    specs = tuple(specs)
+    listing = listing_steps(problem, specs)
     if algorithm is not None:
         specs = named(problem, specs, algorithm)
     others: list[Judged] = []
@@ -128,6 +131,8 @@ def explain(
             if variant.is_main:
                 if problem.score is not None and spec.score_seam:
                     variant = variant.modified(problem.score)
+                if problem.rule is not None and variant.line_seam:
+                    variant = variant.lined(problem.rule.rule, listing)
                 judged = _unfit(problem, device, variant, spec.on_request and algorithm is None)
                 if judged is None:
                     left.append(variant)
@@ -171,6 +176,8 @@ def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool)
         return Judged(variant, rule, f"its tile does not divide {problem.block_lists}")
     if rule == "score":
         return Judged(variant, rule, f"{variant.family} has no seam for score modifications")
+    if rule == "line":
+        return Judged(variant, rule, f"{variant.family} takes no mask by a line")
     if rule == "rows":
         return Judged(variant, rule, f"it is for at most {variant.dispatch.rows_at_most} rows of a head")
     if rule:

@@ -41,6 +41,8 @@ def group_parts(problem: Problem, variant: Variant, device: Device) -> int:
     if not variant.grid.part_time or not tiles(problem, variant):
         return 1
     group = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"]
+    if variant.rule is not None and "h" in variant.rule.tree.reads():
+        return group  # a thread block goes through the list of one head
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
     visited = visited_queries(problem, variant)
     times = {parts: _rows(problem, variant, device.num_sms, parts, visited) for parts in divisors}

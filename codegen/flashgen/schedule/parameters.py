@@ -13,6 +13,7 @@ from flashgen.schedule.fastdivision import divisor
 from flashgen.schedule.grid import all_heads, heads, row_blocks, row_blocks_beside, rows_ahead, tiles
 from flashgen.schedule.sections import KeyTiles, sections
 from flashgen.schedule.tensormap import BYTES, REQUIREMENTS, TensorMap, describe
+from flashgen.schedule.workspace import buffer_of
 from flashgen.source.params import layout
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ def pack(
     of_scalars = problem.scalar_values().keys()
     for param in variant.params:
         name, offset = param.name, table.offsets[param.name]
+        buffer = buffer_of(name, slices)
         base = name.removesuffix(VECTOR_WIDTH)
         if param.ctype == TENSOR_MAP:
             described = describe(problem, variant, param)
@@ -177,12 +179,12 @@ def pack(
                 raise SpecError(f"{variant.name} needs, for its tensor map of {name}, {REQUIREMENTS}")
             maps.append((offset, operator.position(name), described))
             values[name] = bytes(BYTES)
+        elif buffer in slices:
+            if sizes[buffer]:
+                pointers.append((offset, len(operator.arguments), slices[buffer]))
+            values[name] = 0
         elif name in operator.positions:
             pointers.append((offset, operator.position(name), 0))
-            values[name] = 0
-        elif name in slices:
-            if sizes[name]:
-                pointers.append((offset, len(operator.arguments), slices[name]))
             values[name] = 0
         elif base != name and base in operator.positions:
             array = problem.array(base)

@@ -59,6 +59,8 @@ def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
 
     Raises BadTensorShape for a grid that is too large, and SpecError for parameters that nobody can give.
     """
+    if main.rule is not None and problem.block_lists is None and not problem.lengths_on_device:
+        problem = problem.with_lists(main.tile_value("block_m"), main.tile_value("block_n"))
     shares = shares_of(problem, main, device) if main.grid.shares else None
     parts = group_parts(problem, main, device)
     # Such a main step reads arrays by tensor maps: none of these is empty.
@@ -84,6 +86,7 @@ def choices(problem: Problem, device: Device, variants: Iterable[Variant]) -> It
 
     Raises as `select` and `plan_steps`, when it comes to that choice.
     """
+    device = device.without(problem.sm_margin)
     left = tuple(variants)
     while True:
         main = select(problem, device, left)

@@ -12,7 +12,7 @@ from flashgen.schedule.grid import KEYS, ROWS, all_heads, blocks_at_a_time, head
 if TYPE_CHECKING:
     from flashgen.families.arch import Device
     from flashgen.families.variant import Variant
-    from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.attention_problem import AttentionProblem
 
 
 class Sections(NamedTuple):
@@ -27,10 +27,10 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
     head.
 
     A section of as many tiles as multiprocessors is enough to share keys and values. If tiles differ in
-    length (causal or a window, also with a dense mask), they must also balance, so the section is larger. But
-    with more heads than a third of the multiprocessors too few tiles of a head run at a time. Under causal,
-    where lengths differ most, a section may have more heads, as long as L2 holds their keys and values and at
-    least three tiles and 384 rows of each head run at a time.
+    length (causal or a window, also with a dense mask, or lists), they must also balance, so the section is
+    larger. But with more heads than a third of the multiprocessors too few tiles of a head run at a time.
+    Under causal, where lengths differ most, a section may have more heads, as long as L2 holds their keys and
+    values and at least three tiles and 384 rows of each head run at a time.
 
     Tiles of keys ``in_turns`` add to dq one after the other. Their section has as many heads as fill the
     device, so that the previous tile of a head has a lead when a tile starts. A turn takes up to 1.8 steps
@@ -54,7 +54,7 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
         return _even(total, 1, max(-(-running // tiles_of_head), heads_at_once))
     group = heads(problem, variant) // problem.num_heads_kv
     band = Band.of(problem)
-    uneven = band.bounded
+    uneven = _are_uneven(problem)
     if uneven and variant.grid.persistent:
         return _whole_rounds(total, group, tiles_of_head, blocks_at_a_time(variant, device))
     heads_at_once = -(-device.num_sms // tiles_of_head)
@@ -67,6 +67,11 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
     return _even(total, group, heads_at_once)
 
 
+def _are_uneven(problem: AttentionProblem) -> bool:
+    """Whether tiles may differ in how many keys, or queries, they visit."""
+    return Band.of(problem).bounded or problem.block_lists is not None or problem.rule is not None
+
+
 def _of_keys(
     problem: AttentionProblem, total: int, tiles_of_head: int, running: int, query_heads: int
 ) -> Sections:
@@ -77,7 +82,7 @@ def _of_keys(
     dout and dq of few heads. Tiles of less than 2,048 query rows end close enough together. (Measured:
     docs/tuning.md.)
     """
-    if not Band.of(problem).bounded or query_heads * problem.seqlen_q < 2048:
+    if not _are_uneven(problem) or query_heads * problem.seqlen_q < 2048:
         return Sections(1, total)
     return _even(total, 1, min(running // tiles_of_head, running // 16))
 

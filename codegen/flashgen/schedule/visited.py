@@ -9,7 +9,7 @@ from flashgen.schedule.grid import KEYS, ROWS, row_blocks, rows, rows_ahead
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
-    from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.attention_problem import AttentionProblem
 
 # Row blocks that are looked at; of more, as many at even distances.
 _SAMPLES = 32

@@ -11,9 +11,15 @@ from flashgen.operators.arguments import DTYPE_BYTES, WORKSPACE_ALIGNMENT
 from flashgen.schedule.grid import extents
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.schedule.shares import Shares
+
+
+# The buffers that kernels read instead of arguments, where a step makes the lists of a mask by a line.
+_LISTS_OF_LINES = {"block_indptr": "line_indptr", "block_indices": "line_indices"}
 
 
 class Slice(NamedTuple):
@@ -33,6 +39,12 @@ class Workspace(NamedTuple):
     @property
     def offsets(self) -> dict[str, int]:
         return {buffer.name: buffer.offset for buffer in self.slices}
+
+
+def buffer_of(param: str, buffers: Container[str]) -> str:
+    """The buffer, or the argument, that a parameter points to: ``param``, or the lists that a step makes."""
+    buffer = _LISTS_OF_LINES.get(param, param)
+    return buffer if buffer in buffers else param
 
 
 def workspace_of(problem: Problem, main: Variant, shares: Shares | None = None, parts: int = 1) -> Workspace:

@@ -9,6 +9,8 @@ import numpy as np
 
 from flashgen.operators.append import ARGUMENTS, Q_POSITIONS, AppendProblem, normalise
 from flashgen.operators.append_reference import judge
+from flashgen.operators.kvcodes import SCALES, SCALES_OUT, TOKEN
+from flashgen.simulator import randomarrays
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
@@ -23,7 +25,9 @@ _GARBAGE = 1 << 30  # in int32 arrays, where nothing may be read
 @dataclass(frozen=True)
 class Choices:
     """What a variant leaves open: the tokens of a page, the elements of a row that are rotated, and whether
-    there is an ``index``, given ``positions``, ``packed`` tokens, a q; and where its queries are."""
+    there is an ``index``, given ``positions``, ``packed`` tokens, a q; and where its queries are. With
+    ``head_dim_v`` the cache is latent, and these elements of its rows are values.
+    """
 
     page_size: int
     rotary_dim: int
@@ -32,17 +36,19 @@ class Choices:
     packed: bool = False
     q: bool = True
     q_positions: str = "each"
+    head_dim_v: int | None = None
 
 
 @dataclass(frozen=True)
 class AppendExample:
     """A problem with its arrays in host memory, by name, and what some held ``before``. bfloat16 elements are
-    their bits in uint16.
+    their bits in uint16. ``head_dim_v`` is of a latent cache.
     """
 
     problem: AppendProblem
     named: dict[str, np.ndarray | None]
     before: dict[str, np.ndarray]
+    head_dim_v: int | None = None
 
     @property
     def arrays(self) -> tuple[np.ndarray | None, ...]:
@@ -54,7 +60,7 @@ class AppendExample:
         problem = self.problem
         return {
             "shape": [problem.batch, problem.seqlen_new, problem.num_heads_kv, problem.head_dim],
-            "head_dim_v": problem.head_dim_v,
+            "head_dim_v": self.head_dim_v or problem.head_dim_v,
             "seqlen_kv": problem.capacity,
             "num_heads_kv": problem.num_heads_kv,
         }
@@ -68,21 +74,27 @@ def choose(variant: Variant, shape: Shape, rng: np.random.Generator) -> Choices:
     """Choices for a variant at random."""
     width = shape.head_dim or _HEAD_DIM
     coin = [bool(rng.integers(2)) for _ in range(4)]
+    rotary_dim = 16 * int(rng.integers(1, max(1, width // 16) + 1))
+    latent = variant.axis("latent") == "latent"
+    if variant.axis("rotary") == "none" and variant.axis("kv_dtype") == "none":
+        latent = bool(rng.integers(2))
     return Choices(
         page_size=int(rng.choice([1, 3, 16])),
-        rotary_dim=16 * int(rng.integers(1, max(1, width // 16) + 1)),
+        rotary_dim=rotary_dim,
         index=coin[0] and variant.axis("pages") == "none",
         positions=coin[1],
         packed=coin[2],
         q=coin[3] or bool(rng.integers(2)),
         q_positions=str(rng.choice(Q_POSITIONS)),
+        head_dim_v=8 * int(rng.integers(1, width // 8 + 1)) if latent else None,
     )
 
 
 def make(variant: Variant, shape: Shape, seed: int, choices: Choices | None = None) -> AppendExample:
     """Normal random keys, values and queries for ``variant``, ``seqlen_q`` new tokens to a sequence, and
     caches where it has up to ``seqlen_kv`` already. The cache, and the tables, are too small for the longest
-    sequence, whose last tokens have to be left out. Raises what the contract raises.
+    sequence, whose last tokens have to be left out. A latent cache has rows of ``head_dim_v`` elements, then
+    some others, then the rotated ones. Raises what the contract raises.
     """
     rng = np.random.default_rng(seed)
     chosen = choose(variant, shape, rng) if choices is None else choices
@@ -90,6 +102,9 @@ def make(variant: Variant, shape: Shape, seed: int, choices: Choices | None = No
     width = shape.head_dim or _HEAD_DIM
     width_v = shape.head_dim_v or width
     kv_heads = shape.kv_heads or max(1, shape.heads // 2)
+    latent = chosen.head_dim_v is not None
+    if latent:
+        width, kv_heads = chosen.head_dim_v + 8 + chosen.rotary_dim, 1
     batch, count, dtype, gap = shape.batch, shape.seqlen_q, variant.dtype, shape.gap
 
     lengths = rng.integers(0, shape.seqlen_kv + 1, batch, np.int32)
@@ -119,10 +134,17 @@ def make(variant: Variant, shape: Shape, seed: int, choices: Choices | None = No
         x = random_rows(rng, (leading, tokens, heads, columns), dtype, shape.spread, gap)
         return x[0] if chosen.packed else x
 
-    named |= {"k_new": filled(kv_heads, width), "v_new": filled(kv_heads, width_v), "lengths": lengths}
+    named |= {"k_new": filled(kv_heads, width), "lengths": lengths}
     caches = (num_pages, page_size, kv_heads)
-    named["k_cache"] = rows_within_nan((*caches, width), dtype, gap)
-    named["v_cache"] = rows_within_nan((*caches, width_v), dtype, gap)
+    kv_dtype = dtype if variant.axis("kv_dtype") == "none" else str(variant.axis("kv_dtype"))
+    named["k_cache"] = rows_within_nan((*caches, width), kv_dtype, gap)
+    if not latent:
+        named["v_new"] = filled(kv_heads, width_v)
+        named["v_cache"] = rows_within_nan((*caches, width_v), kv_dtype, gap)
+    if variant.axis("kv_scales") == TOKEN:
+        named |= {name: np.full(caches, np.nan, np.float32) for name in SCALES_OUT}
+    else:
+        named |= randomarrays.scales_of(rng, variant, batch, kv_heads)
     named["total_lengths"] = np.full(batch, -1, np.int32)
     if rotates:
         of_tables = "fp32" if variant.axis("tables") == "wide" else dtype
@@ -137,20 +159,25 @@ def make(variant: Variant, shape: Shape, seed: int, choices: Choices | None = No
             named["q"] = filled(shape.heads, width)
             q_rotated = rows_within_nan((leading, tokens, shape.heads, width), dtype, gap)
             named["q_rotated"] = q_rotated[0] if chosen.packed else q_rotated
-    dtypes = dict.fromkeys(named, dtype)
+    dtypes = dict.fromkeys(named, dtype) | dict.fromkeys(("k_cache", "v_cache"), kv_dtype)
+    dtypes |= dict.fromkeys((*SCALES, *SCALES_OUT), "fp32")
     dtypes |= {name: "fp32" for name in ("cos", "sin") if variant.axis("tables") == "wide"}
+    # A caller has scales without the dimension of one element.
+    of_caller = named | {name: named[name][..., 0] for name in SCALES if named[name] is not None}
     views = {
         name: view_of(x, "int32" if x.dtype == np.int32 else dtypes[name])
-        for name, x in named.items()
+        for name, x in of_caller.items()
         if x is not None
     }
     problem = normalise(
         views,
         interleaved=variant.axis("rotary") == "interleaved",
         q_positions=chosen.q_positions,
+        head_dim_v=chosen.head_dim_v,
     )
-    outputs = (name for name in ("k_cache", "v_cache", "q_rotated") if named[name] is not None)
-    return AppendExample(problem, named, {name: named[name].copy() for name in outputs})
+    outputs = (name for name in ("k_cache", "v_cache", "q_rotated", *SCALES_OUT) if named[name] is not None)
+    before = {name: named[name].copy() for name in outputs}
+    return AppendExample(problem, named, before, chosen.head_dim_v)
 
 
 def _page_table(

@@ -18,7 +18,8 @@ from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reference import Largest, attention, dense_mask, largest, sinks_of
 from flashgen.operators.sequences import arrays_of, sequences
-from flashgen.simulator import randomarrays, randomlists
+from flashgen.operators.visibility import visibility_of
+from flashgen.simulator import randomarrays, randomlines, randomlists
 from flashgen.simulator.attention_example import (
     check_sizes,
     described,
@@ -72,9 +73,10 @@ class BackwardExample:
 
     @property
     def _without_lengths(self) -> Arrays:
-        """All arrays but lengths by name."""
+        """All arrays but lengths by name; a mask by a line of packed sequences has such arrays itself."""
         named = dict(zip(self.problem.operator.positions, self.arrays, strict=True))
-        return {name: x for name, x in named.items() if name not in LENGTH_ARRAYS}
+        dropped = () if self.problem.lengths is None else LENGTH_ARRAYS
+        return {name: x for name, x in named.items() if name not in dropped}
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -102,6 +104,7 @@ class BackwardExample:
                 dense_mask(part, arrays),
                 modification=modification_of(part, arrays),
                 sinks=sinks_of(part, arrays),
+                rule=visibility_of(part, arrays),
                 dropout=dropout_of(part, arrays),
             )
             rounded = bfloat16_bits(right.out.astype(np.float32)) if part.dtype == "bf16" else right.out
@@ -158,7 +161,8 @@ def make(variant: Variant, shape: Shape, seed: int) -> BackwardExample:
         problem, arrays = _with_lengths(variant, shape, rng)
     else:
         problem, arrays = _without_lengths(variant, shape, rng)
-    problem = masked(problem, variant, shape)
+    problem, lists = randomlines.with_lists(masked(problem, variant, shape), variant, arrays)
+    arrays |= lists
     example = BackwardExample(problem, problem.operator.in_order(**arrays))
     example.forward()
     return example
@@ -193,6 +197,7 @@ def _with_lengths(variant: Variant, shape: Shape, rng: np.random.Generator) -> t
         randomarrays.random_lengths(rng, batch, most) for most in (shape.seqlen_q, shape.seqlen_kv)
     )
     lengths: Arrays = {}
+    of_sums = "fp32" if variant.axis("dkv_dtype") == "fp32dkv" else dtype
     starts = variant.axis("kv_starts") == "starts"
     packed_q, packed_kv = (bool(rng.integers(2)) for _ in range(2))
     packed_kv = packed_kv and not starts
@@ -224,8 +229,8 @@ def _with_lengths(variant: Variant, shape: Shape, rng: np.random.Generator) -> t
     of_kv: Arrays = {
         "k": rows(kv_rows, kv_heads, head_dim, used_kv),
         "v": rows(kv_rows, kv_heads, head_dim_v, used_kv),
-        "dk": rows_within_nan((*kv_rows, kv_heads, head_dim), dtype, gap),
-        "dv": rows_within_nan((*kv_rows, kv_heads, head_dim_v), dtype, gap),
+        "dk": rows_within_nan((*kv_rows, kv_heads, head_dim), of_sums, gap),
+        "dv": rows_within_nan((*kv_rows, kv_heads, head_dim_v), of_sums, gap),
     }
     of_q |= {
         "out": rows_within_nan((*q_rows, heads, head_dim_v), dtype, gap),
@@ -252,6 +257,7 @@ def _normalised(
     """The problem of a call with these arrays, and all of its arrays by name."""
     score_arrays = randomarrays.score_arrays_of(rng, variant.score, sizes_of_scores(shape))
     lists, block_size = randomlists.lists_of(rng, variant, shape, check_sizes(variant, shape)[2])
+    line, of_line = randomlines.line_of(rng, variant, sizes_of_scores(shape))
     others = inputs_read(rng, variant, shape) | lists
     if not shape.sinks:
         others.pop("sinks", None)
@@ -259,11 +265,14 @@ def _normalised(
         name: np.full(others[x].shape, np.nan, np.float32) for name, x in INPUT_OF.items() if x in others
     }
     dtypes = {argument.name: argument.dtype(variant.dtype) for argument in BACKWARD.arguments}
+    if variant.axis("dkv_dtype") == "fp32dkv":
+        dtypes |= {"dk": "fp32", "dv": "fp32"}
     problem = normalise(
         **{name: view_of(x, dtypes[name]) for name, x in (arrays | gradients).items() if x is not None},
         **randomarrays.array_views(others),
         **options,
         **block_size,
+        **line,
         dropout_p=randomarrays.dropout_p_of(rng, others),
         deterministic=variant.axis("dq_order") != "none",
         score=variant.score,
@@ -271,6 +280,6 @@ def _normalised(
         score_scalars=randomarrays.score_scalars_of(rng, variant.score),
     )
     params = variant.score.arrays if variant.score else ()
-    return problem, arrays | gradients | others | {
+    return problem, arrays | gradients | others | of_line | {
         param.name: x for param, x in zip(params, score_arrays, strict=True)
     }

@@ -12,13 +12,14 @@ from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
 from flashgen.operators.reference import attention
 from flashgen.operators.weights import WeightsProblem, normalise
-from flashgen.operators.weights_reference import WeightsVerdict, judge
+from flashgen.operators.weights_reference import judge
 from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import check_sizes, described, masked, sizes_of_scores
 from flashgen.simulator.example import random_rows, view_of
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
+    from flashgen.operators.reference import Verdict
     from flashgen.simulator.example import Shape
 
 
@@ -45,7 +46,7 @@ class WeightsExample:
         """The sizes of the problem, for a report."""
         return described(self.problem, self.named["q"])
 
-    def judge(self) -> WeightsVerdict:
+    def judge(self) -> Verdict:
         """How far the weights are from float64."""
         return judge(self.problem, self.named)
 

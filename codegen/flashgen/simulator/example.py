@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from ml_dtypes import float8_e4m3fn
 
 from flashgen.operators.arguments import ArrayView
 from flashgen.operators.numbers import bfloat16_bits
@@ -139,13 +140,16 @@ def random_rows(
 ) -> np.ndarray:
     numbers = spread * rng.standard_normal(shape, np.float32)
     x = rows_within_nan(shape, dtype, gap)
+    if dtype == "e4m3":
+        numbers = numbers.astype(float8_e4m3fn).view(np.uint8)
     x[...] = bfloat16_bits(numbers) if dtype == "bf16" else numbers
     return x
 
 
 def rows_within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
     """Rows, heads and batch entries each followed by a gap; all bytes are 0xFF, a NaN in each dtype."""
-    element = np.dtype({"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}[dtype])
+    dtypes = {"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32, "e4m3": np.uint8}
+    element = np.dtype(dtypes[dtype])
     batch, seqlen, heads, width = shape
     whole = (batch, seqlen + 1, heads + 1, width + gap // element.itemsize)
     # Aligned as memory of a GPU, so that sectors are counted as there. After it comes a guard of as many rows

@@ -15,6 +15,7 @@ from flashgen.errors import InternalError, SimulationError
 from flashgen.operators.arguments import DTYPE_BYTES
 from flashgen.schedule.parameters import filled
 from flashgen.schedule.tensormap import BYTES
+from flashgen.schedule.workspace import buffer_of
 from flashgen.simulator.library import COUNTERS, SITE_KINDS, Launch, RawReport, RawTensorMap, Region, Site
 from flashgen.toolchain.parallel import processors
 
@@ -295,7 +296,8 @@ def _regions(problem: Problem, pointers: Pointers, written: set[str], settled: s
 
 def _slices(planned: Steps, variant: Variant, pointers: Pointers, written: set[str]) -> list[Region]:
     """The slices of the workspace that a step has parameters for; it may read what an earlier one wrote."""
-    types = {param.name: param.ctype for param in variant.params}
+    buffers = planned.workspace.offsets
+    types = {buffer_of(param.name, buffers): param.ctype for param in variant.params}
     regions = []
     for name, offset, nbytes in planned.workspace.slices:
         if name in types and nbytes:

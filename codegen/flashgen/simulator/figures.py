@@ -13,7 +13,7 @@ from flashgen.schedule.visited import idles
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
-    from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.attention_problem import AttentionProblem
     from flashgen.simulator.execute import Report
 
 

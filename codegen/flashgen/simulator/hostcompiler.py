@@ -83,7 +83,7 @@ def _find(chosen: str, path: str) -> HostCompiler:
             command = tuple(shlex.split(chosen))
         except ValueError as error:
             raise NoHostCompilerError(
-                f"CXX is {chosen!r}, which is no command: {error}; {_INSTALL}"
+                f"CXX is {chosen!r}, which is not a command: {error}; {_INSTALL}"
             ) from None
         compiler = _ask(command, path)
         if compiler is None:
@@ -94,7 +94,7 @@ def _find(chosen: str, path: str) -> HostCompiler:
         if compiler is not None:
             return compiler
     raise NoHostCompilerError(
-        f"the simulator needs a C++ compiler, and there is none of {', '.join(CANDIDATES)}; {_INSTALL}"
+        f"the simulator needs a C++ compiler, but none of {', '.join(CANDIDATES)} was found; {_INSTALL}"
     )
 
 

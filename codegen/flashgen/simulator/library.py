@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 
 _COMMON = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
-_ENGINE_OPTIONS = (*_COMMON, "-O2", "-g")
+_ENGINE_OPTIONS = (*_COMMON, "-O2")
 # No contraction, so that only what the source says is fused. The pattern makes a register that was never set
 # recognisable. Kernels may look at numbers as other types, as CUDA lets them.
 _KERNEL_OPTIONS = (
@@ -51,6 +51,8 @@ _KERNEL_OPTIONS = (
 )
 # A function that is inlined by force has no frame, and no arguments, for a debugger to show.
 _UNOPTIMISED = ("-O0", "-ggdb3", "-Dalways_inline=noinline")
+# With these an engine has 18 MB instead of 0.3, which each library would read.
+_DEBUGGED_ENGINE_OPTIONS = (*_ENGINE_OPTIONS, "-g")
 
 _KERNEL = re.compile(
     r"__global__\s+void\s+(?:__cluster_dims__\s*\((?P<cluster>[^()]*)\)\s*)?"
@@ -141,8 +143,10 @@ class Counters(ctypes.Structure):
             "mma_m16n8k16_f16",
             "mma_m16n8k16_bf16",
             "mma_m16n8k8_tf32",
+            "mma_m16n8k32_e4m3",
             "wgmma_f16",
             "wgmma_bf16",
+            "wgmma_e4m3",
             "ldmatrix",
             "stmatrix",
             "cp_async",
@@ -229,7 +233,7 @@ class Library:
                 + (f"; {advice}" if advice else "")
             ) from error
         if not all(hasattr(loaded, function) for function in _FUNCTIONS):
-            raise InternalError(f"{name} can be loaded but is no library of the simulator")
+            raise InternalError(f"{name} can be loaded but is not a library of the simulator")
         if (version := loaded.flashgen_simulator_abi()) != ABI:
             raise InternalError(f"the simulator's engine has interface {version}; this package wants {ABI}")
         loaded.flashgen_params_size.restype = ctypes.c_uint64
@@ -271,7 +275,8 @@ def load(source: str, name: str, cache: CubinCache | None = None) -> Library:
             # Messages name the file alone: the folder is gone when they are read. Stripped, an object takes
             # a twentieth of the room.
             options = (*_KERNEL_OPTIONS, "-s", f"-ffile-prefix-map={folder}/=")
-            return _build(compiler, source, name, definitions, Path(folder), options, cache).read_bytes()
+            engine = _engine(compiler, _ENGINE_OPTIONS, cache)
+            return _build(compiler, source, name, definitions, Path(folder), options, engine).read_bytes()
 
     # This is host code, and runs in this process: none of it comes from a bundle.
     cache = cache or caches.default()
@@ -305,7 +310,8 @@ def load_in(folder: Path, source: str, name: str) -> Library:
     compiler = hostcompiler.find()
     folder.mkdir(parents=True, exist_ok=True)
     options = (*_KERNEL_OPTIONS, *_UNOPTIMISED)
-    path = _build(compiler, source, name, _definitions(source, name), folder.resolve(), options, None)
+    engine = _engine(compiler, _DEBUGGED_ENGINE_OPTIONS, None)
+    path = _build(compiler, source, name, _definitions(source, name), folder.resolve(), options, engine)
     return Library(path, name, hashlib.sha256(source.encode()).hexdigest())
 
 
@@ -316,31 +322,31 @@ def _build(
     definitions: tuple[str, ...],
     folder: Path,
     options: tuple[str, ...],
-    cache: CubinCache | None,
+    engine: bytes,
 ) -> Path:
     kernel = folder / f"{name}.cu"
     kernel.write_bytes(source.encode())
-    engine = folder / "engine.o"
-    engine.write_bytes(_engine(compiler, cache))
+    engine_object = folder / "engine.o"
+    engine_object.write_bytes(engine)
     output = folder / f"{name}.so"
     shim = HERE / "variant.cpp"
     path = str(kernel).replace("\\", "\\\\").replace('"', '\\"')
     arguments = (*options, f"-I{INCLUDE}", f'-DFLASHGEN_SOURCE="{path}"', *definitions)
-    hostcompiler.build(compiler, (*arguments, "-shared"), (shim, engine), output, name)
+    hostcompiler.build(compiler, (*arguments, "-shared"), (shim, engine_object), output, name)
     return output
 
 
-def _engine(compiler: HostCompiler, cache: CubinCache | None) -> bytes:
+def _engine(compiler: HostCompiler, options: tuple[str, ...], cache: CubinCache | None) -> bytes:
     """The relocatable object of the engine, from the cache where it is there."""
 
     def build() -> bytes:
         with paths.temporary_folder() as folder:
             sources = sorted((HERE / "engine").glob("*.cpp"))
             objects = [Path(folder, f"{source.stem}.o") for source in sources]
-            options = (*_ENGINE_OPTIONS, "-c", f"-I{INCLUDE}")
+            command = (*options, "-c", f"-I{INCLUDE}")
 
             def compile_one(source: Path, target: Path) -> None:
-                hostcompiler.build(compiler, options, (source,), target, "the simulator's engine")
+                hostcompiler.build(compiler, command, (source,), target, "the simulator's engine")
 
             with ThreadPoolExecutor(processors()) as pool:
                 list(pool.map(compile_one, sources, objects))
@@ -348,11 +354,11 @@ def _engine(compiler: HostCompiler, cache: CubinCache | None) -> bytes:
             hostcompiler.build(compiler, ("-r",), objects, output, "the simulator's engine")
             return output.read_bytes()
 
-    key = _key(compiler, _ENGINE_OPTIONS, ("engine", _tree_digest()))
+    key = _key(compiler, options, ("engine", _tree_digest()))
     cache = cache or caches.default()
     engine = cache.get_or_build(key, build, bundled=False)
     if not engine.startswith(_ELF):
-        _warn_of_garbage(key, "the simulator's engine", "it is no object file")
+        _warn_of_garbage(key, "the simulator's engine", "it is not an object file")
         engine = build()
         cache.put(key, engine)
     return engine

@@ -12,6 +12,7 @@ import numpy as np
 from flashgen.operators import operator_of
 from flashgen.operators.arguments import dtype_name
 from flashgen.operators.dropout import NO_DROPOUT
+from flashgen.operators.kvcodes import E4M3, SCALES
 from flashgen.operators.numbers import bfloat16_bits
 from flashgen.operators.scores import TYPES
 from flashgen.simulator.example import ALIGNMENT, GUARD_ROWS, random_rows, view_of
@@ -76,6 +77,37 @@ def inputs_read(
             arrays[argument.name] = numbers
             if "bf16" in argument.dtypes and rng.integers(2):
                 arrays[argument.name] = bfloat16_bits(numbers)
+    return arrays
+
+
+def scales_of(rng: np.random.Generator, variant: Variant, batch: int, heads: int) -> dict[str, np.ndarray]:
+    """Random scales of k and v, (batch, heads, 1), for a variant that reads codes: of the tensor, of each
+    head, of each sequence, or of each sequence and head; or none.
+    """
+    arrays = {}
+    for name in SCALES if variant.axis("kv_dtype") == E4M3 else ():
+        shapes = ((), (heads,), (batch, heads), (batch, 1))
+        shape = shapes[int(rng.integers(len(shapes)))]
+        scale = np.asarray(np.exp(rng.uniform(-1, 1, shape)), np.float32)
+        if rng.random() < 0.8:
+            arrays[name] = np.broadcast_to(scale, (batch, heads))[..., None]
+    return arrays
+
+
+def scales_of_tokens(
+    rng: np.random.Generator, used: np.ndarray, rows: tuple[int, int], heads: int
+) -> dict[str, np.ndarray]:
+    """Random scales of k and v of each token and head in a cache of these ``rows``, (*rows, heads, 1); NaN
+    where no sequence uses a slot. Heads may be apart in memory.
+    """
+    arrays = {}
+    for name in SCALES:
+        step = int(rng.integers(1, 3))
+        memory = np.full((*rows, heads, step), np.nan, np.float32)
+        scale = memory[..., :1]
+        scale[...] = np.exp(rng.uniform(-1, 1, scale.shape))
+        scale[~used] = np.nan
+        arrays[name] = scale
     return arrays
 
 
@@ -209,5 +241,5 @@ def used_rows(
     """Rows of Q, K or V; those that are not used are NaN."""
     x = random_rows(rng, size, dtype, spread, gap)
     if used is not None:
-        x[~used] = 0xFFFF if dtype == "bf16" else np.nan
+        x[~used] = {"bf16": 0xFFFF, "e4m3": 0xFF}.get(dtype, np.nan)
     return x

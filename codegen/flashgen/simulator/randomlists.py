@@ -25,7 +25,7 @@ def lists_of(
     lists are empty, some have all blocks, and some are shared by batch entries or heads. Of a shape without a
     size of blocks it is one that the tile of the variant divides.
     """
-    if variant.mask_type != "blocks":
+    if variant.mask_type != "blocks" or variant.rule is not None:
         return {}, {}
     fitting = [
         size for size in itertools.product(SIDES, SIDES) if divides(variant, BlockLists(*size, 1, 1, 0))

@@ -14,7 +14,7 @@ from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reduction import parameter, reduction
 from flashgen.operators.reference import attention
 from flashgen.operators.score_gradient import ScoreGradientProblem, normalise
-from flashgen.operators.score_gradient_reference import ScoreGradientVerdict, judge
+from flashgen.operators.score_gradient_reference import judge
 from flashgen.operators.scores import DIMENSIONS
 from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import check_sizes, described, masked, sizes_of_scores
@@ -22,6 +22,7 @@ from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
+    from flashgen.operators.reference import Verdict
     from flashgen.simulator.example import Shape
 
 
@@ -48,7 +49,7 @@ class ScoreGradientExample:
         """The sizes of the problem, for a report."""
         return described(self.problem, self.named["q"])
 
-    def judge(self) -> ScoreGradientVerdict:
+    def judge(self) -> Verdict:
         """How far the gradient is from float64."""
         return judge(self.problem, self.named)
 

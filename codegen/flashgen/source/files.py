@@ -45,7 +45,7 @@ def find(name: str, folders: Sequence[str]) -> Path | None:
     and where the name, or a link, leads out of the folder.
     """
     if INSIDE_FOLDER.match(name) is None:
-        raise Outside(f"{name!r} is no name of a file below the folders {', '.join(folders)}")
+        raise Outside(f"{name!r} is not the name of a file below the folders {', '.join(folders)}")
     for folder in folders:
         path = Path(folder, name)
         if path.is_file():

@@ -4,12 +4,19 @@ Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line 
 and ``${ x }`` prints a value. Undefined names are errors, and so are the usual delimiters of Jinja. A
 template finds every axis of its operator and every tile key by name, and beside them ``header`` (the file's
 first comment), ``params_struct`` (the C struct), ``param_names`` (the names of its members), ``name``,
-``has_lengths`` (the device has the length of each sequence), ``computes_gradients``, ``target``,
-``element_bytes``, ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its family), ``features``
-(the names of its features) and ``variant``; of a score modification ``score`` (its name, or None),
-``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`), ``gradient_dtype`` (of the
-array that it is differentiated by), ``score_has_offset``, whether a part of it is left to the row, and
-``score_has_derivative``, whether the kernel has a derivative of it to multiply by (`operators.lowering`).
+``has_lengths`` (the device has the length of each sequence), ``layout`` (``sequences`` if so, else ``batch``:
+a part of names of templates), ``computes_gradients``, ``target``, ``element_bytes``, ``kv_element`` (the C++
+type of K and V in global memory), ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its
+family), ``features`` (the names of its features) and ``variant``; of a score modification ``score`` (its
+name, or None), ``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`),
+``gradient_dtype`` (of the array that it is differentiated by), ``score_has_offset``, whether a part of it is
+left to the row, and ``score_has_derivative``, whether the kernel has a derivative of it to multiply by
+(`operators.lowering`), ``score_loads_by_key``, whether rows have the member ``whole`` (`source.scores`),
+``score_staged`` (the array whose elements it copies to shared memory, if any), ``staged_dtype`` and
+``staged_row_stride``; of a mask by a line ``rule`` (its name, or None), ``rule_functions``,
+``range_function`` and ``verdict_functions``, ``row_spans``, ``key_spans`` and ``block_spans``, the arrays of
+whose blocks there are bounds (`source.verdicts`), and ``line_arrays``, its arrays with an element for each
+token of queries (``q``) or keys (``kv``).
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import FlashgenError, InternalError, SpecError, TemplateWarning
 from flashgen.families.arch import range_of
+from flashgen.families.features import STAGES_SCORES
 from flashgen.host.paths import code_digest, specs_dir
 from flashgen.operators import OPERATORS
 from flashgen.source import files
@@ -79,6 +87,8 @@ _FOREIGN = (
 )
 # The mark of the template line that a rendered line is made of: its file and number.
 _MARK = re.compile("\x04([^\x05]*)\x05")
+# What the filter trim leaves out of a marked text: blank lines at both ends, which may have marks.
+_MARKED_BLANK = re.compile("\\A(?:[ \t]*(?:\x04[^\x05]*\x05)?\n)+|(?:\n[ \t]*(?:\x04[^\x05]*\x05)?)+\\Z")
 # Jinja's own line statements swallow the blank lines after them, its line comments leave one, and it looks
 # for either at each character. In a run of spaces a match begins at the first one alone, so that a long run
 # takes linear time.
@@ -103,14 +113,16 @@ def line_origins(variant: Variant) -> list[str]:
     line. Of an included template it is that template's own line; of a value of several lines the line that
     prints it. Raises as ``render``.
     """
-    places, waiting = [], 0
+    places: list[str] = []
+    waiting: list[str] = []  # lines of a value, of which the last one has the mark
     for line in _rendered(variant, marked=True).splitlines():
         marks = _MARK.findall(line)
-        if marks or not line.strip():
-            places += [marks[0] if marks else ""] * (waiting + 1)
-            waiting = 0
+        if marks or (not waiting and not line.strip()):
+            mark = marks[0] if marks else ""
+            places += [mark if text.strip() else "" for text in (*waiting, mark)]
+            waiting = []
         else:
-            waiting += 1
+            waiting.append(line)
     return places
 
 
@@ -224,13 +236,14 @@ def source_digest(variant: Variant) -> str:
     form = variant.rendered_form()
     # The operator, which is no part of this renderer, gives an axis that the spec does not have its value.
     digest = hashlib.sha256(repr((form, form.axis_values)).encode())
-    # The C++ of a score modification follows from its formula, and how is in `operators`.
-    digest.update(code_digest("source") if variant.score is None else code_digest("source", "operators"))
+    # The C++ of a score modification, or of a mask by a line, follows from its text as `operators` say.
+    plain = variant.score is None and variant.rule is None
+    digest.update(code_digest("source") if plain else code_digest("source", "operators"))
     for name, text in closure(variant.template, variant.header, spec_file(variant), folders).items():
         digest.update(f"\0{name}\0{len(text)}\0".encode())
         digest.update(text.encode())
     if _reads_half(form):
-        digest.update(files.read(files.find(_HALF, files.include_folders())).encode())
+        digest.update(files.read(files.find(_HALF, files.include_folders(None))).encode())
     return digest.hexdigest()
 
 
@@ -238,11 +251,14 @@ def _context(form: Variant) -> dict[str, Any]:
     return {
         "score": None,
         **form.axis_values,
+        **_of_tree(form),
         **dict(form.tile),
         **_of_score(form),
+        **_of_rule(form),
         "variant": form,
         "name": form.name,
         "has_lengths": form.has_lengths,
+        "layout": "sequences" if form.has_lengths else "batch",
         "computes_gradients": OPERATORS[form.operator].differentiates,
         "target": form.target,
         "step": form.step,
@@ -251,29 +267,70 @@ def _context(form: Variant) -> dict[str, Any]:
         "params_struct": struct_text(form.params),
         "param_names": frozenset(param.name for param in form.params),
         "element_bytes": form.element_bytes,
+        "kv_element": "element" if form.axis_values.get("kv_dtype", "none") == "none" else "e4m3",
         "threads": form.threads,
         "smem_bytes": form.smem_bytes,
     }
 
 
+def _of_tree(form: Variant) -> dict[str, Any]:
+    """A kernel with a tree is one with a window that hides drafts as well."""
+    mask_type = {"mask_type": "local"} if form.axis_values.get("mask_type") == "tree" else {}
+    return mask_type | {"has_tree": any(param.name == "tree" for param in form.params)}
+
+
 def _of_score(form: Variant) -> dict[str, Any]:
     if form.score is None:
-        absent = {"score_has_offset": False, "score_has_derivative": False}
+        absent = {"score_has_offset": False, "score_has_derivative": False, "score_staged": None}
         return {"score_functions": "", "score_element": "", "gradient_dtype": "fp32", **absent}
     # Only a call with a modification waits for these.
     from flashgen.source.arrayelement import element_function
-    from flashgen.source.scores import score_functions
+    from flashgen.source.scores import loads_by_key, score_functions
 
     differentiated = OPERATORS[form.operator].differentiates
     lowered = form.score.lowered(form.dtype, differentiated)
     dtypes = {array.name: array.dtype for array in form.score.arrays}
+    staged = form.score.staged if STAGES_SCORES in form.features else None
+    strides = staged.argument().stride_names() if staged else ()
+    kernel = (form.score, form.dtype, differentiated, staged and staged.name)
     return {
-        "score_functions": score_functions(form.score, form.dtype, differentiated),
+        "score_functions": score_functions(*kernel),
+        "score_loads_by_key": loads_by_key(*kernel),
         "score_has_offset": lowered.offset is not None,
         "score_has_derivative": lowered.derivative is not None,
+        "score_staged": staged and staged.name,
+        "staged_dtype": staged and staged.dtype,
+        "staged_row_stride": staged and strides[staged.dimensions.index("q")],
         "score_element": element_function(form.score),
         "gradient_dtype": dtypes.get(form.score.wrt, "fp32"),
     }
+
+
+def _of_rule(form: Variant) -> dict[str, Any]:
+    of_spans = "row_spans", "key_spans", "block_spans"
+    from_line = ("rule_functions", "range_function", "verdict_functions", *of_spans, "is_pack")
+    rule = form.rule
+    if rule is None and form.operator != "mask_lists":
+        return {"rule": None, "line_arrays": {"q": (), "kv": ()}, **dict.fromkeys(from_line, "")}
+    from flashgen.families.masks import rule_of_line
+    from flashgen.source.rules import range_function, rule_functions
+    from flashgen.source.verdicts import spans_of, verdict_functions
+
+    if rule is None:  # kernels that make lists have a line, if need be this one
+        rule = rule_of_line("kv <= q")
+    spans = spans_of(rule)
+    values = (
+        rule_functions(rule, packed_heads=form.has_lengths),
+        range_function(rule),
+        verdict_functions(rule),
+        *([span for span in spans if span.position == position] for position in ("q", "kv", "block")),
+        rule.pack is not None,
+    )
+    of_tokens: dict[str, list[str]] = {"q": [], "kv": []}
+    for array in rule.arrays:
+        if array.per_token is not None:
+            of_tokens["q" if array.per_token == "q" else "kv"].append(array.argument_name)
+    return {"rule": rule.name, "line_arrays": of_tokens, **dict(zip(from_line, values, strict=True))}
 
 
 def _statement(match: re.Match[str]) -> str:
@@ -326,6 +383,8 @@ def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
         optimized=False,  # an eighth of a first rendering goes into folding constants, of which there are few
     )
     environment.filters["from_the_top"] = from_the_top
+    if marked:
+        environment.filters["trim"] = lambda text: _MARKED_BLANK.sub("", text).strip(_SPACES)
     return environment
 
 

@@ -1,31 +1,30 @@
-"""The CUDA of a mask by a line: whether a key is visible, and what a block of scores may have.
+"""The CUDA of a mask by a line: whether a key is visible.
 
     struct LineHead;  LineHead line_head(params, b, h, seqlen_q, seqlen_kv, first_query, first_key);
     struct LineRow;   LineRow line_row(params, head, query);
     struct LineKey;   LineKey line_key(params, head, key);
     bool visible(params, head, row, key);
+    KeyRange line_range(params, head, row);              // of a line that shows each row a range of keys
 
 What depends on a row alone, or on a key alone, is a member of a struct, so that a kernel may keep it:
-elements of arrays, quotients and remainders. Sequences have ``seqlen_q`` queries and ``seqlen_kv`` keys.
-Where sequences are packed, ``first_query`` and ``first_key`` are their first tokens, else 0. Rows and keys
-past the end read the last element of an array.
+elements of arrays, quotients and remainders, and where an array by q and kv has the row of a query. Sequences
+have ``seqlen_q`` queries and ``seqlen_kv`` keys. Where sequences are packed, ``first_query`` and
+``first_key`` are their first tokens, else 0. Rows and keys past the end read the last element of an array.
 
-    struct LineRows;  struct LineKeys;                   // bounds of a block of rows, and of keys
-    int line_rows_NAME(params, head, query);  int line_keys_NAME(params, head, key);
-    BlockVerdict line_verdict(params, head, rows, keys)
+Needs ``Params`` in scope, with the members of `params.rule_params`. `verdicts` has the functions of blocks.
 
-``line_verdict`` is `intervals` as C++, in 64-bit integers. Needs ``Params`` in scope, with the members of
-`params.rule_params`.
+A rule with a ``pack`` counts queries and keys of a call as tokens of several sequences. A row has the keys
+and the number of its sequence, and its position there, from the table ``line_rows``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from flashgen.operators.formula import bounds, text
-from flashgen.operators.intervals import Algebra, Interval, Intervals
-from flashgen.operators.rules import PREFIX
-from flashgen.operators.visibility import index_of_block
+from flashgen.operators.intervals import Intervals
+from flashgen.operators.keyranges import key_range
+from flashgen.operators.rules import PREFIX, index_of_block, loads_by
 from flashgen.source.scores import arguments, bare, used, wrapped
 
 if TYPE_CHECKING:
@@ -74,55 +73,43 @@ _CALLS = {
     "max": "larger_of",
     "abs": "magnitude_of",
 }
-VERDICTS = """\
-// What a block of scores has of a mask by a line.
-enum BlockVerdict { kBlockEmpty = 0, kBlockPartial = 1, kBlockFull = 2 };
-"""
 
 
-class Span(NamedTuple):
-    """An array whose least and largest elements a block of rows ("q") or keys ("kv") has: ``name`` is a part
-    of the names of members and of the function of its elements.
+def rule_functions(rule: Rule, packed_heads: bool = False) -> str:
+    """``visible`` and what it needs. With ``packed_heads`` a LineKey may go with heads other than the one
+    that it was made for. No final newline.
     """
-
-    position: str
-    name: str
-    node: Node
+    return RuleWriter(rule, packed_heads=packed_heads).functions()
 
 
-def rule_functions(rule: Rule) -> str:
-    """``visible`` and what it needs. No final newline."""
-    return _Writer(rule).functions()
+def range_function(rule: Rule) -> str:
+    """``line_range``, after `rule_functions`; "" where rows see no range of keys. No final newline."""
+    return RuleWriter(rule).key_range()
 
 
-def verdict_functions(rule: Rule) -> str:
-    """``line_verdict`` and what it needs, after `rule_functions`. No final newline."""
-    return _Verdicts(rule).functions()
+class RuleWriter:
+    """The functions of a rule, and the C++ of its numbers and elements."""
 
-
-def spans_of(rule: Rule) -> tuple[Span, ...]:
-    """The arrays whose bounds blocks of rows and keys have."""
-    loads = dict.fromkeys(node for node in rule.tree.walk() if node.op == "load")
-    spans: list[Span] = []
-    for node in loads:
-        position = index_of_block(node)
-        if position in ("q", "kv"):
-            taken = [span.name for span in spans if span.position == position]
-            spans.append(Span(position, _fresh(str(node.value), taken), node))
-    return tuple(spans)
-
-
-class _Writer:
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+    def __init__(
+        self, rule: Rule, names: Mapping[str, str] | None = None, packed_heads: bool = False
+    ) -> None:
+        """``names`` has other words for positions and b than functions of rows and keys have; where there are
+        none of those no struct has members to read. ``packed_heads`` as in `rule_functions`.
+        """
+        self._rule, self._packed_heads = rule, packed_heads
         self._arrays = {param.name: param for param in rule.arrays}
         self._intervals = Intervals(bounds)
         self._members: dict[str, dict[Node, str]] = {"head": {}, "row": {}, "key": {}}
-        self._assign(rule.tree)
+        self._names = names or (_NAMES if rule.pack is None else _NAMES_IN_PACK)
+        self._rows: dict[Node, str] = {}
+        if names is None:
+            self._assign(rule.tree)
+            self._rows = self._rows_of_arrays()
 
     def functions(self) -> str:
         """All of it."""
-        operations = {node.op for node in self._rule.tree.walk()}
+        trees = (self._rule.tree, *filter(None, key_range(self._rule.tree) or ()))
+        operations = {node.op for tree in trees for node in tree.walk()}
         if "%" in operations:
             operations.add("//")  # of verdicts
         parts = [
@@ -130,7 +117,7 @@ class _Writer:
             *(helper for op, helper in _HELPERS.items() if op in operations),
             *self._struct("LineHead", "a query head", "head", ("b", "h", *_LENGTHS)),
             self._maker("LineHead", "head", {"b": "int", "h": "int"} | dict.fromkeys(_LENGTHS, "int")),
-            *self._struct("LineRow", "a row", "row", ("query", "q")),
+            *self._struct("LineRow", "a row", "row", _ROW if self._rule.pack is None else _ROW_IN_PACK),
             self._maker("LineRow", "row", {"head": "const LineHead&", "query": "int"}),
             *self._struct("LineKey", "a key", "key", ("kv",)),
             self._maker("LineKey", "key", {"head": "const LineHead&", "kv": "int"}),
@@ -141,15 +128,34 @@ class _Writer:
     def _assign(self, node: Node) -> None:
         """Make members of what depends on a row alone or on a key alone and costs something."""
         if node.op in ("load", "//", "%"):
-            reads = _positions(node)
+            reads = self._positions(node)
             owner = "head" if not reads else "row" if reads == {"q"} else "key" if reads == {"kv"} else ""
             if owner:
                 names = self._members[owner]
                 word = {"//": "quotient", "%": "remainder"}.get(node.op, str(node.value))
-                names.setdefault(node, _fresh(word, [*names.values(), *_MEMBERS]))
+                names.setdefault(node, fresh_name(word, [*names.values(), *_MEMBERS]))
                 return
         for arg in node.args:
             self._assign(arg)
+
+    def _rows_of_arrays(self) -> dict[Node, str]:
+        """The names of members with the address of a row, of what is read by q and kv."""
+        rows: dict[Node, str] = {}
+        for node in loads_by(self._rule, "block"):
+            if self._arrays[str(node.value)].dimensions[-2:] == ("q", "kv"):
+                taken = [*self._members["row"].values(), *self._members["head"].values(), *rows.values()]
+                rows[node] = fresh_name(f"{node.value}_row", [*taken, *_MEMBERS])
+        return rows
+
+    def _positions(self, node: Node) -> set[str]:
+        """By which of q and kv a value differs."""
+        reads = {"q", "kv"} & node.reads()
+        if self._rule.pack is None:
+            return {"q", *reads} if self._packed_heads and {"h", "kv"} <= node.reads() else reads
+        if node.op == "load" and index_of_block(node) == "kv":  # of a token, whatever its sequence
+            return {"kv"}
+        # A key has its position, and a row its sequence.
+        return {"q", *reads} if {"b", "kv"} & node.reads() else reads
 
     def _struct(self, name: str, of: str, owner: str, positions: tuple[str, ...]) -> list[str]:
         lines = [f"    int {position};" for position in positions]
@@ -157,6 +163,11 @@ class _Writer:
             f"    {self._type(node)} {member};  // {text(node)}"
             for node, member in self._members[owner].items()
         ]
+        if owner in ("head", "row"):
+            lines += [
+                f"    const {'uint8_t' if node.type == 'bool' else 'int32_t'}* {name};  // of {text(node)}"
+                for node, name in self._rows.items()
+            ]
         return ["\n".join((f"// What the mask needs of {of}.", f"struct {name} {{", *lines, "};"))]
 
     def _maker(self, kind: str, owner: str, types: dict[str, str]) -> str:
@@ -164,18 +175,49 @@ class _Writer:
             values = [f"head.{name} = {name};" for name in ("b", "h", *_LENGTHS)]
         elif owner == "row":
             values = ["row.query = query;", "row.q = query + head.seqlen_kv - head.seqlen_q;"]
+            if self._rule.pack is not None:
+                values[1:] = _FROM_TABLE
         else:
             values = ["key.kv = kv;"]
-        for node, member in self._members[owner].items():
+        # A value may read another member: the smaller tree has its value first.
+        members = sorted(self._members[owner].items(), key=lambda item: len(list(item[0].walk())))
+        for node, member in members:
             values.append(f"{owner}.{member} = {bare(self._value(node))};")
+        for node, name in self._rows.items() if owner in ("head", "row") else ():
+            base, *steps, of_query, _ = self._steps(node, self._names)
+            address = " + ".join((base, *steps)) if owner == "head" else f"head.{name} + {of_query}"
+            values.append(f"{owner}.{name} = {address};")
         body = [f"{kind} {owner};", *values, f"return {owner};"]
-        return _function(f"{kind} line_{owner}", {"params": "const Params&"} | types, body)
+        return function(f"{kind} line_{owner}", {"params": "const Params&"} | types, body)
 
     def _visible(self) -> str:
         types = {"params": "const Params&", "head": "const LineHead&"}
         types |= {"row": "const LineRow&", "key": "const LineKey&"}
-        result = _function("bool visible", types, [f"return {bare(self.code(self._rule.tree))};"])
+        condition = self.code(self._rule.tree)
+        if self._rule.pack is not None:
+            condition = f"row.first_key <= key.kv && key.kv < row.end_key && {condition}"
+        result = function("bool visible", types, [f"return {bare(condition)};"])
         return f"// Whether a row sees a key.\n{result}"
+
+    def key_range(self) -> str:
+        """The function of the range of a row, "" where there is none."""
+        of_row = key_range(self._rule.tree)
+        if of_row is None:
+            return ""
+        length, shift, defaults = "head.seqlen_kv", "", ("0", "head.seqlen_kv")
+        if self._rule.pack is not None:
+            length, shift = "row.end_key - row.first_key", "row.first_key + "
+            defaults = "row.first_key", "row.end_key"
+        sides = (
+            f"{shift}int(min(max({bare(self._as('int64_t', side))}, int64_t(0)), int64_t({length})))"
+            if side is not None
+            else default
+            for side, default in zip(of_row, defaults, strict=True)
+        )
+        types = {"params": "const Params&", "head": "const LineHead&", "row": "const LineRow&"}
+        body = [f"const int {name} = {side};" for name, side in zip(of_row._fields, sides, strict=True)]
+        result = function("KeyRange line_range", types, [*body, "return {begin, end};"])
+        return f"// The keys that a row sees.\n{result}"
 
     def code(self, node: Node) -> str:
         """A value, as an operand of another."""
@@ -188,7 +230,9 @@ class _Writer:
         if node.op == "number":
             return str(node.value) if node.value >= 0 else f"({node.value})"
         if node.op == "name":
-            return _NAMES.get(str(node.value), f"params.{PREFIX}{node.value}")
+            return self._names.get(str(node.value), f"params.{PREFIX}{node.value}")
+        if node in self._rows:
+            return _loaded(node, f"row.{self._rows[node]} + min(key.kv, head.seqlen_kv - 1)")
         if node.op == "load":
             return self.element(node)
         if node.op in ("and", "or"):
@@ -211,7 +255,7 @@ class _Writer:
 
     def _type(self, node: Node) -> str:
         if node.op in ("name", "load"):
-            return "int"
+            return node.type
         if node.op in ("min", "max", "where", "//", "%"):  # no larger than their operands
             numbers = node.args[1:] if node.op == "where" else node.args
             return "int64_t" if "int64_t" in map(self._type, numbers) else "int"
@@ -224,9 +268,18 @@ class _Writer:
 
     def element(self, node: Node, names: Mapping[str, str] | None = None) -> str:
         """An element of an array; ``names`` has other words for positions."""
-        array = self._arrays[str(node.value)]
-        words = _NAMES | dict(names or {})
-        indices = []
+        return _loaded(node, self.address(node, names))
+
+    def address(self, node: Node, names: Mapping[str, str] | None = None) -> str:
+        """Where an element is; arguments as `element`."""
+        words = {**self._names, **(names or {})}
+        if self._rule.pack is not None:
+            return self._address_in_pack(node, words)
+        return " + ".join(self._steps(node, words))
+
+    def _steps(self, node: Node, words: Mapping[str, str]) -> list[str]:
+        """The array, and what each index adds to its address."""
+        array, indices = self._arrays[str(node.value)], []
         for dimension, symbol, index in zip(array.dimensions, array.symbols, node.args, strict=True):
             if dimension in ("b", "h"):
                 indices.append(words[dimension])
@@ -239,10 +292,29 @@ class _Writer:
                 at = self._index(index, words)
                 clamped = f"min(max({at}, 0), {size} - 1)"
                 indices.append(_shifted(clamped, array, "first_key") if dimension == "token" else clamped)
-        strides = array.argument().stride_names()
-        terms = [f"{index} * params.{stride}" for index, stride in zip(indices, strides, strict=False)]
-        address = " + ".join((f"params.{PREFIX}{array.name}", *terms, indices[-1]))
-        return f"int(load_global_32({address}))"
+        return _steps(array, indices)
+
+    def _address_in_pack(self, node: Node, words: Mapping[str, str]) -> str:
+        """`address` of packed sequences: an array with an element for each token has all tokens of a pack."""
+        array = self._arrays[str(node.value)]
+        indices = []
+        for dimension, symbol, index in zip(array.dimensions, array.symbols, node.args, strict=True):
+            if dimension == "b":
+                indices.append("")
+            elif dimension == "h":
+                indices.append("head.h")
+            elif dimension == "q":
+                indices.append(f"min({words['query']}, head.seqlen_q - 1)")
+            elif dimension == "kv" or (dimension == "token" and index_of_block(node) == "kv"):
+                indices.append(f"min({words['token']}, head.seqlen_kv - 1)")
+            elif dimension == "token":
+                row, at = words["row"], self._index(index, words)
+                # A sequence without keys may begin past the last token.
+                of_pack = f"{row}.first_key + max(min({at}, {row}.end_key - {row}.first_key - 1), 0)"
+                indices.append(f"min({of_pack}, head.seqlen_kv - 1)")
+            else:
+                indices.append(f"min(max({self._index(index, words)}, 0), params.{symbol} - 1)")
+        return " + ".join(_steps(array, indices))
 
     def _index(self, node: Node, words: Mapping[str, str]) -> str:
         """An index of a dimension of the array, an int: one that is larger is past an end as well."""
@@ -254,151 +326,43 @@ class _Writer:
         return f"int(min(max({code}, int64_t(-1)), int64_t({_LARGEST_INT})))"
 
 
-class _Code(Algebra):
-    """Bounds that are C++: a number of Python, or the name of a variable of ``lines``."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._names: dict[str, str] = {}
-
-    def _put(self, kind: str, code: str) -> str:
-        line = f"{kind} {code}"
-        if line not in self._names:
-            name = f"{'is' if kind == 'bool' else 'bound'}_{len(self._names)}"
-            self.lines.append(f"const {kind} {name} = {code};")
-            self._names[line] = name
-        return self._names[line]
-
-    def _of(self, a: Any, b: Any, python: Any, kind: str, code: str) -> Any:
-        if isinstance(a, int) and isinstance(b, int):
-            return python(a, b)
-        return self._put(kind, code.format(a=_literal(a), b=_literal(b)))
-
-    def add(self, a: Any, b: Any) -> Any:
-        return b if a == 0 else a if b == 0 else self._of(a, b, super().add, "int64_t", "{a} + {b}")
-
-    def subtract(self, a: Any, b: Any) -> Any:
-        return a if b == 0 else self._of(a, b, super().subtract, "int64_t", "{a} - {b}")
-
-    def multiply(self, a: Any, b: Any) -> Any:
-        return self._of(a, b, super().multiply, "int64_t", "{a} * {b}")
-
-    def divide(self, a: Any, b: Any) -> Any:
-        return self._of(a, b, super().divide, "int64_t", "floor_divide<int64_t>({a}, {b})")
-
-    def minimum(self, a: Any, b: Any) -> Any:
-        return self._of(a, b, super().minimum, "int64_t", "{a} < {b} ? {a} : {b}")
-
-    def maximum(self, a: Any, b: Any) -> Any:
-        return self._of(a, b, super().maximum, "int64_t", "{a} > {b} ? {a} : {b}")
-
-    def is_below(self, a: Any, b: Any) -> Any:
-        return self._of(a, b, super().is_below, "bool", "{a} < {b}")
-
-    def is_equal(self, a: Any, b: Any) -> Any:
-        return self._of(a, b, super().is_equal, "bool", "{a} == {b}")
-
-    def both(self, a: Any, b: Any) -> Any:
-        return self._joined(a, b, "&&", neutral=True)
-
-    def either(self, a: Any, b: Any) -> Any:
-        return self._joined(a, b, "||", neutral=False)
-
-    def _joined(self, a: Any, b: Any, sign: str, neutral: bool) -> Any:
-        for one, other in ((a, b), (b, a)):
-            if isinstance(one, bool):
-                return other if one == neutral else one
-        return self._put("bool", f"{a} {sign} {b}")
-
-    def choose(self, condition: Any, a: Any, b: Any) -> Any:
-        if isinstance(condition, bool):
-            return a if condition else b
-        return self._put("int64_t", f"{condition} ? {_literal(a)} : {_literal(b)}")
-
-
-class _Verdicts:
-    def __init__(self, rule: Rule) -> None:
-        self._rule, self._spans = rule, spans_of(rule)
-        self._writer = _Writer(rule)
-
-    def functions(self) -> str:
-        parts = [VERDICTS.rstrip()]
-        for position, kind in (("q", "LineRows"), ("kv", "LineKeys")):
-            spans = [span for span in self._spans if span.position == position]
-            parts.append(self._struct(position, kind, spans))
-            parts += [self._elements(span) for span in spans]
-        return "\n\n".join((*parts, self._verdict()))
-
-    def _struct(self, position: str, kind: str, spans: list[Span]) -> str:
-        what = "rows" if position == "q" else "keys"
-        members = [f"    int {position}_low, {position}_high;  // their positions"]
-        members += [
-            f"    int {span.name}_low, {span.name}_high;  // the bounds of {text(span.node)}"
-            for span in spans
-        ]
-        lines = (f"// What a block of {what} has, both ends included.", f"struct {kind} {{", *members, "};")
-        return "\n".join(lines)
-
-    def _elements(self, span: Span) -> str:
-        what, argument = ("rows", "query") if span.position == "q" else ("keys", "kv")
-        names = {"kv": "kv", "query": "query", "q": "(query + head.seqlen_kv - head.seqlen_q)"}
-        types = {"params": "const Params&", "head": "const LineHead&", argument: "int"}
-        body = [f"return {self._writer.element(span.node, names)};"]
-        function = _function(f"int line_{what}_{span.name}", types, body)
-        return f"// {text(span.node)} of a {what[:-1]}.\n{function}"
-
-    def _verdict(self) -> str:
-        code = _Code()
-        of_blocks = {
-            span.node: (("rows" if span.position == "q" else "keys"), span.name) for span in self._spans
-        }
-
-        def leaf(node: Node) -> Interval:
-            if node in of_blocks:
-                block, name = of_blocks[node]
-                return _widened(code, f"{block}.{name}_low", f"{block}.{name}_high")
-            if node.op == "load":
-                if index_of_block(node):
-                    return bounds(node)
-                one = code.add(_wide(code, self._writer.code(node)), 0)
-                return Interval(one, one)
-            if node.value in ("q", "kv"):
-                block = "rows" if node.value == "q" else "keys"
-                return _widened(code, f"{block}.{node.value}_low", f"{block}.{node.value}_high")
-            one = _wide(code, self._writer.code(node))
-            return Interval(one, one)
-
-        truth = Intervals(leaf, code).truth(self._rule.tree)
-        true, false = (_condition(x) for x in truth)
-        types = {"params": "const Params&", "head": "const LineHead&"}
-        types |= {"rows": "const LineRows&", "keys": "const LineKeys&"}
-        result = f"return !{true} ? kBlockEmpty : {false} ? kBlockPartial : kBlockFull;"
-        function = _function("BlockVerdict line_verdict", types, [*code.lines, result])
-        return f"// What a block of scores may have: empty and full are certain.\n{function}"
-
-
 # Lengths of a sequence, and its first tokens.
 _LENGTHS = ("seqlen_q", "seqlen_kv", "first_query", "first_key")
-_MEMBERS = ("b", "h", "query", "q", "kv", *_LENGTHS)
+_ROW, _ROW_IN_PACK = ("query", "q"), ("query", "q", "b", "first_key", "end_key")
+_MEMBERS = ("h", *_ROW_IN_PACK, "kv", *_LENGTHS)
+_FROM_TABLE = (
+    "const uint4 of_row = load_global_128(params.line_rows + 4 * int64_t(min(query, head.seqlen_q - 1)));",
+    "row.first_key = int(of_row.x);",
+    "row.end_key = int(of_row.y);",
+    "row.q = int(of_row.z);",
+    "row.b = int(of_row.w);",
+)
 _NAMES = {"b": "head.b", "h": "head.h", "query": "row.query", "q": "row.q", "kv": "key.kv"}
+_NAMES_IN_PACK = _NAMES | {
+    "b": "row.b",
+    "kv": "(key.kv - row.first_key)",
+    "token": "key.kv",
+    "row": "row",
+}
 
 
-def _function(name: str, types: dict[str, str], body: list[str]) -> str:
+def _loaded(node: Node, address: str) -> str:
+    """The element of an array at an address."""
+    return f"(load_global_8({address}) != 0)" if node.type == "bool" else f"int(load_global_32({address}))"
+
+
+def _steps(array: RuleParam, indices: list[str]) -> list[str]:
+    """The array, and what each index adds to the address of an element; one that is "" adds nothing."""
+    strides = array.argument().stride_names()
+    pairs = zip(indices, strides, strict=False)
+    terms = [f"{index} * params.{stride}" for index, stride in pairs if index]
+    return [f"params.{array.argument_name}", *terms, indices[-1]]
+
+
+def function(name: str, types: dict[str, str], body: list[str]) -> str:
     """A function; arguments that it does not read have no name."""
     opening = wrapped(name, arguments(types, used(types, "\n".join(body))))
     return "\n".join((*opening, *(f"    {line}" for line in body), "}"))
-
-
-def _wide(code: _Code, value: str) -> Any:
-    return int(value) if value.lstrip("-").isdigit() else code._put("int64_t", value)
-
-
-def _widened(code: _Code, low: str, high: str) -> Interval:
-    return Interval(code._put("int64_t", low), code._put("int64_t", high))
-
-
-def _positions(node: Node) -> set[str]:
-    return {"q", "kv"} & node.reads()
 
 
 def _shifted(index: str, array: RuleParam, first: str) -> str:
@@ -406,18 +370,10 @@ def _shifted(index: str, array: RuleParam, first: str) -> str:
     return f"(head.{first} + {index})" if array.per_token is not None else index
 
 
-def _fresh(name: str, taken: list[str]) -> str:
+def fresh_name(name: str, taken: list[str]) -> str:
+    """``name``, or with a number after it where it is taken."""
     count, fresh = 1, name
     while fresh in taken:
         count += 1
         fresh = f"{name}_{count}"
     return fresh
-
-
-def _literal(x: Any) -> str:
-    """A bound in C++."""
-    return x if isinstance(x, str) else f"int64_t({x})"
-
-
-def _condition(x: Any) -> str:
-    return x if isinstance(x, str) else str(bool(x)).lower()

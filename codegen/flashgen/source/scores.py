@@ -11,8 +11,10 @@ Kernels that differentiate have, unless the derivative is 1, instead of ``modifi
     ModifiedScore differentiated_score(params, row, first_key, step, product);
 
 Elements of arrays that do not depend on the key are members of the two structs, which are made before a
-block's scores. ``step`` is a compile-time constant: an integer that grows with the key is taken at
-``first_key``, where it is the same for all of a lane's keys, and the step is added as a float.
+block's scores. So are rows of arrays whose last dimension is the key: a pointer, to which a score adds its
+key. A kernel that stages an array has that array's element as a last argument, `element`. ``step`` is a
+compile-time constant: an integer that grows with the key is taken at ``first_key``, where it is the same for
+all of a lane's keys, and the step is added as a float.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from flashgen.operators.lowering import key_slope
 from flashgen.operators.scores import TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from flashgen.operators.lowering import Lowered
     from flashgen.operators.scores import Score, ScoreParam
@@ -64,15 +66,25 @@ _LOADS = {
 }
 
 
-def score_functions(score: Score, dtype: str, differentiated: bool = False) -> str:
+def score_functions(score: Score, dtype: str, differentiated: bool = False, staged: str | None = None) -> str:
     """The structs and the functions as C++, for a kernel of elements of ``dtype`` that computes the
-    derivative as well if ``differentiated``. No final newline. Needs ``Params`` in scope.
+    derivative as well if ``differentiated``, and stages the array ``staged``, if any. No final newline. Needs
+    ``Params`` in scope.
     """
-    return _Writer(score, score.lowered(dtype, differentiated), differentiated).functions()
+    return _Writer(score, score.lowered(dtype, differentiated), differentiated, staged).functions()
+
+
+def loads_by_key(score: Score, dtype: str, differentiated: bool = False, staged: str | None = None) -> bool:
+    """Whether the functions load elements of rows by key, so that a row has the member ``whole``: where it is
+    true, keys are not clamped. The other arguments as for `score_functions`.
+    """
+    return _Writer(score, score.lowered(dtype, differentiated), differentiated, staged).loads_by_key
 
 
 class _Writer:
-    def __init__(self, score: Score, lowered: Lowered, differentiated: bool) -> None:
+    def __init__(
+        self, score: Score, lowered: Lowered, differentiated: bool, staged: str | None = None
+    ) -> None:
         self._score, self._lowered, self._differentiated = score, lowered, differentiated
         self._body, self._offset = lowered.body, lowered.offset
         self._arrays = {param.name: param for param in score.arrays}
@@ -81,14 +93,22 @@ class _Writer:
         nodes = [node for tree in trees for node in tree.walk()]
         self._loads = list(dict.fromkeys(node for node in nodes if node.op == "load"))
         # The members of the two structs, by the elements that they hold.
-        self._of_head = self._members(lambda reads: not reads & {"q", "kv"})
-        self._of_row = self._members(lambda reads: "kv" not in reads and "q" in reads)
-        kept = {**self._of_head, **self._of_row}
+        self._of_head = self._members(lambda node: not _read_by(node.args) & {"q", "kv"})
+        self._of_row = self._members(lambda node: _read_by(node.args) & {"q", "kv"} == {"q"})
+        # Rows of arrays, by the elements of them that scores read.
+        self._rows = self._members(self._is_in_row)
+        kept = {**self._of_head, **self._of_row, **self._rows}
         self._kept = {node: f"row.head.{name}" for node, name in self._of_head.items()}
         self._kept |= {node: f"row.{name}" for node, name in self._of_row.items()}
         self._names = self._names_read(trees, set(kept))
+        self._staged = next((node for node in self._rows if node.value == staged), None)
+        self._of_score = {**_OF_SCORE, **({"element": "float"} if self._staged else {})}
         # What has a name in the function of one score, by that name.
         self._named: dict[Node, str] = {}
+
+    @property
+    def loads_by_key(self) -> bool:
+        return bool(self._rows.keys() - {self._staged})
 
     def functions(self) -> str:
         """All of it."""
@@ -99,10 +119,15 @@ class _Writer:
             parts.append(self._offset_function())
         return "\n".join([*about, "\n\n".join("\n".join(part) for part in parts)])
 
-    def _members(self, suits: Callable[[frozenset[str]], bool]) -> dict[Node, str]:
+    def _is_in_row(self, node: Node) -> bool:
+        """Whether the element is in a row of its array whose address does not depend on the key."""
+        by_key = self._arrays[str(node.value)].dimensions[-1] == "kv"
+        return by_key and "kv" not in _read_by(node.args[:-1])
+
+    def _members(self, suits: Callable[[Node], bool]) -> dict[Node, str]:
         members: dict[Node, str] = {}
         for node in self._loads:
-            if suits(frozenset().union(*(index.reads() for index in node.args))):
+            if suits(node):
                 name, count = str(node.value), 1
                 while name in _MEMBERS or name in members.values():
                     count += 1
@@ -120,7 +145,7 @@ class _Writer:
                 return
             seen.add((node, is_index))
             if node in kept:  # score_row() needs the head of its elements
-                positions.update({"b", "h"} & node.reads() if node in self._of_row else ())
+                positions.update(() if node in self._of_head else {"b", "h"} & node.reads())
                 return
             if node.op == "name":
                 positions.add("query" if is_index and node.value == "q" else str(node.value))
@@ -168,8 +193,16 @@ class _Writer:
         for node, name in self._of_row.items():
             members.append((f"{node.type} {name};", text(node)))
             values.append(f"row.{name} = {self._load(node, names, 'query')};")
+        if self.loads_by_key:
+            members.append(("bool whole = false;", "all keys of the block exist"))
+        for node, name in self._rows.items():
+            array = self._arrays[str(node.value)]
+            shown = text(Node("load", (*node.args[:-1], number(0)), node.value))
+            members.append((f"const {TYPES[array.type].ctype}* {name};", f"the row from {shown} on"))
+            *indices, _ = self._indices(node, names | {"kv": "0"}, "query")
+            values.append(f"row.{name} = {_address(array, indices)};")
         uses = {
-            "params": "q" in self._names or bool(self._of_row),
+            "params": "q" in self._names or bool(self._of_row or self._rows),
             "head": True,
             "query": len(values) > 1,
         }
@@ -181,7 +214,7 @@ class _Writer:
     def _modify(self) -> list[str]:
         """The function of one score."""
         result = bare(self._code(self._body))
-        head = arguments(_OF_SCORE, used(_OF_SCORE, result))
+        head = arguments(self._of_score, used(self._of_score, result))
         opening = wrapped("float modified_score", head)
         return [*self._about_score("The modified score"), *opening, f"    return {result};", "}"]
 
@@ -208,7 +241,7 @@ class _Writer:
             "    return modified;",
         ]
         self._named = {}
-        head = arguments(_OF_SCORE, used(_OF_SCORE, "\n".join(lines)))
+        head = arguments(self._of_score, used(self._of_score, "\n".join(lines)))
         return [
             "struct ModifiedScore {",
             "    float score;",
@@ -317,20 +350,29 @@ class _Writer:
     def _load(self, node: Node, names: dict[str, str], query: str) -> str:
         """An element of an array. Indices of its own dimensions, and keys past the last, are clamped."""
         array = self._arrays[str(node.value)]
+        if node == self._staged and names.get("q") == "row.q":
+            return "element"
+        *indices, last = self._indices(node, names, query)
+        if node in self._rows and names.get("q") == "row.q":
+            at = f"row.{self._rows[node]}"
+            return _element(array, f"row.whole ? {at} + first_key + step : {at} + {last}")
+        return _element(array, f"{_address(array, indices)} + {last}")
+
+    def _indices(self, node: Node, names: dict[str, str], query: str) -> list[str]:
+        array = self._arrays[str(node.value)]
         positions = {"b": names["b"], "h": names["h"], "q": query}
         if "kv" in names:
             positions["kv"] = f"min({bare(names['kv'])}, params.seqlen_kv - 1)"
-        indices = [
+        return [
             positions[dimension]
             if dimension in positions
             else f"min(max({bare(self.integer(index, names, query))}, 0), params.{symbol} - 1)"
             for dimension, symbol, index in zip(array.dimensions, array.symbols, node.args, strict=True)
         ]
-        return _element(array, indices)
 
 
 # The members that the structs may have beside elements of arrays.
-_MEMBERS = ("h", "b", "head", "query", "q")
+_MEMBERS = ("h", "b", "head", "query", "q", "whole")
 # The arguments of the function of one score.
 _OF_SCORE = {
     "params": "const Params&",
@@ -341,6 +383,10 @@ _OF_SCORE = {
 }
 _STEP = "(step)"
 _KEY = "(first_key + step)"
+
+
+def _read_by(indices: Sequence[Node]) -> frozenset[str]:
+    return frozenset().union(*(index.reads() for index in indices))
 
 
 def used(types: dict[str, str], code: str) -> dict[str, bool]:
@@ -391,10 +437,14 @@ def _joined(node: Node, args: list[str]) -> str:
     return f"({f' {_SIGNS.get(node.op, node.op)} '.join(args)})"
 
 
-def _element(array: ScoreParam, indices: list[str]) -> str:
+def _address(array: ScoreParam, indices: list[str]) -> str:
+    """Where the elements with these indices of all dimensions but the last begin."""
     strides = array.argument().stride_names()
     terms = [f"{index} * params.{stride}" for index, stride in zip(indices, strides, strict=False)]
-    address = " + ".join((f"params.{array.name}", *terms, indices[-1]))
+    return " + ".join((f"params.{array.name}", *terms))
+
+
+def _element(array: ScoreParam, address: str) -> str:
     return _LOADS[TYPES[array.type].ctype].format(address)
 
 

@@ -50,7 +50,7 @@ _DAMAGED = (
 )
 # zipfile has a lock for each file, which a child of a fork would find locked if a thread of its parent reads.
 _reading = forks.guard()
-_LONG_AGO = (1980, 1, 1, 0, 0, 0)  # a zip's first moment: equal kernels make equal files
+LONG_AGO = (1980, 1, 1, 0, 0, 0)  # a zip's first moment: equal kernels make equal files
 
 
 class Held(NamedTuple):
@@ -147,9 +147,14 @@ def write(
     kernels: Iterable[Held],
     specs: Iterable[HeldSpec] = (),
 ) -> None:
-    """Write a bundle of ``kernels`` and ``specs``, whose payloads are ``entries``, by their keys. It appears
-    under its name when it is whole.
-    """
+    """Write `packed` to ``path``. It appears under its name when it is whole."""
+    atomic.replace(path, packed(compiler, entries, kernels, specs))
+
+
+def packed(
+    compiler: str, entries: Mapping[str, bytes], kernels: Iterable[Held], specs: Iterable[HeldSpec] = ()
+) -> bytes:
+    """A bundle of ``kernels`` and ``specs``, whose payloads are ``entries``, by their keys."""
     manifest: dict[str, Any] = {"format": FORMAT, "flashgen": __version__, "compiler": compiler}
     manifest["kernels"] = [entry._asdict() for entry in kernels]
     manifest["specs"] = [entry._asdict() for entry in specs]
@@ -158,7 +163,7 @@ def write(
         file.writestr(_member(_MANIFEST), json.dumps(manifest, indent=2))
         for key in sorted(entries):
             file.writestr(_member(_FOLDER + key), pack(key, entries[key]))
-    atomic.replace(path, archive.getvalue())
+    return archive.getvalue()
 
 
 def active(value: str | None = None) -> tuple[Bundle, ...]:
@@ -186,8 +191,22 @@ def _open(path: Path, trust: str) -> Bundle:
     return bundle
 
 
+def installed() -> tuple[Bundle, ...]:
+    """The bundle of the package flashgen-kernels, or none where that is not installed. Raises BadParam where
+    it belongs to another version of flashgen, or is damaged.
+
+    Who may write to it is not checked: they may write to the packages beside it as well.
+    """
+    path = paths.kernels_bundle()
+    try:
+        return () if path is None else (Bundle(path),)
+    except BadParam as error:
+        install = f"pip install flashgen-kernels=={__version__}"
+        raise BadParam(f"the installed flashgen-kernels is not used: {error}; or {install}") from error
+
+
 def _member(name: str) -> zipfile.ZipInfo:
-    member = zipfile.ZipInfo(name, _LONG_AGO)
+    member = zipfile.ZipInfo(name, LONG_AGO)
     member.compress_type = zipfile.ZIP_DEFLATED
     member.external_attr = 0o644 << 16
     return member

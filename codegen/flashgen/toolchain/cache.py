@@ -82,7 +82,7 @@ def key_for(source_digest: str, arch: str, options: Sequence[str], compiler_vers
 
 def default() -> CubinCache:
     """The cache of this process in the folder that `paths.cache_dir` names now, over the bundles of
-    FLASHGEN_BUNDLE.
+    FLASHGEN_BUNDLE and the installed one.
     """
     bundles, trust = (os.environ.get(name, "") for name in (paths.BUNDLE_VARIABLE, paths.TRUST_VARIABLE))
     return _at(paths.cache_dir(), bound(), bundles, trust)
@@ -90,11 +90,16 @@ def default() -> CubinCache:
 
 @functools.cache
 def _at(root: Path, size: int, bundles: str, trust: str) -> CubinCache:
-    if not bundles:
+    if not bundles and paths.kernels_bundle() is None:
         return CubinCache(root, size)
-    from flashgen.toolchain.bundle import active
+    from flashgen.toolchain.bundle import active, installed
 
-    return CubinCache(root, size, active(bundles))
+    layers = active(bundles)
+    try:
+        layers += installed()
+    except BadParam as error:  # nobody named it, so it costs a compile and no call
+        warnings.warn(str(error), CacheWarning, stacklevel=2)
+    return CubinCache(root, size, layers)
 
 
 def bound() -> int:

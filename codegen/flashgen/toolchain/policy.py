@@ -32,8 +32,8 @@ class compiling:
     >>> with flashgen.compiling("error"):
     ...     serve()
 
-    ``flashgen.warmup`` and the command line always compile. The CPU path and the simulator compile nothing
-    that this is about. Raises BadParam for another mode.
+    ``flashgen.warmup`` and the command line always compile. The CPU path and the simulator are not affected.
+    Raises BadParam for another mode.
     """
 
     def __init__(self, mode: str) -> None:

@@ -155,7 +155,7 @@ def move(name: str, folder: int, to: str, to_folder: int) -> None:
 
 def _check_regular(name: str, folder: int) -> None:
     if not is_regular(name, folder):
-        raise OSError(errno.EINVAL, f"{name} is no regular file", name)
+        raise OSError(errno.EINVAL, f"{name} is not a regular file", name)
 
 
 def is_regular(name: str, folder: int) -> bool:

@@ -1,1 +1,3 @@
-"""Timing kernels against other libraries (``bench``) and choosing tiles by measurement (``tune``)."""
+"""What people run: the command line (``cli``), timings beside other libraries (``bench``), choosing tiles by
+measurement (``tune``), and a kernel as a page (``page``) or as a folder for an editor (``editor``).
+"""

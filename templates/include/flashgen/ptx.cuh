@@ -107,6 +107,34 @@ __device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
 #endif
 }
 
+// cvt.rn.f16x2.e4m3x2: two e4m3 codes as 16-bit numbers, which hold them exactly; of `codes` the lower 16 bits count. NaN stays NaN.
+template <typename Element>
+__device__ uint32_t unpack_e4m3(uint32_t codes);
+
+template <>
+__device__ __forceinline__ uint32_t unpack_e4m3<fp16>(uint32_t codes) {
+    uint32_t pair;
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
+#else
+    // Before sm_89 there is no such instruction. Exponent and fraction of a code are those of a number of fp16 that is 2^8 times smaller.
+    const uint32_t spread = (codes & 0xff) | (codes & 0xff00) << 8;
+    const uint32_t size = (spread & 0x007f007f) << 7;
+    asm("mul.f16x2 %0, %1, %2;\n" : "=r"(pair) : "r"(size), "r"(0x5c005c00));
+    // The code 0x7f is NaN, and 480 so far: only here the sum reaches bit 14.
+    const uint32_t is_nan = (size + 0x00800080) & 0x40004000;
+    pair |= (is_nan << 1) - (is_nan >> 14) | (spread & 0x00800080) << 8;
+#endif
+    return pair;
+}
+
+// From fp16, as there is no instruction for it.
+template <>
+__device__ __forceinline__ uint32_t unpack_e4m3<bf16>(uint32_t codes) {
+    const float2 values = unpack<fp16>(unpack_e4m3<fp16>(codes));
+    return pack<bf16>(values.x, values.y);
+}
+
 // ex2.approx.ftz.f32: 2^x; exactly 0 for -inf.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -262,7 +290,13 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// ld.shared.u32, ld.shared.v4.u32, st.shared.u8, st.shared.u32.
+// ld.shared.u16, ld.shared.u32, ld.shared.v4.u32, st.shared.u8, st.shared.u32.
+__device__ __forceinline__ uint32_t load_shared_16(shared_address source) {
+    uint16_t value;
+    asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(value) : "r"(source) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
     uint32_t value;
     asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(source) : "memory");

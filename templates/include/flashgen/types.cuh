@@ -24,4 +24,8 @@ struct fp16 {
 struct bf16 {
     uint16_t bits;
 };
+// A code: 4 bits of exponent and 3 of fraction.
+struct e4m3 {
+    uint8_t bits;
+};
 using fp32 = float;

@@ -22,12 +22,13 @@ from rich.console import Console
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported
 from flashgen.tools.bench import agreement, chart, environment, traffic
-from flashgen.tools.bench.cases import Case, zipf_lengths
+from flashgen.tools.bench.cases import Case
 from flashgen.tools.bench.grids import GRIDS, find_grid
 from flashgen.tools.bench.hosts import Inputs, filled, quarter_turns
 from flashgen.tools.bench.peers import all_peers, choose_peers, registry, torch_sdpa
 from flashgen.tools.bench.peers.own import Flashgen
 from flashgen.tools.bench.results import Measurement, Report, Row
+from flashgen.tools.bench.roofline import roofline
 from flashgen.tools.bench.runner import measure, run
 from flashgen.tools.bench.table import cell, line, print_tables, tables
 from flashgen.tools.bench.timing import (
@@ -39,6 +40,7 @@ from flashgen.tools.bench.timing import (
     summarize,
     time_interleaved,
 )
+from flashgen.tools.bench.zipf import zipf_lengths
 
 
 def a_case(**changes) -> Case:
@@ -187,7 +189,28 @@ LENGTHS = {
 }
 PADDED = {
     "padded": {"lengths": "cache", "seqlen_q": 1, "left_padding": 5},
+    "latent pages": {
+        "lengths": "cache",
+        "seqlen_q": 1,
+        "page_size": 16,
+        "num_heads_kv": 1,
+        "head_dim": 320,
+        "head_dim_v": 256,
+        "latent": True,
+    },
+    "lists of tokens": {
+        "lengths": "cache",
+        "seqlen_q": 1,
+        "page_size": 16,
+        "num_heads_kv": 1,
+        "head_dim": 320,
+        "head_dim_v": 256,
+        "latent": True,
+        "topk": 9,
+    },
+    "tree": {"lengths": "cache", "seqlen_q": 5, "page_size": 16, "mask": "tree"},
     "padded pages": {"lengths": "cache", "seqlen_q": 1, "page_size": 16, "left_padding": 21},
+    "line": {"lengths": "cache", "seqlen_q": 5, "page_size": 16, "mask": "line", "line": "documents"},
 }
 
 
@@ -654,6 +677,30 @@ def test_sampled_rows_are_of_a_call_with_sinks():
         a_case(sinks=True, score="alibi")
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_flashgen_drops_what_the_check_expects(direction, monkeypatch):
+    """The check of sampled heads beside flashgen's CPU path; it rejects another seed."""
+    monkeypatch.setattr(Flashgen, "_changed", lambda self, plan, examples: plan)
+    case = a_case(batch=2, mask="causal", dtype="fp32", dropout_p=0.25, direction=direction)
+    host = FakeHost()
+    inputs = host.inputs(case, 1)
+    floats = {
+        name: x.astype(np.float32)
+        for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+        if (x := getattr(inputs, name)) is not None
+    }
+    inputs = replace(inputs, **floats)
+    results = Flashgen().prepare(case, [inputs])(0)
+    results = results if isinstance(results, tuple) else (results,)
+    for number in range(6):
+        rng = np.random.default_rng(number)
+        assert agreement.sampled_share(case, inputs, results[:3], host, rng) < 1
+    monkeypatch.setattr(agreement, "DROPOUT_SEED", (6, 0))
+    assert agreement.sampled_share(case, inputs, results[:3], host, np.random.default_rng(2)) > 10
+    with pytest.raises(BadParam, match="with dropout it has no lengths"):
+        a_case(dropout_p=0.1, lengths="packed")
+
+
 GRADIENTS = [
     {},
     {"mask": "causal"},
@@ -747,7 +794,7 @@ def test_flashgen_itself_is_timed_on_the_case_that_is_named(score, mask):
 def test_flashgen_itself_is_timed_on_the_lengths_that_are_named(kind):
     case = a_case(**({"head_dim": 64, "dtype": "fp32"} | (LENGTHS | PADDED)[kind]))
     arrays = astuple(FakeHost().inputs(case, 4))
-    inputs = Inputs(*(x if x is None or x.dtype == np.int32 else x.astype(np.float32) for x in arrays))
+    inputs = Inputs(*(x.astype(np.float32) if getattr(x, "dtype", None) == np.float64 else x for x in arrays))
     peer, rng = Flashgen(), np.random.default_rng(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flashgen.runtime.plans.Plan.variant", case)
@@ -759,6 +806,8 @@ def test_flashgen_itself_is_timed_on_the_lengths_that_are_named(kind):
     shares = [agreement.sampled_share(case, inputs, (out,), FakeHost(), rng) for _ in range(9)]
     assert max(shares) <= 1
     other = {"k_new": 3 * inputs.k_new} if case.appends else {"v": np.flip(inputs.v, axis=(0, 1))}
+    if case.latent:
+        other["k"] = np.flip(inputs.k, axis=(0, 1))
     assert agreement.sampled_share(case, replace(inputs, **other), (out,), FakeHost(), rng) > 10
 
 
@@ -1048,6 +1097,17 @@ def test_a_case_is_set_against_its_baseline_by_rate():
     assert f"{expected:.2f} × causal 1024" in text.export_text()
 
 
+def test_a_table_has_the_share_of_the_limit_of_a_known_gpu():
+    report = a_report(flashgen=[1.0, 1.0, 1.0])
+    assert "of the limit" not in [str(column.header) for column in next(tables(report)).columns]
+    report.environment |= {"arch": "sm_90", "sms": 132, "clock_mhz": 1980, "memory_gbps": 4800.0}
+    text = Console(record=True, width=200, file=io.StringIO())
+    text.print(next(tables(report)))
+    limits = [roofline(row.case, report.environment) for row in report.rows]
+    shown = text.export_text()
+    assert all(f"{x.floor_ms:.0%} {x.limit}" in shown for x in limits)
+
+
 def test_tables_keep_every_figure_where_the_console_is_narrow():
     report = a_report(**{peer: [1.0, 1.0, 1.0] for peer in all_peers()})
     text = Console(record=True, width=40, file=io.StringIO())
@@ -1243,10 +1303,14 @@ DECLINED = {
         *BACKWARD,
         *("plain", "fp32", "wide", "grouped", "skewed", "192/128", "64/128"),
     },
+    "flashgen-kept": {*WITHOUT, *LENGTHS, *BACKWARD},
+    "cudnn-flex": {*WITHOUT, *LENGTHS, *BACKWARD},
     "flashgen-naive": {"window", "dense", "fp32", "grouped", "192/128", *LENGTHS, *BACKWARD},
     "flashgen-v1": {"window", "dense", "fp32", "grouped", "192/128", *LENGTHS, *BACKWARD},
     "flashgen-v2": {*LENGTHS, *BACKWARD},
     "flashgen-v3": {"fp32", *LENGTHS, *BACKWARD},
+    "flashgen-fp8": {"window", "fp32", "softcap", "alibi", *CACHES, *BACKWARD},
+    "flashgen-fp8-fast": {"window", "fp32", "softcap", "alibi", *CACHES, *BACKWARD},
 }
 
 

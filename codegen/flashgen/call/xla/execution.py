@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.call.backends import runner_for
-from flashgen.call.xla.text import decode, shapes_of
+from flashgen.call.text import decode, shapes_of
 from flashgen.errors import InsufficientWorkspace, InternalError, naming
 from flashgen.host import forks
-from flashgen.operators.arguments import WORKSPACE_ALIGNMENT, check_memory, view_of_shape
+from flashgen.operators.arguments import WORKSPACE_ALIGNMENT, view_of_shape
+from flashgen.operators.overlaps import check_memory
 from flashgen.runtime import check
 from flashgen.runtime.numpykind import NUMPY_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.call.xla.text import Described, Shapes
+    from flashgen.call.text import Described, Shapes
     from flashgen.operators.operator import Problem
     from flashgen.runtime.arrays import Pointers, Work
     from flashgen.runtime.plans import Runner
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 MAX_WORKS = 256
 # Bytes to add to a workspace, so that an aligned address is in it.
 PADDING = WORKSPACE_ALIGNMENT
-_NUMPY = {"fp16": np.float16, "bool": np.bool_} | {
+_NUMPY = {"fp16": np.float16, "bool": np.bool_, "int64": np.int64} | {
     name: np.dtype(numpy_name).type for name, numpy_name in NUMPY_NAMES.items()
 }
 
@@ -136,8 +137,9 @@ class Execution:
     @cached_property
     def _kinds(self) -> list[tuple[Any, Any, tuple[int, ...]] | None]:
         """Of each argument a type for its memory, the dtype of NumPy and the shape."""
-        from ml_dtypes import bfloat16
+        from ml_dtypes import bfloat16, float8_e4m3fn
 
+        dtypes = _NUMPY | {"bf16": bfloat16, "e4m3": float8_e4m3fn}
         shapes = dict(zip(self._described.names, self._shapes, strict=True))
         kinds: list[Any] = []
         for place, layout in enumerate(self.problem.array_layouts()):
@@ -146,7 +148,7 @@ class Execution:
                 continue
             shape = shapes.get(layout.argument.name)
             shape = self.problem.shape(place) if shape is None else shape
-            dtype = np.dtype(bfloat16 if layout.dtype == "bf16" else _NUMPY[layout.dtype])
+            dtype = np.dtype(dtypes[layout.dtype])
             kinds.append((ctypes.c_char * (math.prod(shape) * dtype.itemsize), dtype, shape))
         return kinds
 

@@ -16,9 +16,9 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from flashgen.call.text import decode, encode, with_shapes
 from flashgen.call.xla import handler, structs
 from flashgen.call.xla.execution import execution
-from flashgen.call.xla.text import decode, encode, with_shapes
 from flashgen.errors import BadParam, GatherWarning, NullPointer, arg, naming
 from flashgen.operators.arguments import view_of_shape
 from flashgen.runtime import arrays, dlpack
@@ -27,12 +27,12 @@ from flashgen.runtime.numpykind import numpy_dtype
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from flashgen.call.request import Request, ScoreKey
+    from flashgen.call.request import Request
     from flashgen.operators.arguments import Argument
     from flashgen.operators.operator import Problem
 
 _DTYPES = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32, "int32": jnp.int32}
-_DTYPES |= {"uint8": jnp.uint8, "bool": jnp.bool_}
+_DTYPES |= {"uint8": jnp.uint8, "bool": jnp.bool_, "e4m3": jnp.float8_e4m3fn}
 # Symbols that count sequences, whose arrays a batch of calls joins; the last ones are of masks by a line and
 # of lists of blocks.
 _BATCH = ("batch", "batch_q", "batch_kv", "token_batch_q", "token_batch_kv", "block_indptr_batch")
@@ -47,17 +47,15 @@ if WITH_FFI:
     handler.register(jax)
 
 
-def bind(
-    request: Request, score: ScoreKey | None = None, names: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Any]:
-    """The results of a request on arrays of JAX, some of which are traced, by name. ``score`` and ``names``
-    are as in `text.encode`. Raises the errors of the contract.
+def bind(request: Request, names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """The results of a request on arrays of JAX, some of which are traced, by name. ``names`` is as in
+    `text.encode`. Raises the errors of the contract.
     """
     with naming(names):
-        return _bind(request, score, names)
+        return _bind(request, names)
 
 
-def _bind(request: Request, score: ScoreKey | None, names: Mapping[str, str]) -> dict[str, Any]:
+def _bind(request: Request, names: Mapping[str, str]) -> dict[str, Any]:
     if request.stream is not None:
         raise BadParam(f"{arg('stream')} was given, but a program of XLA has its own stream; leave it out")
     named = {name: x for name, x in request.by_name().items() if x is not None}
@@ -65,7 +63,7 @@ def _bind(request: Request, score: ScoreKey | None, names: Mapping[str, str]) ->
         if argument.name not in named and not (argument.optional or argument.is_output):
             raise NullPointer(f"{arg(argument.name)} is None; expected an array")
     operands = varying({name: operand(name, x) for name, x in named.items()})
-    text = encode(request, score, names)
+    text = encode(request, names)
     problem = decode(text).problem(_views([jax.typeof(x) for x in operands.values()]))
     results = call_p.bind(*operands.values(), text=text)
     outputs = [request.operator.arguments[place].name for place in problem.results]

@@ -15,13 +15,12 @@ from flashgen.call.kvcache import FIELDS, KVCache
 from flashgen.call.mask import Mask, mask_of
 from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.call.request import (
+    check_features,
     check_gradient,
     gradients_of,
     names_of,
-    refuse_lengths_beside,
     request_of,
     score_gradient_of,
-    score_key,
     weights_of,
 )
 from flashgen.call.xla.primitive import bind, operand, varying
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.call.record import Call
-    from flashgen.call.request import Request, ScoreKey
+    from flashgen.call.request import Request
 
 # The options of both passes.
 _SHARED = [
@@ -57,7 +56,7 @@ def attention(call: Call, append: Request | None = None) -> Any:
         )
     if isinstance(call.mask, BlockMask):
         call = blockmask.with_arrays(call)
-    request, score = request_of(call.replace(return_lse=True)), score_key(call)
+    request = request_of(call.replace(return_lse=True))
     named = {name: operand(name, x) for name, x in request.by_name().items() if x is not None}
     learned = {}
     for name, x in named.items():
@@ -72,14 +71,12 @@ def attention(call: Call, append: Request | None = None) -> Any:
             else:
                 learned[name] = shown_name
     # Here, and not in `bind` alone: so the gradient of an array that devices share is the sum of theirs.
-    results = _differentiable(call, request, score, return_lse, learned)(varying(named))
+    results = _differentiable(call, request, return_lse, learned)(varying(named))
     results = (*results, *(() if cache is None else (cache,)))
     return results[0] if len(results) == 1 else results
 
 
-def _differentiable(
-    call: Call, request: Request, score: ScoreKey | None, return_lse: bool, learned: Mapping[str, str]
-) -> Any:
+def _differentiable(call: Call, request: Request, return_lse: bool, learned: Mapping[str, str]) -> Any:
     """The call as a function of its arrays by name, with the gradients that there are. It gives out, and lse
     with ``return_lse``. ``learned`` are the arrays of a score modification that have a gradient, with what
     the caller calls them.
@@ -92,7 +89,7 @@ def _differentiable(
 
     def attend(arrays: dict[str, Any]) -> tuple[Any, ...]:
         in_order = request.operator.in_order(**arrays)
-        results = bind(request.with_arrays(in_order, request.stream), score, names)
+        results = bind(request.with_arrays(in_order, request.stream), names)
         return results["out"], results["lse"]
 
     def forward(arrays: dict[str, Any]) -> Any:
@@ -113,13 +110,13 @@ def _differentiable(
         )
         with naming(names):
             gradient_request = gradients_of(gradients)
-        results = bind(gradient_request, score, names)
+        results = bind(gradient_request, names)
         by_name = {name: results.get(f"d{name}") for name in values}
         for name, shown_name in learned.items():
             # XLA drops the operation where nothing reads its result.
             with naming(names):
                 gradient_request = score_gradient_of(gradients, shown_name)
-            (gradient,) = bind(gradient_request, score, names).values()
+            (gradient,) = bind(gradient_request, names).values()
             by_name[name] = gradient.reshape(values[name].shape)
         return ({n: None if x is None else x.astype(values[n].dtype) for n, x in by_name.items()},)
 
@@ -138,7 +135,7 @@ def _why_no_gradient(name: str, call: Call) -> str:
     if isinstance(call.k, KVCache):
         return "a call with a KVCache has no gradients; pass k and v, with kv_lengths if need be"
     try:
-        refuse_lengths_beside(name, call)
+        check_features(call, name)
         check_gradient(call, name)
     except FlashgenError as error:
         return error.message
@@ -173,7 +170,7 @@ def attention_weights(call: Call, lse: Any) -> Any:
     stop = jax.lax.stop_gradient
     request = weights_of(call, lse)
     arrays = tuple(None if x is None else stop(operand("lse", x)) for x in request.arrays)
-    (weights,) = bind(request.with_arrays(arrays, request.stream), score_key(call), names_of(call)).values()
+    (weights,) = bind(request.with_arrays(arrays, request.stream), names_of(call)).values()
     return weights
 
 
@@ -190,14 +187,15 @@ def attention_backward(call: Call) -> Any:
     for argument, x in zip(request.operator.arguments, request.arrays, strict=True):
         if argument.is_output and x is not None:
             raise _immutable(argument.name, x)
-    results = tuple(bind(request, score_key(call), names_of(call)).values())
+    results = tuple(bind(request, names_of(call)).values())
     return results[0] if len(results) == 1 else results
 
 
 def append_to(request: Request, cache: Any) -> tuple[Any, Any, Any]:
     """total_lengths, q_rotated (None without q) and the new cache, of what a call requests of ``append``."""
-    results = bind(request, None, FIELDS)
-    written = dataclasses.replace(cache, k=results["k_cache"], v=results["v_cache"])
+    results = bind(request, FIELDS)
+    written = {name: results[argument] for argument, name in FIELDS.items() if argument in results}
+    written = dataclasses.replace(cache, **written)
     return results["total_lengths"], results.get("q_rotated"), written
 
 

@@ -162,6 +162,23 @@ void multiply_tf32(const MultiplyOperand* (&operands)[32], float (&accumulator)[
     multiply_add(accumulator, a, b);
 }
 
+void multiply_e4m3(const MultiplyOperand* (&operands)[32], float (&accumulator)[kRows][kColumns]) {
+    uint8_t a[kRows][kDepthE4m3];
+    uint8_t b[kColumns][kDepthE4m3];
+    for (int lane = 0; lane < 32; ++lane) {
+        const int group = lane / 4, first = lane % 4 * 4;
+        for (int i = 0; i < 4; ++i) std::memcpy(&a[group + i % 2 * 8][first + i / 2 * 16], &operands[lane]->a[i], 4);
+        for (int i = 0; i < 2; ++i) std::memcpy(&b[group][first + 16 * i], &operands[lane]->b[i], 4);
+    }
+    for (int row = 0; row < kRows; ++row) {
+        E4m3 left[kDepthE4m3];
+        for (int k = 0; k < kDepthE4m3; ++k) left[k] = decode_e4m3(a[row][k]);
+        for (int column = 0; column < kColumns; ++column) {
+            accumulator[row][column] = add_products_e4m3(accumulator[row][column], a[row], left, b[column]);
+        }
+    }
+}
+
 bool complete_multiply(Warp& warp, uint32_t, Location where) {
     Block& block = *warp.block;
     const MultiplyOperand* operands[32];
@@ -185,6 +202,10 @@ bool complete_multiply(Warp& warp, uint32_t, Location where) {
         case MatrixProduct::m16n8k8_tf32:
             ++block.counters->mma_m16n8k8_tf32;
             multiply_tf32(operands, accumulator);
+            break;
+        case MatrixProduct::m16n8k32_e4m3:
+            ++block.counters->mma_m16n8k32_e4m3;
+            multiply_e4m3(operands, accumulator);
             break;
     }
     for (int lane = 0; lane < 32; ++lane) {

@@ -17,7 +17,7 @@ constexpr int kDepth = 16;
 
 // All lanes of a warp, and all warps of the group, must say the same.
 bool same_product(const WarpgroupProduct& a, const WarpgroupProduct& b) {
-    return a.bf16 == b.bf16 && a.count == b.count && (a.a == nullptr) == (b.a == nullptr) &&
+    return a.bf16 == b.bf16 && a.e4m3 == b.e4m3 && a.count == b.count && (a.a == nullptr) == (b.a == nullptr) &&
            a.a_descriptor == b.a_descriptor && a.b_descriptor == b.b_descriptor && a.a_major == b.a_major && a.b_major == b.b_major &&
            a.accumulate == b.accumulate;
 }
@@ -201,6 +201,10 @@ void Warpgroup::multiply(Warp& warp, Location where) {
 // once for each instruction.
 void Warpgroup::execute(const Product& product) {
     const WarpgroupProduct& operands = product.operands;
+    if (operands.e4m3) {
+        execute_e4m3(product);
+        return;
+    }
     const Location where = product.where;
     const int columns = 2 * operands.count;
     const bool bf16 = operands.bf16;
@@ -280,6 +284,62 @@ void Warpgroup::execute(const Product& product) {
         }
     }
     ++(bf16 ? block_.counters->wgmma_bf16 : block_.counters->wgmma_f16);
+    block_.counters->shared_bytes_read += bytes;
+    block_.traffic().add(block_.traffic().site(where, SIM_MATRIX_PRODUCT), SIM_MATRIX_PRODUCT, bytes, passes);
+}
+
+// Everybody's sums += A . B of e4m3, K-major both. For each instruction the tensor core cuts the 32 products and the sum off towards zero at 2^-13
+// of the largest of them, by exponent, adds them exactly, and cuts the result off after 13 bits of fraction (MMA-Sim,
+// https://arxiv.org/abs/2511.10909).
+void Warpgroup::execute_e4m3(const Product& product) {
+    const WarpgroupProduct& operands = product.operands;
+    const Location where = product.where;
+    const int columns = 2 * operands.count;
+    const Thread& thread = block_.thread(first_thread_);
+    const Party party(block_.order(), actor_, executed_ + 1, first_thread_, kThreadsOfGroup);
+    Passes passes = {0, 0};
+    uint64_t bytes = kDepthE4m3 * columns;
+    auto read = [&](uint64_t descriptor, const char* what, int rows, std::vector<uint8_t>& codes) {
+        codes.resize(kDepthE4m3 * rows);
+        Operand operand(block_, party, thread, descriptor, what, where);
+        uint16_t elements[8];
+        for (int step = 0; step < 2; ++step) {
+            for (int row = 0; row < rows; ++row) {
+                operand.read(Major::k, row, step, elements);
+                std::memcpy(&codes[row * kDepthE4m3 + 16 * step], elements, sizeof elements);
+            }
+        }
+        passes.ideal += operand.passes.ideal;
+        passes.actual += operand.passes.actual;
+    };
+    if (operands.a == nullptr) {
+        read(operands.a_descriptor, "wgmma's A", kRows, a_codes_);
+        bytes += kRows * kDepthE4m3;
+    } else {
+        a_codes_.resize(kRows * kDepthE4m3);
+        for (int member = 0; member < kThreadsOfGroup; ++member) {
+            const int lane = member % 32;
+            for (int i = 0; i < 4; ++i) {
+                const int row = member / 32 * 16 + lane / 4 + i % 2 * 8, k = i / 2 * 16 + lane % 4 * 4;
+                std::memcpy(&a_codes_[row * kDepthE4m3 + k], &product.a_values[member][i], 4);
+            }
+        }
+    }
+    read(operands.b_descriptor, "wgmma's B", columns, b_codes_);
+
+    E4m3 left[kDepthE4m3];
+    for (int row = 0; row < kRows; ++row) {
+        const uint8_t* a = &a_codes_[row * kDepthE4m3];
+        for (int k = 0; k < kDepthE4m3; ++k) left[k] = decode_e4m3(a[k]);
+        const int half = row % 16 / 8;
+        for (int column = 0; column < columns; ++column) {
+            const uint8_t* b = &b_codes_[column * kDepthE4m3];
+            const int t = column % 8 / 2;
+            float& value = product.accumulators[row / 16 * 32 + row % 8 * 4 + t]->values[column / 8 * 4 + 2 * half + column % 2];
+            value = add_products_e4m3(operands.accumulate ? value : 0.0f, a, left, b);
+        }
+    }
+    ++block_.counters->wgmma_e4m3;
     block_.counters->shared_bytes_read += bytes;
     block_.traffic().add(block_.traffic().site(where, SIM_MATRIX_PRODUCT), SIM_MATRIX_PRODUCT, bytes, passes);
 }

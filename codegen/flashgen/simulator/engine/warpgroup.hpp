@@ -75,6 +75,7 @@ class Warpgroup {
     Accumulator* track(const Thread& thread, const WarpgroupProduct& operands, bool& under_way, Location where);
     Accumulator* find(const Thread& thread, const float* registers);
     void execute(const Product& product);
+    void execute_e4m3(const Product& product);
     void end_wait(WarpState& state, Warp& warp);
     Product& product(uint32_t number) { return products_[number - first_]; }
     int member_of(const Thread& thread) const;
@@ -89,6 +90,7 @@ class Warpgroup {
     std::deque<Product> products_;
     std::vector<std::unique_ptr<Accumulator>> accumulators_[kThreadsOfGroup];
     std::vector<double> a_, b_;
+    std::vector<uint8_t> a_codes_, b_codes_;
 };
 
 }  // namespace flashgen::simulator

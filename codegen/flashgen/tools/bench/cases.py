@@ -11,16 +11,21 @@ from flashgen.operators import OPERATORS
 from flashgen.operators.arguments import DTYPE_BYTES, total_bytes
 from flashgen.operators.contract import DTYPES
 from flashgen.operators.masks import UNBOUNDED, Band
+from flashgen.tools.bench.lines import LINES, Line, line_of
+from flashgen.tools.bench.zipf import zipf_lengths
 
 __all__ = ["Case"]
 
-MASKS = ("none", "causal", "window", "random", "random_causal", "documents", "blocks")
+MASKS = ("none", "causal", "window", "random", "random_causal", "documents", "blocks", "line", "tree")
 # Queries, and keys, of a block of the mask "blocks", and the share of its blocks that are visible.
 BLOCK, VISIBLE_BLOCKS = 128, 0.1
 SCORES = ("none", "softcap", "alibi")
 LENGTH_KINDS = ("none", "cache", "packed", "zipf")
 DIRECTIONS = ("forward", "backward")
 SOFTCAP = 30.0
+# Seed and offset of dropout: what PyTorch's generator has after manual_seed(), so that peers which draw their
+# random numbers as flash-attn does drop the same scores.
+DROPOUT_SEED = 5, 0
 CLOCKS = ("stream", "graph")
 
 # Five products for each pair, where the forward pass has two.
@@ -34,13 +39,19 @@ class Case:
     ``mask`` is one of ``none``; ``causal``; ``window``: causal, and ``window`` keys back at most;
     ``random``: a dense mask that hides each key with probability 1/8; ``random_causal``: that and causal
     together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal; ``blocks``:
-    one that keeps VISIBLE_BLOCKS of the blocks of BLOCK by BLOCK, which flashgen takes as lists. ``score`` is
+    one that keeps VISIBLE_BLOCKS of the blocks of BLOCK by BLOCK, which flashgen takes as lists; ``line``: a
+    mask by a line, the one of `lines.LINES` that ``line`` names; ``tree``: queries on a cache are the drafts
+    of a binary tree, counted as causal ones. ``score`` is
     one of ``none``; ``softcap``, of SOFTCAP; ``alibi``, with the usual slopes. ``sinks``: each query head has
-    a sink, and a backward pass its gradient; flashgen alone times such a case. ``lengths`` is one of
+    a sink, and a backward pass its gradient; flashgen alone times such a case. ``dropout_p``: the probability
+    of dropout, of DROPOUT_SEED; PyTorch's FlashAttention-2 and flash-attn time it, too. ``lengths`` is one of
     ``none``; ``cache``: keys are a KV cache with lengths on the device, all of seqlen_kv, contiguous or, with
     ``page_size``, in pages in random order; ``packed``: sequences are packed, all equally long; ``zipf``:
     packed, of lengths by Zipf's law, seqlen_q = seqlen_kv in the mean. ``left_padding``: as many rows of a
-    cache come before the keys of each sequence, which begin at ``kv_starts``. ``appends``: the last seqlen_q
+    cache come before the keys of each sequence, which begin at ``kv_starts``. ``codes``: a cache holds e4m3
+    codes, with a scale of each kv head, with ``token_scales`` of each token and head. ``latent``: v is the
+    first head_dim_v elements of k, as in the cache of MLA; ``topk``: each query attends to as many random
+    tokens of it, by a list. flashgen alone times cases with codes or latent. ``appends``: the last seqlen_q
     keys and values go into the cache in the call, rotated, as q is. ``direction`` is one of ``forward``;
     ``backward``: the gradients of q, k and v alone, from what a forward call left; ``deterministic``: the
     same bits of them each time. ``also`` names a peer that
@@ -61,13 +72,19 @@ class Case:
     mask: str = "none"
     score: str = "none"
     sinks: bool = False
+    dropout_p: float = 0.0
     also: str = ""
     window: int = 0
     documents: int = 1
+    line: str = ""
     head_dim_v: int | None = None
     lengths: str = "none"
     page_size: int = 0
     left_padding: int = 0
+    codes: bool = False
+    token_scales: bool = False
+    latent: bool = False
+    topk: int = 0
     appends: bool = False
     direction: str = "forward"
     deterministic: bool = False
@@ -86,10 +103,21 @@ class Case:
         ):
             if value not in allowed:
                 raise BadParam(f"bench case {self.name!r}: {value!r} is none of {', '.join(allowed)}")
-        if self.lengths != "none" and (self.mask not in ("none", "causal") or self.score != "none"):
-            raise BadParam(f"bench case {self.name!r}: with lengths it is full or causal, and has no score")
+        if (self.mask == "line") != (self.line in LINES):
+            raise BadParam(f"bench case {self.name!r}: line is {self.line!r}, and mask {self.mask!r}")
+        masks = ("none", "causal", "tree", "line")
+        if self.lengths != "none" and (self.mask not in masks or self.score != "none"):
+            raise BadParam(
+                f"bench case {self.name!r}: with lengths it is full, causal, a tree or a line, without score"
+            )
+        if self.mask == "line" and self.lengths != "none" and (self.lengths != "cache" or self.appends):
+            raise BadParam(f"bench case {self.name!r}: with lengths a line is of a cache, as it is")
+        if self.mask == "tree" and (self.lengths != "cache" or self.latent):
+            raise BadParam(f"bench case {self.name!r}: a tree is of queries on a cache of keys and values")
         if self.sinks and self.score != "none":
             raise BadParam(f"bench case {self.name!r}: with sinks it has no score")
+        if self.dropout_p and self.lengths != "none":
+            raise BadParam(f"bench case {self.name!r}: with dropout it has no lengths")
         if self.lengths == "zipf" and self.seqlen_q != self.seqlen_kv:
             raise BadParam(
                 f"bench case {self.name!r}: sequences of Zipf lengths have as many keys as queries"
@@ -98,6 +126,18 @@ class Case:
             raise BadParam(f"bench case {self.name!r}: only a cache has pages or padding, or is appended to")
         if self.left_padding and (self.appends or self.sinks):
             raise BadParam(f"bench case {self.name!r}: with padding it has no sinks, and nothing to append")
+        if self.codes and (self.lengths != "cache" or self.appends):
+            raise BadParam(f"bench case {self.name!r}: only a cache has codes, and nothing is appended to it")
+        if self.token_scales and (self.latent or not self.codes):
+            raise BadParam(f"bench case {self.name!r}: tokens have scales where rows of a cache are codes")
+        if self.latent and (self.lengths != "cache" or self.left_padding or self.appends or self.sinks):
+            raise BadParam(
+                f"bench case {self.name!r}: a latent cache has lengths and codes, and nothing else"
+            )
+        if self.topk and (not self.latent or self.codes or self.seqlen_q > 1 or self.topk > self.seqlen_kv):
+            raise BadParam(
+                f"bench case {self.name!r}: topk is tokens of a latent cache of 16 bits, for one query"
+            )
         if self.is_backward and self.lengths == "cache":
             raise BadParam(f"bench case {self.name!r}: a cache has no gradients")
         if self.deterministic and not self.is_backward:
@@ -116,12 +156,12 @@ class Case:
     @property
     def is_dense(self) -> bool:
         """Whether the case needs a mask array."""
-        return self.mask in ("random", "random_causal", "documents", "blocks")
+        return self.mask in ("random", "random_causal", "documents", "blocks", "line")
 
     @property
     def is_causal(self) -> bool:
         """Whether the diagonal alone, or beside a dense mask, bounds the keys."""
-        return self.mask in ("causal", "random_causal")
+        return self.mask in ("causal", "random_causal", "tree")
 
     @property
     def is_backward(self) -> bool:
@@ -159,11 +199,13 @@ class Case:
         """Query-key pairs of one head that count as work, in the mean of the sequences.
 
         Where sequences have lengths, the visible ones. Else half of all for ``causal``, the exact number of
-        visible pairs for ``window``, ``documents`` and ``blocks``, all for ``random``: no tile of a random
-        mask is empty, so no kernel can leave any out. ``random_causal`` counts as ``causal``.
+        visible pairs for ``window``, ``documents``, ``blocks`` and ``line``, all for ``random``: no tile of a
+        random mask is empty, so no kernel can leave any out. ``random_causal`` counts as ``causal``.
         """
         everything = self.seqlen_q * self.seqlen_kv
-        if self.lengths != "none":
+        if self.topk:
+            return self.topk
+        if self.lengths != "none" and not self.line:
             return sum(_visible_pairs(self.is_causal, *lengths) for lengths in self.sequences) / self.batch
         if self.is_causal:
             return everything / 2
@@ -174,6 +216,8 @@ class Case:
             sizes = (np.diff(np.append(np.arange(0, n, BLOCK), n)) for n in (self.seqlen_q, self.seqlen_kv))
             rows, keys = sizes
             return int(rows @ self.listed_blocks() @ keys)
+        if self.mask == "line":
+            return self.visible_by_line().pairs
         if self.mask == "documents":
             return everything - int(np.count_nonzero(self.hidden(np.random.default_rng(0))))
         return everything
@@ -194,18 +238,25 @@ class Case:
         operator = OPERATORS["attention_backward" if self.is_backward else "attention"].without_lengths
         sizes = {name: getattr(self, name) for name in ("batch", "seqlen_q", "seqlen_kv", "head_dim")}
         sizes |= {"num_heads_q": self.num_heads_q, "num_heads_kv": self.num_heads_kv}
+        sizes |= {"seqlen_kv": self.topk} if self.topk else {}
         required = [argument for argument in operator.arguments if not argument.optional]
-        return total_bytes(required, sizes | {"head_dim_v": self.width_v}, self.dtype)
+        if self.latent:
+            required = [argument for argument in required if argument.name != "v"]
+        moved = total_bytes(required, sizes | {"head_dim_v": self.width_v}, self.dtype)
+        if not self.codes:
+            return moved
+        saved = self.head_dim + (0 if self.latent else self.width_v) - (8 if self.token_scales else 0)
+        return moved - self.batch * self.seqlen_kv * self.num_heads_kv * saved
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of k and v that some query may see, read once: the bound of decoding. With a window they
         begin with the first key of its first query.
         """
-        keys = self.seqlen_kv
+        keys = self.topk or self.seqlen_kv
         if self.mask == "window":
             keys = min(keys, self.window + self.seqlen_q)
-        width = self.head_dim + self.width_v
+        width = self.head_dim + (0 if self.latent else self.width_v)
         return self.batch * keys * self.num_heads_kv * width * DTYPE_BYTES[self.dtype]
 
     def slopes(self) -> np.ndarray:
@@ -225,10 +276,23 @@ class Case:
             document_q = np.arange(self.seqlen_q) * self.documents // self.seqlen_q
             document_kv = np.arange(self.seqlen_kv) * self.documents // self.seqlen_kv
             return document_q[:, None] != document_kv[None, :]
+        if self.mask == "line":
+            return self.visible_by_line().hidden()
         if self.mask == "blocks":
             hidden = ~self.listed_blocks().repeat(BLOCK, 0)[: self.seqlen_q]
             return hidden.repeat(BLOCK, 1)[:, : self.seqlen_kv]
         raise BadParam(f"bench case {self.name!r} has no mask array: its mask is {self.mask!r}")
+
+    def visible_by_line(self) -> Line:
+        """The mask by a line; the queries are the last positions of the keys."""
+        return line_of(self.line, self.seqlen_kv).of_last(self.seqlen_q)
+
+    def tree(self) -> np.ndarray:
+        """The words of a binary tree of drafts, the same for all sequences: int64, (seqlen_q,)."""
+        words: list[int] = []
+        for draft in range(self.seqlen_q):
+            words.append((words[(draft - 1) // 2] if draft else 0) | 1 << draft)
+        return np.array(words, np.uint64).view(np.int64)
 
     def listed_blocks(self) -> np.ndarray:
         """The visible blocks of the mask "blocks", always the same: bool (blocks of rows, blocks of keys).
@@ -238,16 +302,6 @@ class Case:
         listed = np.random.default_rng(0).random((rows, keys)) < VISIBLE_BLOCKS
         listed[np.arange(rows), np.arange(rows) * keys // rows] = True
         return listed
-
-
-def zipf_lengths(count: int, mean: int) -> list[int]:
-    """Lengths of ``count`` sequences that fall as 1 / rank and add up to ``count`` times ``mean``, in an
-    order that is always the same.
-    """
-    ranks = np.arange(1, count + 1)
-    lengths = np.floor(count * mean / (ranks * (1 / ranks).sum())).astype(int)
-    lengths[0] += count * mean - lengths.sum()
-    return np.random.default_rng(0).permutation(lengths).tolist()
 
 
 def _visible_pairs(causal: bool, seqlen_q: int, seqlen_kv: int) -> int:

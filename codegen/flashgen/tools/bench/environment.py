@@ -94,14 +94,23 @@ def gpu() -> dict[str, Any]:
     from flashgen.runtime import device
 
     if not device.available():
-        return {"gpu": None, "arch": None, "sms": None, "driver": None}
+        return dict.fromkeys(("gpu", "arch", "sms", "clock_mhz", "memory_gbps", "driver"))
     import cupy
+    from cupy.cuda import runtime
 
     here = device.device(cupy.cuda.Device().id)
+    clock_khz = runtime.deviceGetAttribute(runtime.cudaDevAttrClockRate, here.ordinal)
     driver = _output(
         "nvidia-smi", f"--id={here.ordinal}", "--query-gpu=driver_version", "--format=csv,noheader"
     )
-    return {"gpu": here.name, "arch": here.arch, "sms": here.num_sms, "driver": driver}
+    return {
+        "gpu": here.name,
+        "arch": here.arch,
+        "sms": here.num_sms,
+        "clock_mhz": clock_khz // 1000,
+        "memory_gbps": here.memory_gbps,
+        "driver": driver,
+    }
 
 
 def _output(program: str, *arguments: str) -> str | None:

@@ -14,6 +14,8 @@ from ml_dtypes import bfloat16
 
 from flashgen.errors import DeviceTypeNotSupported
 from flashgen.runtime.device import device
+from flashgen.tools.bench.cases import DROPOUT_SEED
+from flashgen.tools.bench.lines import line_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,11 +30,14 @@ class Inputs:
     ``q`` is (batch, seqlen_q, num_heads_q, head_dim), ``k`` (batch, seqlen_kv, num_heads_kv, head_dim),
     ``v`` and ``out`` the same with head_dim_v, all contiguous; ``mask`` is bool (seqlen_q, seqlen_kv),
     True = hidden, or None; ``slopes`` is float32 (num_heads_q,), for ALiBi, or None, and so are ``sinks``.
-    ``block_indptr`` and ``block_indices``, int32, are the mask "blocks" as lists.
+    ``dropout_seed`` is int64 (2,), with dropout.
+    ``block_indptr`` and ``block_indices``, int32, are the mask "blocks" as lists, ``line`` is a Mask.
 
     Packed, they are (tokens, heads, ...), with ``cu_seqlens_q`` and ``cu_seqlens_kv``. A cache has
-    ``kv_lengths``, with padding ``kv_starts`` and, if k and v are (num_pages, page_size, ...), ``pages``.
-    What is appended to it are ``k_new`` and ``v_new``; ``cos`` and ``sin`` come from `quarter_turns`.
+    ``kv_lengths``, of codes ``k_scale`` and ``v_scale``, with padding ``kv_starts``, with a tree
+    ``tree``, int64 (batch, seqlen_q), with topk ``indices``, int32 (batch, 1, topk), and, if k and v are
+    (num_pages, page_size, ...), ``pages``. What is appended to it are ``k_new`` and ``v_new``; ``cos`` and
+    ``sin`` come from `quarter_turns`.
 
     For a backward pass ``dout`` is as out, and ``dq``, ``dk`` and ``dv`` are as q, k and v, ``dsinks`` as
     sinks; out and ``lse``, float32 (batch, num_heads_q, seqlen_q) or (num_heads_q, tokens), are then for the
@@ -46,12 +51,18 @@ class Inputs:
     mask: Any | None
     slopes: Any | None = None
     sinks: Any | None = None
+    dropout_seed: Any | None = None
     block_indptr: Any | None = None
     block_indices: Any | None = None
+    line: Any | None = None
     cu_seqlens_q: Any | None = None
     cu_seqlens_kv: Any | None = None
     kv_lengths: Any | None = None
     kv_starts: Any | None = None
+    tree: Any | None = None
+    indices: Any | None = None
+    k_scale: Any | None = None
+    v_scale: Any | None = None
     pages: Any | None = None
     k_new: Any | None = None
     v_new: Any | None = None
@@ -151,8 +162,23 @@ def filled(
         ends = np.append(0, np.cumsum(listed.sum(1))).astype(np.int32)
         arrays["block_indptr"] = place(ends[None, None])
         arrays["block_indices"] = place(np.nonzero(listed)[1].astype(np.int32))
+    if case.line:
+        from flashgen import Mask
+
+        line, params = line_of(case.line, case.seqlen_kv).of_mask(case.line)
+        # An array of one element has one for each batch entry.
+        arrays_of_line = {
+            name: np.repeat(x, case.batch) if x.shape == (1,) else x
+            for name, x in params.items()
+            if isinstance(x, np.ndarray)
+        }
+        on_device = {**params, **{name: place(x) for name, x in arrays_of_line.items()}}
+        arrays["line"] = Mask(line, **on_device)
     *of_inputs, of_out = shapes(case)
-    arrays |= {name: normal(shape) for name, shape in zip("qkv", of_inputs, strict=True)}
+    made = "qk" if case.latent else "qkv"
+    arrays |= {name: normal(shape) for name, shape in zip(made, of_inputs, strict=False)}
+    if case.latent:
+        arrays["v"] = arrays["k"][..., : case.width_v]
     arrays["out"] = empty(of_out)
     if case.is_backward:
         arrays["dout"] = normal(of_out)
@@ -165,14 +191,32 @@ def filled(
         arrays["sinks"] = place(case.sink_logits())
         if case.is_backward:
             arrays["dsinks"] = place(np.empty(case.num_heads_q, np.float32))
+    if case.dropout_p:
+        arrays["dropout_seed"] = place(np.array(DROPOUT_SEED, np.int64))
     if case.is_packed:
         ends = np.cumsum([(0, 0), *case.sequences], axis=0, dtype=np.int32)
         arrays |= {f"cu_seqlens_{name}": place(ends[:, n].copy()) for n, name in enumerate(("q", "kv"))}
     if case.lengths == "cache":
         length = case.seqlen_kv + case.left_padding - (case.seqlen_q if case.appends else 0)
         arrays["kv_lengths"] = place(np.full(case.batch, length, np.int32))
+    for name in made[1:] if case.codes else ():
+        from flashgen import quantize
+
+        x, per = arrays[name], "token" if case.token_scales else "head"
+        if case.latent:  # quantize takes no row as long
+            x, per = x.reshape(*x.shape[:-2], -1, 64), "tensor"
+        codes, scale = quantize(x, per)
+        scale = scale if case.token_scales else scale.reshape(-1)
+        arrays |= {name: codes.reshape(arrays[name].shape), f"{name}_scale": scale}
+    if case.latent and case.codes:
+        arrays |= {"v": arrays["k"][..., : case.width_v], "v_scale": arrays["k_scale"]}
     if case.left_padding:
         arrays["kv_starts"] = place(np.full(case.batch, case.left_padding, np.int32))
+    if case.mask == "tree":
+        arrays["tree"] = place(np.tile(case.tree(), (case.batch, 1)))
+    if case.topk:
+        lists = [rng.permutation(case.seqlen_kv)[: case.topk] for _ in range(case.batch)]
+        arrays["indices"] = place(np.array(lists, np.int32)[:, None])
     if case.page_size:
         order = rng.permutation(shapes(case)[1][0]).astype(np.int32)
         arrays["pages"] = place(order.reshape(case.batch, -1))

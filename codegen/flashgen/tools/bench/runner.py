@@ -14,7 +14,7 @@ from flashgen.errors import BadParam
 from flashgen.tools.bench import agreement
 from flashgen.tools.bench.environment import describe
 from flashgen.tools.bench.grids import find_grid
-from flashgen.tools.bench.peers.registry import OURS, choose_peers
+from flashgen.tools.bench.peers.registry import DROPPING, OURS, choose_peers
 from flashgen.tools.bench.results import Measurement, Report, Row
 from flashgen.tools.bench.table import line, print_tables
 from flashgen.tools.bench.timing import Step, input_sets, step_of, time_interleaved
@@ -60,7 +60,7 @@ def run(
             f"rounds must be at least 1 and sample_ms positive; they were {rounds} and {sample_ms}"
         )
     chosen_grid = (find_grid(grid) if isinstance(grid, str) else grid).choose(dtypes, where)
-    chosen, left_out = choose_peers(peers or chosen_grid.peers or None)
+    chosen, left_out = choose_peers(peers or chosen_grid.peers or None, needed=bool(peers))
     host = _host(chosen)
     seed = int(np.random.SeedSequence().entropy % 2**32) if seed is None else seed
     report = Report(
@@ -122,8 +122,12 @@ def _prepare(
     reference = None
     for peer in peers:
         reason = peer.declines(case)
-        if (case.sinks or case.left_padding) and not peer.name.startswith(OURS):
-            reason = "timed without sinks and padding"
+        ours_alone = case.sinks or case.left_padding or case.codes or case.latent or case.mask == "tree"
+        ours_alone = ours_alone or (case.line and case.lengths != "none")
+        if ours_alone and not peer.name.startswith(OURS):
+            reason = "timed without sinks, padding, codes, latent caches, trees, and lines on caches"
+        if case.dropout_p and not peer.name.startswith((OURS, *DROPPING)):
+            reason = "timed without dropout"
         if reason is not None:
             measurements[peer.name] = Measurement(peer.name, note=reason)
             continue
@@ -176,7 +180,8 @@ def _first_call(
         share = None
         errors = [host.relative_error(x, y) for x, y in zip(results, reference, strict=True)]
         error = float(np.max(errors))  # NaN where one is
-        agrees = error <= agreement.PEER_TOLERANCE[case.dtype]  # False for NaN too
+        tolerance = getattr(peer, "tolerance", agreement.PEER_TOLERANCE[case.dtype])
+        agrees = error <= tolerance  # False for NaN too
     measurement = Measurement(
         peer.name,
         error_share=share,

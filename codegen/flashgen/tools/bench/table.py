@@ -8,6 +8,7 @@ from rich.table import Table
 
 from flashgen.tools.bench.peers.registry import OURS
 from flashgen.tools.bench.results import figure
+from flashgen.tools.bench.roofline import roofline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,6 +65,9 @@ def cases_table(report: Report) -> Table:
     table.add_column(f"{OURS} ± IQR", justify="right", no_wrap=True)
     if with_baselines:
         table.add_column("of its baseline", justify="right", no_wrap=True)
+    with_limits = any(roofline(row.case, environment) for row in report.rows)
+    if with_limits:
+        table.add_column("of the limit", justify="right", no_wrap=True)
     peers = [name for name in report.peers if name != OURS]
     for name in peers:
         table.add_column(f"{name} (ratio)", justify="right", no_wrap=True)
@@ -73,11 +77,17 @@ def cases_table(report: Report) -> Table:
         cells = [row.case.name, cell(report, row, OURS)]
         if with_baselines:
             cells.append(_baseline(report, row))
+        if with_limits:
+            cells.append(_of_limit(report, row))
         cells += [cell(report, row, name) for name in peers]
         if report.best_of:
             cells.append(_best(row))
         table.add_row(*cells)
     table.caption = "ratio: flashgen's speed over the peer's; ≠: disagrees, so no ratio; –: does not apply"
+    if with_limits:
+        table.caption += (
+            "; of the limit: the share of what the GPU's highest clock and memory rate allow, and which"
+        )
     return table
 
 
@@ -141,6 +151,12 @@ def _figure(report: Report, case: Case, timing: Timing) -> str:
 def _best(row: Row) -> str:
     best = row.best_rival()
     return "–" if best is None else f"{best[0]:.2f}× {best[1]}"
+
+
+def _of_limit(report: Report, row: Row) -> str:
+    """The share of the GPU's limit that flashgen reaches, and what the limit is."""
+    limits, ours = roofline(row.case, report.environment), row.measurements[OURS].timing
+    return "–" if limits is None or ours is None else f"{limits.floor_ms / ours.median_ms:.0%} {limits.limit}"
 
 
 def _baseline(report: Report, row: Row) -> str:

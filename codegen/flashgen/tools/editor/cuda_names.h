@@ -38,6 +38,7 @@ __device__ float __fadd_rd(float a, float b);
 __device__ float __fsub_ru(float a, float b);
 __device__ float __fdividef(float a, float b);
 __device__ int __ffs(int bits);
+__device__ int __popc(unsigned bits);
 __device__ int __dp4a(int a, int b, int sum);
 __device__ unsigned __dp4a(unsigned a, unsigned b, unsigned sum);
 __device__ unsigned __byte_perm(unsigned a, unsigned b, unsigned selector);

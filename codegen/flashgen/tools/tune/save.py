@@ -1,20 +1,17 @@
-"""Writing down who won: for one GPU of a user, or in a spec file."""
+"""Writing down who won, for one GPU of a user."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from flashgen import __version__
-from flashgen.toolchain import atomic
 from flashgen.toolchain.compile import compiler_version
 from flashgen.tools.bench import environment
-from flashgen.tools.tune.specedit import edited
 from flashgen.tools.tune.userfile import Measured, Written, merge
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
-    from pathlib import Path
 
     from flashgen.families.model import Point, Spec
     from flashgen.tools.tune.ranking import Ranking
@@ -29,16 +26,6 @@ def in_users_files(
         merge(spec, gpu, _winners([r for r in rankings if r.subject.spec.name == name]), folder)
         for name, spec in specs.items()
     ]
-
-
-def in_spec(path: Path, rankings: Sequence[Ranking]) -> bool:
-    """Bring the winners into the rows of the spec file; see `specedit.edited`. Tells whether it changed."""
-    before = path.read_bytes()
-    after = edited(path, before, _winners(rankings))
-    if after == before:
-        return False
-    atomic.replace(path, after)
-    return True
 
 
 def _winners(rankings: Sequence[Ranking]) -> dict[Point, Measured | None]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import yaml
 from filelock import FileLock
 
 from flashgen.families import tunedrows
 from flashgen.families.check import examine
 from flashgen.families.tuned import Tuned, path_for
 from flashgen.toolchain import atomic
-from flashgen.tools.tune.rows import row_text
 
 if TYPE_CHECKING:
     import os
@@ -56,7 +56,7 @@ def merge(
         rows = {row.point: Measured(row.tile, row.efficiency, row.measured) for row in present} | winners
         domain = (*spec.axes, "target")
         lines = [
-            f"  - {row_text(_members(dict(zip(domain, point, strict=True)), row))}"
+            f"  - {_row_text(_members(dict(zip(domain, point, strict=True)), row))}"
             for point, row in rows.items()
             if row is not None
         ]
@@ -81,6 +81,11 @@ def read(
     return tunedrows.read(Tuned(path, gpu, path.read_bytes()), checked.file, checked.content, checked.table)
 
 
+def _row_text(members: Mapping[str, Any]) -> str:
+    """A row on one line: ``{head_dim: 64, dtype: fp16, ...}``."""
+    return yaml.safe_dump(dict(members), default_flow_style=True, sort_keys=False, width=1 << 20).strip()
+
+
 def _members(point: Mapping[str, Any], row: Measured) -> dict[str, Any]:
     members = {**point, **row.tile, "efficiency": row.efficiency}
     return {**members, "measured": dict(row.how)} if row.how else members
@@ -90,6 +95,6 @@ def _head(spec: Spec, gpu: str) -> list[str]:
     return [
         f"# Tiles of {spec.name} that `flashgen tune --write` measured on this GPU. Dispatch prefers them to",
         "# the ordinary ones there. A row, or the whole file, may be deleted. `measured` is for people.",
-        row_text({"gpu": gpu})[1:-1],
+        _row_text({"gpu": gpu})[1:-1],
         "tiles:",
     ]

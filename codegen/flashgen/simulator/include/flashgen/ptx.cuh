@@ -60,6 +60,15 @@ inline uint32_t pack_e4m3(float low, float high,
     return flashgen::simulator::float_to_e4m3(low) | uint32_t{flashgen::simulator::float_to_e4m3(high)} << 8;
 }
 
+template <typename Element>
+inline uint32_t unpack_e4m3(uint32_t codes,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(codes, where);
+    const float low = flashgen::simulator::e4m3_to_float(static_cast<uint8_t>(codes));
+    const float high = flashgen::simulator::e4m3_to_float(static_cast<uint8_t>(codes >> 8));
+    return pack<Element>(low, high, where);
+}
+
 inline float exp2_approx(float x, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::check_register(x, where);
     ++flashgen::simulator::this_thread().block->counters->exp2;
@@ -193,6 +202,13 @@ inline void cp_async_commit() { flashgen::simulator::copy_commit(); }
 template <int kPending>
 inline void cp_async_wait() {
     flashgen::simulator::copy_wait(kPending);
+}
+
+inline uint32_t load_shared_16(shared_address source,
+                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint16_t value;
+    flashgen::simulator::load_shared(&value, source, 2, where);
+    return value;
 }
 
 inline uint32_t load_shared_32(shared_address source,

@@ -10,4 +10,7 @@ struct fp16 {
 struct bf16 {
     uint16_t bits;
 };
+struct e4m3 {
+    uint8_t bits;
+};
 using fp32 = float;

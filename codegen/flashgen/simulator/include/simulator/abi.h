@@ -125,8 +125,10 @@ typedef struct SimCounters {
     uint64_t mma_m16n8k16_f16;
     uint64_t mma_m16n8k16_bf16;
     uint64_t mma_m16n8k8_tf32;
+    uint64_t mma_m16n8k32_e4m3;
     uint64_t wgmma_f16;  /* of warpgroups */
     uint64_t wgmma_bf16; /* of warpgroups */
+    uint64_t wgmma_e4m3; /* of warpgroups */
     uint64_t ldmatrix;
     uint64_t stmatrix;
     uint64_t cp_async;

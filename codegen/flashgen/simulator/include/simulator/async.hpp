@@ -52,7 +52,7 @@ bool barrier_any(int id, int threads, bool predicate, Location where);
 // setmaxnreg.
 void set_registers(int count, bool increase, Location where);
 
-// Matrix products of a warpgroup, 64 x 2 * `count` x 16. `a` is null where the left operand lies under `a_descriptor`.
+// Matrix products of a warpgroup, 64 x 2 * `count` x 16, or x 32 where elements are e4m3. `a` is null where the left operand lies under `a_descriptor`.
 enum class Major { k, mn };
 struct WarpgroupProduct {
     bool bf16;
@@ -64,6 +64,7 @@ struct WarpgroupProduct {
     Major a_major;
     Major b_major;
     bool accumulate;
+    bool e4m3 = false;
 };
 void multiply_warpgroup(const WarpgroupProduct& product, Location where);
 
@@ -80,6 +81,22 @@ void multiply_step(bool bf16, float (&d)[kCount], const uint32_t* a, uint64_t a_
                         .a_major = a_major,
                         .b_major = b_major,
                         .accumulate = accumulate != 0},
+                       where);
+}
+
+// The same of e4m3. Both operands are K-major.
+template <int kCount>
+void multiply_step_e4m3(float (&d)[kCount], const uint32_t* a, uint64_t a_descriptor, uint64_t b, int accumulate, Location where) {
+    multiply_warpgroup({.bf16 = false,
+                        .accumulator = d,
+                        .count = kCount,
+                        .a = a,
+                        .a_descriptor = a_descriptor,
+                        .b_descriptor = b,
+                        .a_major = Major::k,
+                        .b_major = Major::k,
+                        .accumulate = accumulate != 0,
+                        .e4m3 = true},
                        where);
 }
 

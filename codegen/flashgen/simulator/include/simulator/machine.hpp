@@ -87,7 +87,7 @@ void block_barrier(int id, int threads, Location where);
 // ldmatrix.x4, stmatrix.x4, and mma.sync with fp32 accumulators.
 void load_matrices(uint32_t (&fragment)[4], uint32_t row, bool transposed, Location where);
 void store_matrices(uint32_t row, const uint32_t (&matrices)[4], Location where);
-enum class MatrixProduct { m16n8k16_f16, m16n8k16_bf16, m16n8k8_tf32 };
+enum class MatrixProduct { m16n8k16_f16, m16n8k16_bf16, m16n8k8_tf32, m16n8k32_e4m3 };
 void multiply_matrices(MatrixProduct kind, float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                        Location where);
 

@@ -74,6 +74,59 @@ inline uint8_t float_to_e4m3(float value) {
     return static_cast<uint8_t>(sign | (8 * (exponent + 6) + steps));
 }
 
+// cvt.rn.f16x2.e4m3x2 of one code, which a float holds as well.
+inline float e4m3_to_float(uint8_t code) {
+    const int exponent = code >> 3 & 15, steps = code & 7;
+    if ((code & 0x7f) == 0x7f) return std::bit_cast<float>(kCanonicalNan32);
+    const float size = exponent == 0 ? std::ldexp(float(steps), -9) : std::ldexp(float(8 + steps), exponent - 10);
+    return code & 0x80 ? -size : size;
+}
+
+// The value of a code, but for its sign, is `fraction` * 2^(exponent - 3). NaN has the fraction -1.
+struct E4m3 {
+    int fraction;
+    int exponent;
+};
+
+inline E4m3 decode_e4m3(uint8_t code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    if ((code & 0x7f) == 0x7f) return {-1, 0};
+    return exponent == 0 ? E4m3{fraction, -6} : E4m3{8 + fraction, exponent - 7};
+}
+
+// A sum of the e4m3 tensor core: cut off towards zero after 13 bits of fraction.
+inline double truncate_to_13_bits(double value) {
+    if (value == 0.0 || !std::isfinite(value)) return value;
+    const int exponent = std::ilogb(value);
+    return std::ldexp(std::trunc(std::ldexp(value, 13 - exponent)), exponent - 13);
+}
+
+constexpr int kDepthE4m3 = 32;  // products of an e4m3 instruction
+
+// sum + a . b in the e4m3 tensor core; `left` is a, decoded. Products and the sum are cut off at 2^-13 of the largest of them, by exponent.
+inline float add_products_e4m3(float sum, const uint8_t* a, const E4m3* left, const uint8_t* b) {
+    E4m3 right[kDepthE4m3];
+    int largest = sum == 0.0f || !std::isfinite(sum) ? -1000 : std::ilogb(sum);
+    bool is_nan = !std::isfinite(sum);
+    for (int k = 0; k < kDepthE4m3; ++k) {
+        right[k] = decode_e4m3(b[k]);
+        is_nan |= left[k].fraction < 0 || right[k].fraction < 0;
+        if (left[k].fraction * right[k].fraction != 0) largest = std::max(largest, left[k].exponent + right[k].exponent);
+    }
+    if (is_nan) return std::bit_cast<float>(kCanonicalNan32);
+    if (largest == -1000) return 0.0f;
+    int64_t units = 0;  // of 2^(largest - 13)
+    for (int k = 0; k < kDepthE4m3; ++k) {
+        const int fraction = left[k].fraction * right[k].fraction;
+        // fraction counts 2^(exponents - 6).
+        const int shift = left[k].exponent + right[k].exponent - largest + 7;
+        const int64_t size = fraction == 0 || shift < -16 ? 0 : shift >= 0 ? int64_t{fraction} << shift : fraction >> -shift;
+        units += (a[k] ^ b[k]) & 0x80 ? -size : size;
+    }
+    const double carried = std::trunc(std::ldexp(static_cast<double>(sum), 13 - largest));
+    return static_cast<float>(truncate_to_13_bits(std::ldexp(static_cast<double>(units) + carried, largest - 13)));
+}
+
 // ex2.approx.ftz.f32: subnormal arguments and results are zeros.
 inline float exp2_ftz(float x) {
     const float y = std::exp2(x);

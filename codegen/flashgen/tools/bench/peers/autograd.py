@@ -7,6 +7,8 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from flashgen.tools.bench.cases import DROPOUT_SEED
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -23,7 +25,11 @@ class TorchPeer:
     hosts = ("torch",)
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
-        """As `Peer.prepare`."""
+        """As `Peer.prepare`. With dropout the first forward pass draws DROPOUT_SEED."""
+        if case.dropout_p:
+            import torch
+
+            torch.manual_seed(DROPOUT_SEED[0])
         return self._gradients(case, sets) if case.is_backward else self.forward(case, sets)
 
     def forward(self, case: Case, sets: Sequence[Inputs]) -> Run:

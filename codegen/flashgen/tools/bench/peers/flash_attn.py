@@ -56,6 +56,8 @@ class FlashAttn(TorchPeer):
     def forward(self, case: Case, sets: Sequence[Inputs]) -> Run:
         function = importlib.import_module(_FUNCTIONS[self._generation]).flash_attn_func
         options: dict[str, Any] = {"softcap": SOFTCAP} if case.score == "softcap" else {}
+        if case.dropout_p:
+            options["dropout_p"] = case.dropout_p
         if case.deterministic:
             options["deterministic"] = True
         window = (case.window, 0) if case.mask == "window" else (-1, -1)

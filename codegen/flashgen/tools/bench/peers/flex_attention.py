@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from flashgen.errors import BadParam
 from flashgen.tools.bench.cases import SOFTCAP
 from flashgen.tools.bench.peers.autograd import TorchPeer
 from flashgen.tools.bench.peers.base import torch_unavailable
@@ -12,6 +13,7 @@ from flashgen.tools.bench.peers.base import torch_unavailable
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from flashgen.call.mask import Mask
     from flashgen.tools.bench.cases import Case
     from flashgen.tools.bench.hosts import Inputs
     from flashgen.tools.bench.peers.base import Run
@@ -68,6 +70,8 @@ class FlexAttention(TorchPeer):
 def _rule(case: Case, inputs: Inputs) -> Callable[[Any, Any, Any, Any], Any]:
     """Whether a query sees a key, as a function of their indices."""
     offset, window = case.seqlen_kv - case.seqlen_q, case.window
+    if inputs.line is not None:
+        return _of_line(case.line, inputs.line)
     if inputs.mask is not None:
         visible = ~inputs.mask
         if case.is_causal:
@@ -76,6 +80,37 @@ def _rule(case: Case, inputs: Inputs) -> Callable[[Any, Any, Any, Any], Any]:
     if case.mask == "causal":
         return lambda batch, head, query, key: key <= query + offset
     return lambda batch, head, query, key: (key <= query + offset) & (key >= query + offset - window)
+
+
+def _of_line(name: str, mask: Mask) -> Callable[[Any, Any, Any, Any], Any]:
+    """The rule of a mask by a line, of queries that have as many keys."""
+    params = {**mask.numbers, **mask.arrays}
+    match name:
+        case "documents":
+            doc = params["doc"]
+            return lambda b, h, q, kv: (doc[q] == doc[kv]) & (kv <= q)
+        case "documents_full":
+            doc = params["doc"]
+            return lambda b, h, q, kv: doc[q] == doc[kv]
+        case "document_starts":
+            start = params["start"]
+            return lambda b, h, q, kv: (start[q] <= kv) & (kv <= q)
+        case "documents_array":
+            hidden = params["hidden"]
+            return lambda b, h, q, kv: ~hidden[q, kv]
+        case "prefix_lm":
+            prefix = params["prefix"]
+            return lambda b, h, q, kv: (kv <= q) | (kv < prefix[0])
+        case "window_first":
+            width, first = params["width"], params["first"]
+            return lambda b, h, q, kv: (kv <= q) & ((q - kv < width) | (kv < first))
+        case "chunks":
+            size = params["size"]
+            return lambda b, h, q, kv: (q // size == kv // size) & (kv <= q)
+        case "block_causal":
+            size = params["size"]
+            return lambda b, h, q, kv: kv // size <= q // size
+    raise BadParam(f"FlexAttention has no rule of the mask {name}")
 
 
 def _modification(case: Case, inputs: Inputs) -> Callable[[Any, Any, Any, Any, Any], Any] | None:

@@ -49,8 +49,8 @@ class Flashgen:
         return None if device.available() else device.why_unavailable()
 
     def declines(self, case: Case) -> str | None:
-        if self._target is not None and not case.is_backward:
-            return "timed on gradients, whose families it tells apart"
+        if self._target is not None and not (case.is_backward or case.dropout_p or case.line):
+            return "timed on gradients, with dropout, and on masks by a line, whose families it tells apart"
         if (self._grouping or self.algorithm) and case.is_backward:
             return "gradients have one grouping and no algorithms"
         if self._grouping is not None and case.group_size == 1:
@@ -64,8 +64,12 @@ class Flashgen:
             and case.group_size == 1
             and case.mask in ("none", "causal")
             and max(case.head_dim, case.width_v) <= 128
+            and not case.dropout_p
         ):
-            return "fp16 and bf16, head_dim up to 128, full and causal, one query head per kv head only"
+            return (
+                "fp16 and bf16, head_dim up to 128, full and causal, one query head per kv head, no dropout "
+                "only"
+            )
         return None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
@@ -79,7 +83,7 @@ class Flashgen:
         operands = first.q, first.k, first.v
         plan = make_plan(*operands, out=first.out, algorithm=self.algorithm, **_options(case, first))
         examples = {"q": first.q, "k": first.k, "v": first.v, "out": first.out, "sinks": first.sinks}
-        examples |= _mask_arrays(case, first)
+        examples |= _mask_arrays(case, first) | {"dropout_seed": first.dropout_seed}
         if first.slopes is not None:
             examples["slope"] = first.slopes
         plan = self._changed(plan, examples)
@@ -90,7 +94,7 @@ class Flashgen:
             named = {} if inputs.slopes is None else {"slope": inputs.slopes}
             operands = inputs.q, inputs.k, inputs.v
             named |= _mask_arrays(case, inputs)
-            named |= {"sinks": inputs.sinks, "out": inputs.out}
+            named |= {"sinks": inputs.sinks, "dropout_seed": inputs.dropout_seed, "out": inputs.out}
             return plan(*operands, workspace=workspace, **named)
 
         return run
@@ -101,7 +105,7 @@ class Flashgen:
 
         def arrays(inputs: Inputs, *names: str) -> dict[str, Any]:
             lengths = ("cu_seqlens_q", "cu_seqlens_kv") if case.is_packed else ()
-            names = ("q", "k", "v", "out", "lse", "sinks", *lengths, *names)
+            names = ("q", "k", "v", "out", "lse", "sinks", "dropout_seed", *lengths, *names)
             named = {name: getattr(inputs, name) for name in names}
             named |= {} if case.is_packed else _mask_arrays(case, inputs)
             return named if inputs.slopes is None else named | {"slope": inputs.slopes}
@@ -141,8 +145,12 @@ class Flashgen:
         def keys(inputs: Inputs) -> tuple[Any, ...]:
             if case.is_packed:
                 return inputs.k, inputs.v
-            starts, pages = inputs.kv_starts, inputs.pages
-            return (KVCache(inputs.k, inputs.v, inputs.kv_lengths, pages=pages, starts=starts),)
+            scales = ("k_scale",) if case.latent else ("k_scale", "v_scale")
+            named = {name: getattr(inputs, name) for name in ("pages", *(scales if case.codes else ()))}
+            named |= {"starts": inputs.kv_starts, "kv_dtype": "e4m3" if case.codes else None}
+            if case.latent:
+                return (KVCache(inputs.k, None, inputs.kv_lengths, head_dim_v=case.width_v, **named),)
+            return (KVCache(inputs.k, inputs.v, inputs.kv_lengths, **named),)
 
         def appended(inputs: Inputs) -> dict[str, Any]:
             if not case.appends:
@@ -163,10 +171,14 @@ class Flashgen:
             first.q,
             *keys(first),
             causal=case.is_causal,
+            tree=first.tree,
+            mask=first.line,
+            indices=first.indices,
             out=first.out,
             **named(first),
             **appended(first),
             **bounds,
+            softmax_scale=case.head_dim**-0.5 if case.latent else None,
         )
         if case.appends:
             self.variant = plan.variant.name
@@ -175,9 +187,13 @@ class Flashgen:
             )
 
         def arrays(inputs: Inputs) -> dict[str, Any]:
-            names = ("kv_lengths", "kv_starts", "pages")
+            names = ("kv_lengths", "kv_starts", "pages", "k_scale", "v_scale", "tree")
+            if case.latent:
+                names = ("kv_lengths", "pages", "indices" if case.topk else "k_scale")
             lengths = named(inputs) or {name: getattr(inputs, name) for name in names}
-            return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": inputs.out, **lengths}
+            values = {} if case.latent else {"v": inputs.v}
+            values |= inputs.line.arguments if case.line else {}
+            return {"q": inputs.q, "k": inputs.k, **values, "out": inputs.out, **lengths}
 
         plan = self._changed(plan, arrays(first))
         return lambda index: plan(**arrays(sets[index]))
@@ -186,6 +202,103 @@ class Flashgen:
         """Memory for every call of the plan, of the library of ``like``; None where it needs none."""
         self.workspace_bytes = plan.workspace_bytes
         return plan.kind.empty((plan.workspace_bytes,), like, None, "uint8") if plan.workspace_bytes else None
+
+
+class FlashgenKept:
+    """Plans for masks by a line whose lists of blocks are there beforehand, as a mask keeps them for layers
+    after the first.
+    """
+
+    hosts = ("cupy", "torch")
+    name = "flashgen-kept"
+
+    def __init__(self) -> None:
+        self.variant: str | None = None
+
+    def unavailable(self) -> str | None:
+        return Flashgen().unavailable()
+
+    def declines(self, case: Case) -> str | None:
+        return None if case.line and case.lengths == "none" else "timed on masks by a line, without lengths"
+
+    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        from flashgen import plan as make_plan
+        from flashgen.call.compute import make_plan as plan_of
+        from flashgen.call.compute import with_kept_lists
+        from flashgen.call.record import AttentionCall, GradientCall, call_of
+        from flashgen.call.request import gradients_of, request_of
+
+        names = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv") if case.is_backward else tuple("qkv")
+        requests = []
+        for inputs in sets:
+            options = _options(case, inputs)
+            named = {name: getattr(inputs, name) for name in (*names, "out")}
+            if case.is_backward:
+                operands = inputs.q, inputs.k, inputs.v
+                forward = make_plan(*operands, out=inputs.out, return_lse=True, **options)
+                forward(*operands, out=inputs.out, lse=inputs.lse, **_mask_arrays(case, inputs))
+                options["deterministic"] = case.deterministic
+            options["mask"] = inputs.line.keep_lists()
+            record, request = (
+                (GradientCall, gradients_of) if case.is_backward else (AttentionCall, request_of)
+            )
+            requests.append(with_kept_lists(request(call_of(record, **named, **options))))
+        plan = plan_of(requests[0])
+        self.variant = plan.variant.name
+        return lambda index: plan(*requests[index].arrays)
+
+
+class FlashgenFp8:
+    """``flashgen.plan`` on e4m3 codes of the same arrays, which are made beforehand."""
+
+    hosts = ("cupy", "torch")
+    # Of ‖out - ours‖ / ‖ours‖: q, k and v lose 2.5 % each, and P as much.
+    tolerance = 0.1
+
+    def __init__(self, name: str, accumulate: str) -> None:
+        self.name = name
+        self.variant: str | None = None
+        self._accumulate = accumulate
+
+    def unavailable(self) -> str | None:
+        return Flashgen().unavailable()
+
+    def declines(self, case: Case) -> str | None:
+        plain = (case.lengths == "none" or case.is_packed) and case.score == "none" and not case.sinks
+        masks = ("none", "causal") if case.is_packed else ("none", "causal", "random", "blocks", "line")
+        if case.is_backward or not (plain and case.mask in masks):
+            return "forward, packed or of one length, without windows and scores only"
+        return "fp16 and bf16 only" if case.dtype == "fp32" else None
+
+    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        from flashgen import plan as make_plan
+        from flashgen import quantize
+
+        calls = []
+        for inputs in sets:
+            pairs = [quantize(x) for x in (inputs.q, inputs.k, inputs.v)]
+            scales = dict(zip(("q_scale", "k_scale", "v_scale"), (scale for _, scale in pairs), strict=True))
+            lengths = ("cu_seqlens_q", "cu_seqlens_kv") if case.is_packed else ()
+            scales |= {name: getattr(inputs, name) for name in lengths}
+            calls.append(([codes for codes, _ in pairs], scales | {"out": inputs.out}))
+        codes, named = calls[0]
+        longest = max(case.sequences) if case.is_packed else (None, None)
+        options = {"causal": case.is_causal} if case.is_packed else _options(case, sets[0])
+        plan = make_plan(
+            *codes,
+            **named,
+            **dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=True)),
+            dtype="e4m3",
+            accumulate=self._accumulate,
+            **options,
+        )
+        self.variant = plan.variant.name
+
+        def run(index: int) -> Any:
+            codes, named = calls[index]
+            return plan(*codes, **named, **_mask_arrays(case, sets[index]))
+
+        return run
 
 
 class FlashgenFixed:
@@ -208,8 +321,10 @@ class FlashgenFixed:
             return "timed on forward passes"
         if case.lengths not in ("cache", "packed"):
             return "sequences that have lengths, and all the same"
-        if case.sinks or case.left_padding:
-            return "no sinks, and no padding"
+        if case.sinks or case.left_padding or case.latent:
+            return "no sinks, no padding, and no latent cache"
+        if case.codes or case.mask in ("tree", "line"):
+            return "no codes, no tree and no line"
         return "no pages, and nothing to append" if case.page_size or case.appends else None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
@@ -228,6 +343,8 @@ class FlashgenFixed:
 
 def _mask_arrays(case: Case, inputs: Inputs) -> dict[str, Any]:
     """The arrays by which a plan takes the mask of a case."""
+    if inputs.line is not None:
+        return inputs.line.arguments
     if case.mask != "blocks":
         return {"mask": inputs.mask}
     return {"block_indptr": inputs.block_indptr, "block_indices": inputs.block_indices}
@@ -237,7 +354,7 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
     """The options of a call without lengths."""
     from flashgen import BlockMask
 
-    mask = inputs.mask
+    mask = inputs.mask if inputs.line is None else inputs.line
     if case.mask == "blocks":
         mask = BlockMask(inputs.block_indptr, inputs.block_indices, (BLOCK, BLOCK))
     return {
@@ -247,6 +364,8 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
         "softcap": SOFTCAP if case.score == "softcap" else None,
         "alibi_slopes": inputs.slopes,
         "sinks": inputs.sinks,
+        "dropout_p": case.dropout_p,
+        "dropout_seed": inputs.dropout_seed,
     }
 
 

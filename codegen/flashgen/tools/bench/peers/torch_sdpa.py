@@ -67,6 +67,7 @@ class TorchSdpa(TorchPeer):
                     k,
                     v,
                     attn_mask=visible[index],
+                    dropout_p=case.dropout_p,
                     is_causal=case.mask == "causal",
                     enable_gqa=case.group_size > 1,
                 )

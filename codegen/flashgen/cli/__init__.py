@@ -1,5 +1,0 @@
-"""The command line: `flashgen`, also `python -m flashgen`. One module per command."""
-
-from flashgen.cli.app import main
-
-__all__ = ["main"]

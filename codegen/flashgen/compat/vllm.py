@@ -1,0 +1,27 @@
+"""flashgen as an attention backend of vLLM, outside its tree. NEVER RUN with vLLM: tests check it against
+stubs of vLLM's interface alone.
+
+vLLM calls `register` in each of its processes, by the entry point "vllm.general_plugins". Then
+``vllm serve ... --attention-backend CUSTOM`` takes flashgen for the decoder layers of a model.
+"""
+
+from __future__ import annotations
+
+import logging
+
+_BACKEND = "flashgen.compat.vllm_backend.FlashgenBackend"
+
+
+def register() -> None:
+    """Offer flashgen as vLLM's backend CUSTOM, the name that vLLM keeps for others. Where another package has
+    taken the name, it stays there, with a warning.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if AttentionBackendEnum.CUSTOM.is_overridden():
+        logging.getLogger(__name__).warning(
+            "vLLM's attention backend CUSTOM is %s; flashgen leaves it",
+            AttentionBackendEnum.CUSTOM.get_path(),
+        )
+        return
+    register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)

@@ -1,0 +1,333 @@
+"""The operator ``attention_fp8``: attention of e4m3 codes of q, k and v.
+
+A number is its code times a scale. With the scales s_q, s_k and s_v of a head, the scores are softmax_scale
+s_q s_k q k^T of the codes, and the result is s_v times the softmax of them times the codes of v. A score
+modification gets the scores, as in ``attention``. The result has 16 bits; or it has codes too, which times
+s_out are the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, arg
+from flashgen.operators import attention, blocklists
+from flashgen.operators.arguments import (
+    DTYPE_BYTES,
+    Argument,
+    ArrayView,
+    check_devices,
+    check_strides,
+    dtype_name,
+    place,
+    shown,
+)
+from flashgen.operators.attention import ATTENTION, OF_PLAIN, SCALARS, AttentionProblem
+from flashgen.operators.kvcodes import E4M3
+from flashgen.operators.lengths import ARGUMENTS as LENGTH_ARGUMENTS
+from flashgen.operators.lengths import BOUNDS
+from flashgen.operators.operator import Axis, Number, Operator, Value, by_name, lined, modified
+from flashgen.operators.sequences import arrays_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
+    from flashgen.operators.rules import Rule
+    from flashgen.operators.scores import Score
+    from flashgen.operators.sequences import Sequence
+
+CODES = E4M3
+OUT_DTYPES = ("bf16", "fp16", CODES)
+# How the products of P and V are added: those of a KV block in the tensor core, and blocks in fp32; or all of
+# a row in the tensor core, whose sums of e4m3 products have 13 bits of fraction.
+ACCUMULATE = ("promoted", "fast")
+SCALES = ("q_scale", "k_scale", "v_scale")
+ALL_SCALES = (*SCALES, "out_scale")
+
+_LENGTHS = tuple(argument.name for argument in LENGTH_ARGUMENTS)
+_FORWARD = {x.name: x._replace(differentiable=False) for x in ATTENTION.arguments}
+ARGUMENTS = (
+    *(_FORWARD[name] for name in ("q", "k", "v", "mask")),
+    _FORWARD["out"]._replace(dtypes=OUT_DTYPES[::-1]),
+    _FORWARD["lse"],
+    *(
+        Argument(
+            name,
+            "input",
+            f"{name}_batch {name}_heads",
+            dtypes=("fp32",),
+            layout="contiguous",
+            alignment=4,
+            optional=True,
+        )
+        for name in ALL_SCALES
+    ),
+    *(_FORWARD[name] for name in ("sinks", *_LENGTHS, *blocklists.NAMES)),
+)
+OPTIONS = (
+    *("causal", "mask_type", "window_size", "block_size", "return_lse", *BOUNDS),
+    *("dtype", "out_dtype", "accumulate", "sm_margin", "score"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Problem(AttentionProblem):
+    """Shapes, strides and options of one call. ``dtype`` is "e4m3", ``out_dtype`` the dtype of the result.
+    ``scale_sizes`` are the sizes of the symbols of the scales: 1 where all batch entries or heads share one.
+    """
+
+    out_dtype: str = OUT_DTYPES[0]
+    accumulate: str = ACCUMULATE[0]
+    scale_sizes: tuple[tuple[str, int], ...] = ()
+    operator_name: ClassVar[str] = "attention_fp8"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        # Not super(), which a dataclass with slots does not find.
+        return AttentionProblem.sizes.fget(self) | dict(self.scale_sizes)
+
+    def dtype_of(self, argument: Argument) -> str:
+        return self.out_dtype if argument.name == "out" else AttentionProblem.dtype_of(self, argument)
+
+    def new_dtype(self, argument: Argument) -> str | None:
+        return self.out_dtype if argument.name == "out" else argument.dtypes[0]
+
+    def description(self) -> str:
+        return f"{AttentionProblem.description(self)}, accumulate {self.accumulate}, out {self.out_dtype}"
+
+    def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
+        return AttentionProblem.values(self, axes) | {"out_is_fp16": int(self.out_dtype == "fp16")}
+
+    def of_sequence(self, q_length: int, kv_length: int) -> Fp8Problem:
+        scales = {name: extents for name, extents in _extents(self).items() if self.has(name)}
+        return _with_scales(
+            AttentionProblem.of_sequence(self, q_length, kv_length),
+            {name: (1, heads) for name, (_, heads) in scales.items()},
+            self.out_dtype,
+            self.accumulate,
+        )
+
+
+def normalise(
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    *,
+    out: ArrayView | None = None,
+    dtype: str | None = None,
+    out_dtype: str | None = None,
+    accumulate: str | None = None,
+    q_scale: ArrayView | None = None,
+    k_scale: ArrayView | None = None,
+    v_scale: ArrayView | None = None,
+    out_scale: ArrayView | None = None,
+    **others: Any,
+) -> Fp8Problem:
+    """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``;
+    ``others`` are arguments of `attention.normalise`, which raises the same errors.
+    """
+    views = codes_of({"q": q, "k": k, "v": v}, dtype)
+    arrays = zip(ALL_SCALES, (q_scale, k_scale, v_scale, out_scale), strict=True)
+    scales = {name: view for name, view in arrays if view}
+    out_dtype, out = _out_dtype(out, out_dtype)
+    if out_scale is not None and out_dtype != CODES:
+        raise BadParam(
+            f"{arg('out_scale')} was given, and the result has dtype {out_dtype}; pass {arg('out_dtype')}="
+            f"{CODES!r}, or leave it out"
+        )
+    check_devices(views | scales)
+    accumulate = ACCUMULATE[0] if accumulate is None else accumulate
+    if accumulate not in ACCUMULATE:
+        allowed = " or ".join(map(repr, ACCUMULATE))
+        raise BadParam(f"{arg('accumulate')} is {shown(accumulate)}; expected {allowed}")
+    forward = attention.normalise(**views, out=out, of_codes=True, **others)
+    extents = {name: _scale_extents(name, view, forward.sizes) for name, view in scales.items()}
+    return _with_scales(forward, extents, out_dtype, accumulate)
+
+
+def _with_scales(
+    forward: AttentionProblem, extents: Mapping[str, tuple[int, int]], out_dtype: str, accumulate: str
+) -> Fp8Problem:
+    """The problem of codes that is ``forward`` but for the scales, of which ``extents`` has the sizes where
+    the call has the array.
+    """
+    scale_sizes = {
+        f"{name}_{symbol}": size
+        for name in ALL_SCALES
+        for symbol, size in zip(("batch", "heads"), extents.get(name, (1, 1)), strict=True)
+    }
+    kept = {field.name: getattr(forward, field.name) for field in dataclasses.fields(forward)}
+    strides = dict(zip(forward.operator.positions, forward.strides, strict=True))
+    for argument in ARGUMENTS:
+        if argument.name in ALL_SCALES:  # their own strides are never read: they are contiguous
+            there = argument.name in extents
+            strides[argument.name] = place(argument, None, scale_sizes, CODES).strides if there else None
+    rule = forward.rule and forward.rule.rule
+    operator = operator_for(forward.score, forward.lengths is not None, rule)
+    kept["strides"] = tuple(strides[argument.name] for argument in operator.arguments)
+    return Fp8Problem(
+        **kept, out_dtype=out_dtype, accumulate=accumulate, scale_sizes=tuple(scale_sizes.items())
+    )
+
+
+def _extents(problem: Fp8Problem) -> dict[str, tuple[int, int]]:
+    """How many batch entries and how many heads each scale has."""
+    sizes = dict(problem.scale_sizes)
+    return {name: (sizes[f"{name}_batch"], sizes[f"{name}_heads"]) for name in ALL_SCALES}
+
+
+def codes_of(views: Mapping[str, ArrayView], dtype: str | None) -> dict[str, ArrayView]:
+    """The views of q, k and v as e4m3. Bytes are codes where ``dtype`` says so. Raises BadParam and
+    BadTensorDtype.
+    """
+    if dtype is not None and (not isinstance(dtype, str) or dtype_name(dtype) != CODES):
+        raise BadParam(
+            f"{arg('dtype')} is {shown(dtype)}; expected {CODES!r}, for codes in uint8, or None: other "
+            "arrays say their dtype"
+        )
+    codes = {}
+    for name, view in views.items():
+        if view.dtype == "uint8" and dtype is not None:
+            view = dataclasses.replace(view, dtype=CODES)
+        if view.dtype == "uint8":
+            raise BadTensorDtype(f"{arg(name)} has dtype uint8; pass dtype={CODES!r} if it has e4m3 codes")
+        if view.dtype != CODES:
+            why = f"{arg('q_scale')}, {arg('k_scale')}, {arg('v_scale')}, out_dtype and accumulate are"
+            raise BadTensorDtype(
+                f"{arg(name)} has dtype {view.dtype}; {why} for q, k and v that are all {CODES}, as "
+                "flashgen.quantize makes them"
+            )
+        codes[name] = view
+    return codes
+
+
+def _out_dtype(out: ArrayView | None, out_dtype: str | None) -> tuple[str, ArrayView | None]:
+    """The dtype of the result, and its view, whose bytes are codes if ``out_dtype`` says so. Raises BadParam
+    and BadTensorDtype.
+    """
+    named = None if out_dtype is None else dtype_name(out_dtype) if isinstance(out_dtype, str) else ""
+    allowed = " or ".join(OUT_DTYPES)
+    if named is not None and named not in OUT_DTYPES:
+        raise BadParam(f"{arg('out_dtype')} is {shown(out_dtype)}; expected {allowed}")
+    if out is None:
+        return named or OUT_DTYPES[0], None
+    if out.dtype == "uint8" and named == CODES:
+        out = dataclasses.replace(out, dtype=CODES)
+    if out.dtype not in OUT_DTYPES:
+        raise BadTensorDtype(f"{arg('out')} has dtype {out.dtype}; of e4m3 codes it is {allowed}")
+    if named not in (None, out.dtype):
+        raise BadParam(f"{arg('out_dtype')} is {named} but {arg('out')} has dtype {out.dtype}; leave one out")
+    return out.dtype, out
+
+
+def _scale_extents(name: str, view: ArrayView, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """How many batch entries and how many heads have scales of their own. Raises BadTensorDtype,
+    BadTensorShape or BadTensorStrides.
+    """
+    if view.dtype != "fp32":
+        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; expected fp32")
+    batch, heads_kv = sizes["batch"], sizes["num_heads_kv"]
+    of_q = sizes["num_heads_q"]
+    heads = {"q_scale": {heads_kv, of_q}, "out_scale": {of_q}}.get(name, {heads_kv})
+    shape = view.shape
+    if len(shape) == 3 and shape[1] == 1:  # of `quantize`, which has scales of tokens, too
+        shape = (shape[0], shape[2])
+    extents = (1,) * (2 - len(shape)) + tuple(shape)
+    if len(extents) != 2 or extents[0] not in (1, batch) or extents[1] not in {1} | heads:
+        of_heads = " or ".join(map(str, sorted(heads)))
+        raise BadTensorShape(
+            f"{arg(name)} has shape {tuple(view.shape)}; expected one element, (heads,) or (batch, heads), "
+            f"with batch {batch} and heads {of_heads}, or 1 where they share a scale"
+        )
+    argument = next(x for x in ARGUMENTS if x.name == name)
+    check_strides(argument, view, DTYPE_BYTES["fp32"])
+    return extents
+
+
+def scale_of_heads(
+    problem: Fp8Problem, arrays: Mapping[str, np.ndarray | None], name: str, heads: int
+) -> np.ndarray:
+    """The scale of q, k, v or out, which is ``name``, of each batch entry and head: (batch, heads)."""
+    import numpy as np
+
+    scale = arrays.get(f"{name}_scale")
+    if scale is None:
+        return np.ones((problem.batch, heads), np.float32)
+    entries, count = _extents(problem)[f"{name}_scale"]
+    of_heads = np.repeat(scale.reshape(entries, count), heads // count, axis=1)
+    return np.broadcast_to(of_heads, (problem.batch, heads))
+
+
+def numbers_of(
+    problem: Fp8Problem, arrays: Mapping[str, np.ndarray | None], name: str, to: type[np.floating]
+) -> np.ndarray:
+    """The numbers that the codes of q, k, v or out stand for; codes are their bytes."""
+    from ml_dtypes import float8_e4m3fn
+
+    codes = arrays[name]
+    scale = scale_of_heads(problem, arrays, name, codes.shape[-2]).astype(to)
+    numbers = codes.view(float8_e4m3fn).astype(to)
+    numbers *= scale[:, None, :, None] if problem.batched else scale[0, :, None]
+    return numbers
+
+
+def arrays_of_sequence(
+    problem: Fp8Problem, sequence: Sequence, arrays: Mapping[str, np.ndarray | None]
+) -> dict[str, np.ndarray | None]:
+    """As `sequences.arrays_of`, of arrays that include the scales."""
+    parts = arrays_of(problem, sequence, {name: x for name, x in arrays.items() if name not in ALL_SCALES})
+    for name, (entries, heads) in _extents(problem).items():
+        scale = arrays.get(name)
+        of_entries = None if scale is None else scale.reshape(entries, heads)
+        parts[name] = None if scale is None else of_entries[min(sequence.number, entries - 1)]
+    return parts
+
+
+def check_elements(problem: Fp8Problem, arrays: Mapping[str, np.ndarray | None]) -> None:
+    """Raise BadParam for a scale that is not a finite number above 0, and for lengths and lists of key blocks
+    as `attention.check_elements`.
+    """
+    for name in ALL_SCALES:
+        scale = arrays.get(name)
+        if scale is not None and not ((scale > 0) & (scale < float("inf"))).all():
+            raise BadParam(f"{arg(name)} has an element that is not a finite number above 0")
+    attention.check_elements(problem, arrays)
+
+
+ATTENTION_FP8 = Operator(
+    name="attention_fp8",
+    arguments=ARGUMENTS,
+    options=OPTIONS,
+    scalars=SCALARS,
+    axes={name: ATTENTION.axes[name] for name in ("head_dim", "head_dim_v")}
+    | {
+        "dtype": Axis(lambda problem, value: value == problem.dtype, (CODES,)),
+        "accumulate": Axis(lambda problem, value: value == problem.accumulate, ACCUMULATE),
+        "out_codes": Axis(
+            lambda problem, value: (value == "codes") == (problem.out_dtype == CODES),
+            ("none", "codes"),
+            default="none",
+        ),
+    }
+    | {name: ATTENTION.axes[name] for name in ("mask_type", "sinks", "dropout", "gqa", "pages", "kv_starts")},
+    grid_dimensions=ATTENTION.grid_dimensions,
+    contract=by_name(normalise, without=("lse",)),
+    elements_checked=(*ALL_SCALES, *_LENGTHS, *blocklists.NAMES),
+    check_elements=check_elements,
+    of_lengths=(*_LENGTHS, *BOUNDS, "sequence_rows"),
+    of_plain=OF_PLAIN,
+)
+_WITH_LENGTHS, _PLAIN = ATTENTION_FP8.with_lengths, ATTENTION_FP8.without_lengths
+
+
+def operator_for(score: Score | None, lengths: bool = False, rule: Rule | None = None) -> Operator:
+    """``attention_fp8`` with that score modification and that mask by a line, if any, as calls with or
+    without lengths have it; no call has such a mask and lengths.
+    """
+    operator = _WITH_LENGTHS if lengths else _PLAIN
+    operator = operator if score is None else modified(operator, score)
+    return operator if rule is None else lined(operator, rule)

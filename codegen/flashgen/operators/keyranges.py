@@ -1,0 +1,193 @@
+"""The keys that a row sees under a mask by a line, as a range of its own, or within one window of all rows,
+where the line allows it.
+
+A line does if it is made, by and and or, of comparisons that can be solved for ``kv``: then kernels compare a
+key with two bounds of its row, and read no array by keys.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashgen.operators.formula import MAX_VALUE, Node, bounds, number
+from flashgen.operators.intervals import Interval, Intervals
+from flashgen.operators.masks import UNBOUNDED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashgen.operators.rules import RuleOfCall
+
+# A key past all keys.
+_FAR = number(2**30)
+_BEFORE = number(-(2**30))
+_TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+_NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
+
+
+class KeyRange(NamedTuple):
+    """The keys from ``begin`` on that are before ``end``, formulas without ``kv``; None is no bound."""
+
+    begin: Node | None = None
+    end: Node | None = None
+
+
+class Window(NamedTuple):
+    """How many keys before and after its own position a row may see, UNBOUNDED for any number."""
+
+    left: int
+    right: int
+
+
+# The distance of a key after a query; no parameter has such a name.
+_DISTANCE = Node("name", (), "kv - q", "int")
+
+
+@lru_cache(maxsize=64)
+def window_of_line(rule: RuleOfCall) -> Window:
+    """The smallest window that shows all that a mask by a line may show. Its arrays may have any elements, so
+    ``doc[b, q] == doc[b, kv] and q - kv <= reach`` has a left side, ``reach``, and no right side.
+    """
+    numbers = rule.by_name()
+    tree = _by_distance(rule.rule.tree)
+
+    def shows(low: int, high: int) -> bool:
+        """Whether a row may see a key at one of these distances."""
+
+        def leaf(node: Node) -> Interval:
+            if node is _DISTANCE:
+                return Interval(low, high)
+            value = numbers.get(str(node.value)) if node.op == "name" else None
+            return bounds(node) if value is None else Interval(value, value)
+
+        return bool(Intervals(leaf).truth(tree).can_be_true)
+
+    return Window(
+        _least(lambda side: shows(-UNBOUNDED, -side - 1)), _least(lambda side: shows(side + 1, UNBOUNDED))
+    )
+
+
+def _by_distance(node: Node) -> Node:
+    """The formula with ``kv`` written as q + (kv - q), so that q cancels where only the distance matters."""
+    if node.op == "name" and node.value == "kv":
+        return _int("+", Node("name", (), "q", "int"), _DISTANCE)
+    return Node(node.op, tuple(map(_by_distance, node.args)), node.value, node.type)
+
+
+def _least(shows_beyond: Callable[[int], bool]) -> int:
+    """The least side of a window past which a line shows nothing. One that is far longer than any sequence
+    counts as none.
+    """
+    low, high = 0, UNBOUNDED // 2
+    if shows_beyond(high):
+        return UNBOUNDED
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if shows_beyond(middle) else (low, middle)
+    return low
+
+
+def key_range(tree: Node) -> KeyRange | None:
+    """The keys that a row sees under a condition; None where they are no range, or this cannot tell."""
+    of_row = _range(tree, negated=False)
+    if of_row is None:
+        return None
+    intervals = Intervals(bounds)
+    numbers = (node for side in of_row if side is not None for node in side.walk() if node.type == "int")
+    return of_row if all(intervals.magnitude(node) <= MAX_VALUE for node in numbers) else None
+
+
+def _range(node: Node, negated: bool) -> KeyRange | None:
+    if node.op == "not":
+        return _range(node.args[0], not negated)
+    if "kv" not in node.reads():
+        all_keys, none = (_BEFORE, _FAR) if negated else (_FAR, _BEFORE)
+        return KeyRange(None, Node("where", (node, all_keys, none), None, "int"))
+    if node.op in ("and", "or"):
+        parts = [_range(arg, negated) for arg in node.args]
+        join = _both if (node.op == "and") != negated else _either
+        joined: KeyRange | None = parts[0]
+        for part in parts[1:]:
+            joined = None if joined is None or part is None else join(joined, part)
+        return joined
+    if node.op not in _TURNED:
+        return None
+    left, right = node.args
+    sign = _NEGATED[node.op] if negated else node.op
+    if "kv" in left.reads():
+        return None if "kv" in right.reads() else _solved(left, sign, right)
+    return _solved(right, _TURNED[sign], left)
+
+
+def _both(one: KeyRange, other: KeyRange) -> KeyRange:
+    return KeyRange(_joined("max", one.begin, other.begin), _joined("min", one.end, other.end))
+
+
+def _either(one: KeyRange, other: KeyRange) -> KeyRange | None:
+    """A range again where both begin with the first key, or both end with the last."""
+    if one.begin is None and other.begin is None:
+        ends = one.end, other.end
+        return KeyRange(None, None if None in ends else _int("max", *ends))
+    if one.end is None and other.end is None:
+        begins = one.begin, other.begin
+        return KeyRange(None if None in begins else _int("min", *begins))
+    return None
+
+
+def _solved(left: Node, sign: str, right: Node) -> KeyRange | None:
+    """The keys for which ``left``, which reads kv, compares so with ``right``, which does not."""
+    one = number(1)
+    if left.op == "name":
+        after = _int("+", right, one)
+        return {
+            "<": KeyRange(None, right),
+            "<=": KeyRange(None, after),
+            ">": KeyRange(after),
+            ">=": KeyRange(right),
+            "==": KeyRange(right, after),
+        }.get(sign)
+    if left.op == "neg":
+        return _solved(left.args[0], _TURNED[sign], _int("neg", right))
+    if left.op == "abs" and sign in ("<", "<="):
+        upper = _solved(left.args[0], sign, right)
+        lower = _solved(left.args[0], _TURNED[sign], _int("neg", right))
+        return None if upper is None or lower is None else _both(lower, upper)
+    if left.op not in ("+", "-", "//") or all("kv" in arg.reads() for arg in left.args):
+        return None
+    first, second = left.args
+    if left.op == "//":
+        return None if "kv" in second.reads() else _solved_quotient(first, second, sign, right)
+    if left.op == "+":
+        inner, rest = (second, first) if "kv" in second.reads() else (first, second)
+        return _solved(inner, sign, _int("-", right, rest))
+    if "kv" in first.reads():
+        return _solved(first, sign, _int("+", right, second))
+    return _solved(second, _TURNED[sign], _int("-", first, right))
+
+
+def _solved_quotient(dividend: Node, divisor: Node, sign: str, right: Node) -> KeyRange | None:
+    """``dividend // divisor`` is at least x where the dividend is at least x * divisor."""
+    at = _int("*", right, divisor)
+    after = _int("*", _int("+", right, number(1)), divisor)
+    match sign:
+        case "<":
+            return _solved(dividend, "<", at)
+        case "<=":
+            return _solved(dividend, "<", after)
+        case ">":
+            return _solved(dividend, ">=", after)
+        case ">=":
+            return _solved(dividend, ">=", at)
+        case "==":
+            begin, end = _solved(dividend, ">=", at), _solved(dividend, "<", after)
+            return None if begin is None or end is None else _both(begin, end)
+    return None
+
+
+def _joined(op: str, one: Node | None, other: Node | None) -> Node | None:
+    return other if one is None else one if other is None else _int(op, one, other)
+
+
+def _int(op: str, *args: Node) -> Node:
+    return Node(op, args, None, "int")

@@ -1,0 +1,172 @@
+"""The operator ``sparse_latent_attention``: each query attends to the tokens that its list names, as in
+DeepSeek's sparse attention (https://arxiv.org/abs/2512.02556).
+
+The cache is a latent cache, see `latent`. All heads of a query share its list, so a tile is heads of one
+query, and its keys are gathered rows of the cache. Kernels cut lists into shares as if they were the keys of
+sequences of one length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from flashgen.errors import BadParam, NullPointer, arg
+from flashgen.operators import contract, latent
+from flashgen.operators.arguments import Argument, check_devices, shown
+from flashgen.operators.attention import ATTENTION, SCALARS
+from flashgen.operators.latent import LATENT, LatentProblem
+from flashgen.operators.operator import Operator, by_name
+from flashgen.operators.sequences import sequences
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.attention_problem import AttentionProblem
+    from flashgen.operators.operator import Number, Value
+    from flashgen.operators.scores import Score
+    from flashgen.operators.sequences import Sequence
+
+NO_TOKEN = -1
+INDICES = Argument("indices", "input", "batch seqlen_q topk", dtypes=("int32",), alignment=4)
+# The arrays of lengths that a call may have.
+_LENGTHS = ("kv_lengths", "index", "pages")
+_NAMES = ("q", "k", *_LENGTHS, "out", "lse")
+ARGUMENTS = (*(LATENT.arguments[LATENT.position(name)] for name in _NAMES), INDICES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseLatentProblem(LatentProblem):
+    """Shapes, strides and options of one call: ``seqlen_kv`` is ``topk``, the entries of a list.
+
+    ``lengths`` describes the cache, of which ``most_keys`` is the room of a sequence.
+    """
+
+    @property
+    def operator(self) -> Operator:
+        return SPARSE_LATENT
+
+    @property
+    def lengths_on_device(self) -> bool:
+        return False  # all lists have the same number of entries
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return LatentProblem.sizes.fget(self) | {"topk": self.seqlen_kv}
+
+    def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
+        extents = LatentProblem.grid_extents(self, axes)
+        return extents | {"query_rows": self.group_size, "batch": self.batch * self.seqlen_q}
+
+    def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
+        """As of attention with lengths; ``seqlen_q`` is 1, since a tile has one query."""
+        return LatentProblem.values(self, axes) | {"seqlen_q": 1}
+
+    def standard(self) -> SparseLatentProblem:
+        return dataclasses.replace(self, batch=1)
+
+    def description(self) -> str:
+        return f"{LatentProblem.description(self)}, indices"
+
+
+def normalise(q: ArrayView, k: ArrayView, indices: ArrayView | None, **others: Any) -> SparseLatentProblem:
+    """The Problem of a call, or the error of the contract that it breaks. ``others`` as in
+    `latent.normalise`.
+    """
+    for name in ("causal", "mask_type"):
+        if others.get(name) not in (None, False, 0, "none"):
+            raise BadParam(
+                f"{arg(name)} is {shown(others[name])}, and {arg('indices')} was given; a query sees the "
+                f"tokens of its list alone: leave {arg(name)} out, and list no token after the query"
+            )
+    problem = latent.normalise(q, k, **others)
+    if indices is None:
+        raise NullPointer(f"{arg('indices')} is None; expected an int32 array, (batch, seqlen_q, topk)")
+    arrays = {name: others[name] for name in (*_LENGTHS, "out") if others.get(name) is not None}
+    check_devices({"q": q, "indices": indices})
+    topk = indices.shape[-1] if indices.shape else 0
+    contract.check_beside_q(INDICES, indices, problem.sizes | {"topk": topk}, problem.dtype, 0)
+    views = {"q": q, "k": k, "indices": indices} | arrays | ({"lse": None} if problem.return_lse else {})
+    fields = problem.fields_of(ARGUMENTS, views, topk=topk)
+    return SparseLatentProblem(**fields | {"seqlen_kv": topk})
+
+
+class Query(NamedTuple):
+    """One query and the keys that its list names: the problem of a call of attention with this query alone,
+    and its arrays by name. ``out`` and ``lse`` are views of the arrays of the call.
+    """
+
+    problem: AttentionProblem
+    arrays: dict[str, np.ndarray | None]
+
+
+def queries(problem: SparseLatentProblem, arrays: Mapping[str, np.ndarray | None]) -> Iterator[Query]:
+    """The queries of a call; ``arrays`` has its arrays in host memory, by name.
+
+    Raises BadParam, at the first step, for lengths or indices that contradict the problem.
+    """
+    of_call = checked_sequences(problem, arrays)
+    indices, k, lse = arrays["indices"], arrays["k"], arrays.get("lse")
+    for sequence in of_call:
+        b = sequence.number
+        for i in range(problem.seqlen_q):
+            tokens = indices[b, i][indices[b, i] != NO_TOKEN]
+            rows = _rows(sequence, k, tokens)[None]
+            one = {
+                "q": arrays["q"][b : b + 1, i : i + 1],
+                "k": rows,
+                "v": rows[..., : problem.head_dim_v],
+                "out": None if arrays.get("out") is None else arrays["out"][b : b + 1, i : i + 1],
+                "lse": None if lse is None else lse[b : b + 1, :, i : i + 1],
+            }
+            yield Query(problem.of_sequence(1, len(tokens)), one)
+
+
+def _rows(sequence: Sequence, k: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The rows of tokens of a sequence: (tokens, 1, head_dim)."""
+    if sequence.pages is None:
+        return sequence.keys(k)[tokens]
+    return k[sequence.pages[tokens // k.shape[1]], tokens % k.shape[1]]
+
+
+def checked_sequences(
+    problem: SparseLatentProblem, arrays: Mapping[str, np.ndarray | None]
+) -> list[Sequence]:
+    """The sequences of a call. Raises BadParam for lengths that contradict the problem, and for an index that
+    is neither NO_TOKEN nor a token of its sequence.
+    """
+    of_call = sequences(problem, arrays)
+    for sequence in of_call:
+        indices = arrays["indices"][sequence.number]
+        wrong = np.argwhere((indices < NO_TOKEN) | (indices >= sequence.kv_length))
+        if wrong.size:
+            i, j = wrong[0].tolist()
+            raise BadParam(
+                f"{arg('indices')}[{sequence.number}, {i}, {j}] is {indices[i, j]}; sequence "
+                f"{sequence.number} has {sequence.kv_length} tokens: expected 0 to "
+                f"{sequence.kv_length - 1}, or {NO_TOKEN} for none"
+            )
+    return of_call
+
+
+SPARSE_LATENT = Operator(
+    name="sparse_latent_attention",
+    arguments=ARGUMENTS,
+    options=("causal", "mask_type", "head_dim_v", "return_lse", "splits"),
+    scalars=SCALARS,
+    axes=LATENT.axes,
+    grid_dimensions=ATTENTION.without_lengths.grid_dimensions,
+    contract=by_name(normalise, without=("lse",)),
+    elements_checked=(*_LENGTHS, "indices"),
+    check_elements=checked_sequences,
+)
+
+
+def operator_for(score: Score | None, lengths: bool = False) -> Operator:
+    """``sparse_latent_attention``; there is no call with a score modification."""
+    assert score is None
+    return SPARSE_LATENT

@@ -1,0 +1,130 @@
+"""Random problems of latent_attention for one variant, in memory where all that belongs to no sequence is
+NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashgen.operators import latentrows
+from flashgen.operators.kvcodes import E4M3
+from flashgen.operators.latent import LatentProblem, normalise
+from flashgen.operators.lengths import LENGTH_ARRAYS
+from flashgen.operators.numbers import bfloat16_bits
+from flashgen.operators.splits import AUTO
+from flashgen.simulator import randomarrays
+from flashgen.simulator.attention_example import (
+    ROWS_AFTER,
+    check_sizes,
+    described,
+    expected_keys,
+    masked,
+    page_sizes_of,
+    splits_for,
+    worst_of_sequences,
+)
+from flashgen.simulator.example import random_rows, rows_within_nan, view_of
+
+if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
+    from flashgen.operators.reference import Verdict
+    from flashgen.simulator.example import Shape
+
+
+@dataclass(frozen=True)
+class LatentExample:
+    """A problem with its arrays in host memory by name, None for those that it lacks. bfloat16 elements are
+    their bits in uint16.
+    """
+
+    problem: LatentProblem
+    named: dict[str, np.ndarray | None]
+
+    @property
+    def arrays(self) -> tuple[np.ndarray | None, ...]:
+        """All arrays, in the operator's order."""
+        return self.problem.operator.in_order(**self.named)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The sizes of the problem, for a report."""
+        return described(self.problem, self.named["q"])
+
+    def judge(self) -> Verdict:
+        """As `AttentionExample.judge`."""
+        lengths = {name: x for name, x in self.named.items() if name in LENGTH_ARRAYS}
+        others = {name: x for name, x in self.named.items() if name not in LENGTH_ARRAYS}
+        return worst_of_sequences(self.problem, lengths, others)
+
+
+def make(variant: Variant, shape: Shape, seed: int) -> LatentExample:
+    """Normal random q and latent rows for ``variant``; outputs, and what is between rows, are NaN. Sequences
+    are as in `attention_example.make`, and raise the same errors; keys are in a cache.
+    """
+    rng = np.random.default_rng(seed)
+    head_dim, head_dim_v, _ = check_sizes(variant, shape)
+    q_lengths, kv_lengths = (
+        randomarrays.random_lengths(rng, shape.batch, most) for most in (shape.seqlen_q, shape.seqlen_kv)
+    )
+    lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTH_ARRAYS)
+    packed_q = bool(rng.integers(2))
+    if packed_q:
+        lengths["cu_seqlens_q"] = randomarrays.boundaries(q_lengths)
+        q_rows, used = randomarrays.packed(rng, q_lengths, ROWS_AFTER)
+    else:
+        q_rows, used = (shape.batch, shape.seqlen_q), None
+    q = randomarrays.used_rows(
+        rng, (*q_rows, shape.heads, head_dim), used, variant.dtype, shape.spread, shape.gap
+    )
+    if variant.axis("pages") == "paged":
+        kv_rows, used = randomarrays.paged(rng, lengths, kv_lengths, page_sizes_of(variant))
+    else:
+        kv_rows, used = randomarrays.cache_rows(rng, lengths, kv_lengths, shape)
+    k, of_codes = _latent_rows(rng, variant, shape, (*kv_rows, 1, head_dim), used)
+    out = rows_within_nan((*q_rows, shape.heads, head_dim_v), variant.dtype, shape.gap)
+    lse = np.full((q_rows[0], shape.heads, q_rows[1]), np.nan, np.float32) if shape.return_lse else None
+    if packed_q:
+        q, out, lse = q[0], out[0], None if lse is None else lse[0]
+    splits = splits_for(variant, shape)
+    scales = randomarrays.scales_of(rng, variant, shape.batch, 1)
+    scales.pop("v_scale", None)
+    of_call = {name: scale[:, None] for name, scale in scales.items()}
+    problem = normalise(
+        view_of(q, variant.dtype),
+        view_of(k, variant.dtype if not of_codes else "e4m3"),
+        **{name: None if x is None else view_of(x, "int32") for name, x in lengths.items()},
+        **randomarrays.array_views({name: scale[..., 0] for name, scale in scales.items()}),
+        kv_dtype=of_codes,
+        head_dim_v=head_dim_v,
+        out=view_of(out, variant.dtype),
+        softmax_scale=head_dim**-0.5,
+        causal=variant.mask_type == "causal",
+        max_seqlen_q=shape.seqlen_q if packed_q and splits != AUTO else None,
+        max_seqlen_kv=expected_keys(rng, shape, splits),
+        return_lse=shape.return_lse,
+        splits=splits,
+    )
+    problem = masked(problem, variant, shape)
+    return LatentExample(problem, {"q": q, "k": k, "out": out, "lse": lse, **of_call, **lengths})
+
+
+def _latent_rows(
+    rng: np.random.Generator, variant: Variant, shape: Shape, size: tuple[int, ...], used: np.ndarray
+) -> tuple[np.ndarray, str | None]:
+    """Latent rows as a variant reads them, and the kv_dtype of its calls. Rows that are not used are NaN:
+    codes, scales and elements.
+    """
+    kv_dtype = variant.axis("kv_dtype")
+    if kv_dtype == "none":
+        return randomarrays.used_rows(rng, size, used, variant.dtype, 1.0, shape.gap), None
+    if kv_dtype == E4M3:
+        return randomarrays.used_rows(rng, size, used, E4M3, 1.0, shape.gap), E4M3
+    rows = random_rows(rng, (*size[:-1], latentrows.ROW_BYTES), E4M3, 8.0, shape.gap)
+    scales = np.exp(rng.uniform(-3, -1, (*size[:-1], 4))).astype(np.float32)
+    rows[..., latentrows.SCALES] = scales.view(np.uint8)
+    rotary = bfloat16_bits(rng.standard_normal((*size[:-1], size[-1] - latentrows.HEAD_DIM_V)))
+    rows[..., latentrows.ROTARY] = rotary.view(np.uint8)
+    rows[~used] = 0xFF
+    return rows, latentrows.LAYOUT

@@ -1,0 +1,111 @@
+"""Random problems of sparse_latent_attention for one variant, in memory where rows that no list
+names are NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flashgen.operators import reference
+from flashgen.operators.lengths import LENGTH_ARRAYS
+from flashgen.operators.reference import Largest, Verdict
+from flashgen.operators.sparse_latent import NO_TOKEN, normalise, queries
+from flashgen.simulator import randomarrays
+from flashgen.simulator.attention_example import check_sizes, page_sizes_of
+from flashgen.simulator.example import random_rows, rows_within_nan, view_of
+from flashgen.simulator.latent_attention_example import LatentExample
+
+if TYPE_CHECKING:
+    from flashgen.families.variant import Variant
+    from flashgen.simulator.example import Shape
+
+# Most tokens of a sequence for each entry of a list.
+_TOKENS_PER_ENTRY = 2
+
+
+class SparseLatentExample(LatentExample):
+    """As `LatentExample`."""
+
+    def judge(self) -> Verdict:
+        """The worst verdict on the queries of the problem."""
+        verdicts = [reference.judge(*query) for query in queries(self.problem, self.named)]
+        nothing = Largest(0.0, 0.0, 0.0, ())
+        of_lse = (verdict.lse for verdict in verdicts if verdict.lse is not None)
+        return Verdict(
+            max((verdict.out for verdict in verdicts), key=lambda x: x.share, default=nothing),
+            max(of_lse, key=lambda x: x.share, default=nothing) if self.named["lse"] is not None else None,
+        )
+
+
+def random_indices(rng: np.random.Generator, lengths: np.ndarray, rows: int, topk: int) -> np.ndarray:
+    """Lists of tokens of sequences of these lengths: some are of different tokens, some name one twice, some
+    end early, some have entries that name none anywhere, and some name none at all.
+    """
+    indices = np.full((len(lengths), rows, topk), NO_TOKEN, np.int32)
+    for b, i in np.ndindex(indices.shape[:2]):
+        length = int(lengths[b])
+        kind = rng.integers(5)
+        count = min(topk, length) if kind else int(rng.integers(topk + 1)) if length else 0
+        tokens = rng.permutation(length)[:count] if kind else rng.integers(0, max(1, length), count)
+        if kind == 1:
+            tokens = tokens[: int(rng.integers(count + 1))]
+        indices[b, i, : len(tokens)] = tokens
+        if kind == 2:
+            indices[b, i, rng.random(topk) < 0.5] = NO_TOKEN
+        elif kind == 3:
+            indices[b, i] = rng.permutation(indices[b, i])
+    return indices
+
+
+def named_rows(
+    kv_rows: tuple[int, int], indices: np.ndarray, lengths: dict[str, np.ndarray | None]
+) -> np.ndarray:
+    """Which rows of a cache, (batch_kv, rows_kv), some list names."""
+    used, pages, index = np.zeros(kv_rows, bool), lengths["pages"], lengths["index"]
+    for b, lists in enumerate(indices):
+        tokens = np.unique(lists[lists != NO_TOKEN])
+        if pages is None:
+            used[b if index is None else index[b], tokens] = True
+        else:
+            used[pages[b, tokens // kv_rows[1]], tokens % kv_rows[1]] = True
+    return used
+
+
+def make(variant: Variant, shape: Shape, seed: int) -> SparseLatentExample:
+    """Normal random q and latent rows for ``variant``; rows that no list names, outputs and what is between
+    rows are NaN. ``shape.seqlen_kv`` are the entries of a list, and sequences have lengths of up to twice as
+    many tokens. Errors as of `latent_attention_example.make`.
+    """
+    rng = np.random.default_rng(seed)
+    head_dim, head_dim_v, _ = check_sizes(variant, shape)
+    topk, most = shape.seqlen_kv, _TOKENS_PER_ENTRY * shape.seqlen_kv
+    kv_lengths = randomarrays.random_lengths(rng, shape.batch, most)
+    lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTH_ARRAYS)
+    rows = shape.batch, shape.seqlen_q, shape.heads
+    q = random_rows(rng, (*rows, head_dim), variant.dtype, shape.spread, shape.gap)
+    # Between lists are tokens that no list names.
+    indices = np.zeros((*rows[:2], topk + int(rng.integers(3))), np.int32)[..., :topk]
+    indices[...] = random_indices(rng, kv_lengths, shape.seqlen_q, topk)
+    if variant.axis("pages") == "paged":
+        kv_rows, _ = randomarrays.paged(rng, lengths, kv_lengths, page_sizes_of(variant))
+    else:
+        wide = dataclasses.replace(shape, seqlen_kv=most)
+        kv_rows, _ = randomarrays.cache_rows(rng, lengths, kv_lengths, wide)
+    used = named_rows(kv_rows, indices, lengths)
+    k = randomarrays.used_rows(rng, (*kv_rows, 1, head_dim), used, variant.dtype, 1.0, shape.gap)
+    out = rows_within_nan((*rows, head_dim_v), variant.dtype, shape.gap)
+    lse = np.full((rows[0], rows[2], rows[1]), np.nan, np.float32) if shape.return_lse else None
+    arrays = {name: lengths[name] for name in ("kv_lengths", "index", "pages")} | {"indices": indices}
+    problem = normalise(
+        view_of(q, variant.dtype),
+        view_of(k, variant.dtype),
+        **{name: None if x is None else view_of(x, "int32") for name, x in arrays.items()},
+        head_dim_v=head_dim_v,
+        out=view_of(out, variant.dtype),
+        softmax_scale=head_dim**-0.5,
+        return_lse=shape.return_lse,
+        splits=shape.splits,
+    )
+    return SparseLatentExample(problem, {"q": q, "k": k, "out": out, "lse": lse, **arrays})

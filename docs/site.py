@@ -1,0 +1,205 @@
+"""The documentation as a site: `python docs/site.py` writes it to build/site.
+
+It needs the extra `site` (mkdocs-material). The pages are those that the README lists. A link to a page leads
+to the page of the site, a link to another file to a copy of it. The reference of functions follows from their
+docstrings, and the inspected kernels are pages of `flashgen inspect --html`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import flashgen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[1]
+# A fenced block, or a link outside of one.
+_FENCE_OR_LINK = re.compile(
+    r"(?P<fence>^ *```.*?^ *```$)|\[(?P<text>[^][]*)\]\((?!\w+:)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)",
+    re.M | re.S,
+)
+_SECTION = re.compile(r"^\| (?P<title>[^|]+) \| \|\n\| --- \| --- \|\n(?P<rows>(?:\|.*\n)+)", re.M)
+# Kernels that have a page: forward and backward on Hopper, and decoding.
+KERNELS = (
+    "flash_fwd_hdim128_fp16_causal_m128_sm90",
+    "flash_bwd_hdim128_bf16_causal_sm90",
+    "flash_decode_hdim128_bf16_packgqa_sm90",
+)
+_MKDOCS = """\
+site_name: flashgen
+theme:
+  name: material
+  font: false
+  features: [navigation.sections, navigation.top, search.highlight, content.code.copy]
+  palette:
+    - media: "(prefers-color-scheme: light)"
+      scheme: default
+      primary: black
+    - media: "(prefers-color-scheme: dark)"
+      scheme: slate
+      primary: black
+plugins: [search]
+validation: {anchors: warn, omitted_files: ignore}
+markdown_extensions:
+  - tables
+  - pymdownx.superfences
+  - pymdownx.highlight
+  - toc: {permalink: true, slugify: !!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}}
+"""
+
+
+def sections() -> dict[str, list[Path]]:
+    """The pages that the README lists, by the title of their table."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Documentation")[2]
+    found = {}
+    for table in _SECTION.finditer(text):
+        links = re.findall(r"\[[^]]+\]\(([^)]+)\)", re.sub(r"(?m)^(\|[^|]*\|).*$", r"\1", table["rows"]))
+        found[table["title"].strip()] = [ROOT / link for link in links]
+    return found
+
+
+def place(page: Path) -> str:
+    """The path of a page in the site's folder."""
+    path = page.relative_to(ROOT)
+    if path == Path("README.md"):
+        return "index.md"
+    return path.relative_to("docs").as_posix() if path.parts[0] == "docs" else "-".join(path.parts).lower()
+
+
+def prepare(folder: Path) -> dict[str, list[Path]]:
+    """Write the pages, and the files that they link to, into ``folder``. Returns the sections."""
+    listed = sections()
+    pages = dict.fromkeys([ROOT / "README.md", *(page for part in listed.values() for page in part)])
+    pages |= dict.fromkeys(sorted((ROOT / "docs").rglob("*.md")))
+    for page in pages:
+        target = folder / place(page)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(_with_links(page, pages, folder), encoding="utf-8")
+    (folder / "api.md").write_text(reference(), encoding="utf-8")
+    return listed
+
+
+def _with_links(page: Path, pages: dict[Path, None], folder: Path) -> str:
+    """The text of a page whose links lead to other pages of the site, and to copies of files."""
+    here = (folder / place(page)).parent
+
+    def moved(match: re.Match[str]) -> str:
+        if match["fence"]:
+            return match[0]
+        linked = (page.parent / match["path"]).resolve()
+        if linked.is_dir():
+            return match["text"]
+        target = folder / (place(linked) if linked in pages else f"files/{linked.relative_to(ROOT)}")
+        if linked not in pages:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(linked, target)
+        return f"[{match['text']}]({Path(os.path.relpath(target, here)).as_posix()}{match['anchor'] or ''})"
+
+    text = _FENCE_OR_LINK.sub(moved, page.read_text(encoding="utf-8"))
+    # Markdown in Python wants an empty line before a list.
+    return re.sub(r"(?m)^(?!\s*[-*|] |\s*\d+\. |\s*$|#)(.+)\n(?=(?:-|\*|\d+\.) )", r"\1\n\n", text)
+
+
+def reference() -> str:
+    """The page of all public functions and classes, from their signatures and docstrings."""
+    lines = ["# Reference", "", "Everything that `import flashgen` has.", ""]
+    errors = []
+    for name in flashgen.__all__:
+        value = getattr(flashgen, name)
+        doc = inspect.getdoc(value) or ""
+        if isinstance(value, type) and issubclass(value, Exception):
+            errors.append(f"| `{name}` | {as_markdown(' '.join(doc.split()))} |")
+            continue
+        lines += [f"## {name}", ""]
+        if callable(value):
+            lines += ["```python", _signature(name, value), "```", ""]
+        lines += [as_markdown(doc), ""]
+    return "\n".join(
+        [*lines, "## Errors and warnings", "", "| class | raised |", "| --- | --- |", *errors, ""]
+    )
+
+
+def as_markdown(doc: str) -> str:
+    """A docstring as Markdown: arguments, whose texts are indented, as a list, and examples as code."""
+    blocks = []
+    for block in re.split(r"\n\s*\n", doc):
+        if block.startswith(">>>"):
+            blocks.append(f"```pycon\n{block}\n```")
+            continue
+        entries = re.sub(r"\n\s+", " ", block.replace("``", "`").replace("<", "&lt;")).split("\n")
+        named = [re.sub(r"^(\w+(?:, \w+)*): ", r"- **\1**: ", entry) for entry in entries]
+        is_list = len(named) > 1 or "\n " in block
+        blocks.append("\n".join(named) if is_list and named[0].startswith("- ") else " ".join(entries))
+    return "\n\n".join(blocks)
+
+
+def _signature(name: str, value: Callable[..., object]) -> str:
+    """The signature, one parameter a line where it is long."""
+    signature = inspect.signature(value)
+    parameters = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
+            parameters.append("*")
+        # Annotations are text, of which a signature would show the quotes.
+        text = str(parameter.replace(annotation=parameter.empty))
+        if parameter.annotation is not parameter.empty:
+            variable, equals, default = text.partition("=")
+            text = f"{variable}: {parameter.annotation}" + (f" = {default}" if equals else "")
+        parameters.append(text)
+    returns = signature.return_annotation
+    arrow = "" if returns in (signature.empty, "None", None) else f" -> {returns}"
+    line = f"{name}({', '.join(parameters)}){arrow}"
+    if len(line) <= 70:
+        return line
+    return f"{name}(\n" + "".join(f"    {x},\n" for x in parameters) + f"){arrow}"
+
+
+def inspected(folder: Path) -> list[str]:
+    """Pages of `flashgen inspect --html`; their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in KERNELS:
+        command = [sys.executable, "-m", "flashgen", "inspect", name, "--html", str(folder / f"{name}.html")]
+        subprocess.run(command, check=True)
+    return list(KERNELS)
+
+
+def configuration(listed: dict[str, list[Path]], kernels: list[str]) -> str:
+    """The configuration of MkDocs; JSON is YAML as well."""
+    parts: list[object] = [{"flashgen": "index.md"}]
+    parts += [{title: [place(page) for page in pages]} for title, pages in listed.items()]
+    parts.append({"reference": ["api.md"]})
+    if kernels:
+        parts.append({"inspected kernels": [{name: f"kernels/{name}.html"} for name in kernels]})
+    return f"{_MKDOCS}nav: {json.dumps(parts)}\n"
+
+
+def main() -> None:
+    """Write the site."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "site", help="the folder of the site")
+    parser.add_argument(
+        "--kernels", action="store_true", help="with inspected kernels; needs NVRTC, nvdisasm"
+    )
+    options = parser.parse_args()
+    work = ROOT / "build" / "site-pages"
+    shutil.rmtree(work, ignore_errors=True)
+    listed = prepare(work / "docs")
+    kernels = inspected(work / "docs" / "kernels") if options.kernels else []
+    (work / "mkdocs.yml").write_text(configuration(listed, kernels), encoding="utf-8")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(work / "mkdocs.yml")]
+    sys.exit(subprocess.run([*command, "--site-dir", str(options.out.resolve())]).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,914 @@
+// flash_fwd_fp8_hdim128_e4m3_promoted_causal_sm89
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype e4m3, accumulate promoted, mask_type causal, sinks none, out_codes none,
+//           gqa mha
+// tile      block_m 128, block_n 64, warps 4, loop stages, min_blocks 2
+// block     128 threads, 32784 bytes of dynamic shared memory
+// target    sm89: GPUs of sm_89 or later whose blocks may have 101376 bytes of shared memory
+// spec      flash_fwd_fp8_sm89.yaml
+// template  flash_fwd_fp8_sm89.cu.j2
+#include "flashgen/fp8_sm89.cuh"
+
+// A thread block has kBlockM rows of queries that attend to the keys of one kv head. It visits the KV blocks that these rows attend to, the
+// last one first:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by row_sum.
+//
+// Q K^T is of e4m3 codes: scale_of_scores() has the scales of Q and K in it. P is rounded to e4m3, 2^kPBias times as large.
+//
+// Map
+//   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
+//   shared memory     SharedStorage, 32784 bytes: Q, kBlockM = 128 rows of kRowBytes = 128; blocks of K and V, kStageBytes = 8192 each.
+//   barrier           barrier_sync(kThreads): all warps, before they read data that other warps copied, and before it is overwritten
+
+using element = e4m3;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and O
+constexpr int kBlockM = 128;  // query rows of a tile
+constexpr int kBlockN = 64;  // keys of a KV block
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+
+constexpr int kWarpRows = kBlockM / kWarps;  // a warp has whole rows, so softmax needs no other warp
+constexpr int kKeyTiles = kBlockN / 8;       // MMA tiles of S along the keys
+constexpr int kDimTiles = kHeadDimV / 8;     // MMA tiles of O along the head dimension
+constexpr int kRowTiles = kWarpRows / 16;    // MMA tiles of a warp along its rows
+constexpr int kRowTileStep = 16;             // rows from a warp's MMA tile to its next
+
+constexpr int kKStages = 1;                  // blocks of K in shared memory
+constexpr int kVStages = 1;                  // and of V
+constexpr int kCopyThreads = kThreads;       // all threads share the copy of a block of K or V
+
+// Rows of V are as long as rows of K, also where V has fewer columns.
+struct SharedStorage {
+    element q[kBlockM][kHeadDim];
+    element k[kKStages][kBlockN][kHeadDim];
+    element v[kVStages][kBlockN][kHeadDim];
+    int32_t tile[4];  // the Tile: stash_tile()
+};
+constexpr int kRowBytes = kHeadDim * sizeof(element);
+constexpr int kStageBytes = kBlockN * kRowBytes;
+constexpr int kKOffset = offsetof(SharedStorage, k);
+constexpr int kVOffset = offsetof(SharedStorage, v);
+constexpr int kTileOffset = offsetof(SharedStorage, tile);
+
+struct Params {
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
+    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim); rows 16-byte aligned
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
+    bf16* out;                            // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
+    float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
+    const float* q_scale;                 // (q_scale_batch, q_scale_heads); may be null; what a code of 1 in q stands for; null is 1
+    const float* k_scale;                 // (k_scale_batch, k_scale_heads); may be null; what a code of 1 in k stands for; null is 1
+    const float* v_scale;                 // (v_scale_batch, v_scale_heads); may be null; what a code of 1 in v stands for; null is 1
+    int64_t q_batch_stride;               // strides are in elements
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t k_batch_stride;               // strides are in elements
+    int64_t k_row_stride;
+    int64_t k_head_stride;
+    int64_t v_batch_stride;               // strides are in elements
+    int64_t v_row_stride;
+    int64_t v_head_stride;
+    int64_t out_batch_stride;             // strides are in elements
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int32_t batch_size;                   // sequences
+    int32_t num_heads_q;
+    int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
+    int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
+    int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
+    int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
+    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
+    int32_t num_l2_groups;                // the last group has the remaining heads
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
+    uint64_t l2_group_tiles_divisor;      // of the tiles of an L2 group; see divide()
+    uint64_t l2_group_heads_divisor;      // of heads_per_l2_group; see divide()
+    uint64_t last_l2_group_heads_divisor; // of the heads of the last L2 group; see divide()
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    int32_t q_scale_batch;
+    int32_t q_scale_heads;
+    int32_t k_scale_batch;
+    int32_t k_scale_heads;
+    int32_t v_scale_batch;
+    int32_t v_scale_heads;
+    int32_t out_is_fp16;                  // elements of out are fp16, not bfloat16
+    float scale_log2;                     // softmax_scale * log2(e), above 0
+};
+
+// A tile: kBlockM rows of queries that attend to the keys of one kv head.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+struct Tile {
+    int batch;
+    int head;
+    int kv_head;
+    int first_row;  // the first tile of a head may begin before row 0
+};
+
+__device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
+__device__ Tile find_tile(const Params& params, int index);  // The tile with number `index` in launch order
+__device__ int num_rows(const Params& params);  // Rows of a head of the grid
+__device__ int query_of_row(const Params&, int row);  // The query of a row of a tile
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry
+__device__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride, int64_t head_stride);
+// Visits the scores of S with their rows and keys
+template <int kTiles, typename AtRow> __device__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane, AtRow at_row);
+
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+// The union of the key ranges of rows [first_row, first_row + count)
+__device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
+// The intersection of the key ranges of rows [first_row, first_row + count)
+__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
+// Masks the keys outside the range of their row
+template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
+    int first_key, int lane);
+// ====
+
+// Finishes the scores of a KV block between Q K^T and softmax
+template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+    int row_in_tile, int first_key, int lane);
+
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The KV blocks that rows [first_row, first_row + count) attend to
+__device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
+
+// The rows of a block of keys that at least one query of the sequence attends to: the rows before `end`.
+struct SeenRows {
+    int end;
+
+    __device__ __forceinline__ bool has(int row) const { return row < end; }
+
+    // The same rows, counted from `row`.
+    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+
+    // Only the rows before `count`.
+    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+};
+
+__device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number. ldmatrix reads one logical column
+// of eight consecutive rows at a time; after the permutation these eight chunks are in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+__device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
+
+// The address of a lane's part of the first MMA fragment in a row. Adding an offset to it must not change the bits that step_address() XORs.
+using LaneAddress = shared_address;
+
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
+__device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
+__device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
+__device__ LaneAddress k_lane_address(shared_address block, int lane);  // For ldmatrix of K, whose rows are the columns of the MMA
+__device__ int first_row_of(int warp);  // A warp's first row in the tile
+__device__ const element* head_k(const Params& params, const Tile& tile);  // Where K of the tile's head begins
+__device__ const element* head_v(const Params& params, const Tile& tile);  // Where V of the tile's head begins
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory
+template <int kColumns> __device__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
+    int head_dim);
+// Starts the copy of KV block `block` of a head of K, and of V
+__device__ void copy_k(const Params& params, const element* k, shared_address stage, int block);
+__device__ void copy_v(const Params& params, const element* v, shared_address stage, int block);
+__device__ void load_q(const Params& params, const Tile& tile, shared_address smem);  // Starts the copy of the tile's rows of Q
+// Stashes the tile in shared memory, because registers have no room for it
+__device__ void stash_tile(const Tile& tile, shared_address smem);
+__device__ Tile stashed_tile(shared_address smem);  // The tile that was stashed
+
+// Online softmax. An element of P is 2^(score * scale_log2 - row_max): one multiply-add and one exponential. scale_log2 includes log2(e).
+// row_max is raised, for all rows of the warp, only when some row exceeds it by more than kSlack + kPBias. P can reach 2^(kPBias + kSlack). O and
+// row_sum carry the same factor, so nothing is lost, and many blocks need no rescale and no quad reduction.
+constexpr float kSlack = 0.75f;
+// e4m3 P loses bits below 2^-6. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
+// factor cancels in O / row_sum and in the LSE.
+constexpr float kPBias = 8.0f;
+
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ float rescale_factor(float row_max, float larger);  // The factor of O and row_sum when row_max rises to `larger`
+
+// ==== row_end: the factor of O and the LSE, after the last key of a row
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A row that attends to no key has row_sum 0: its O becomes 0, its LSE -inf. Most threads need only the factor, so the LSE is computed on
+// demand.
+struct RowEnd {
+    float row_max;  // log2 domain
+    float row_sum;  // of all keys
+
+    // The factor of O.
+    __device__ __forceinline__ float factor() const { return row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum); }
+
+    // ln(sum of exp(score)).
+    __device__ __forceinline__ float lse() const { return row_sum == 0.0f ? -INFINITY : (row_max + log2_approx(row_sum)) * kLn2; }
+};
+
+__device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, from its row_max and its complete row_sum
+// ====
+
+__device__ float quad_max(float value);  // The maximum over the four lanes of a quad
+__device__ float quad_sum(float value);  // The sum over the four lanes of a quad
+
+// The state that a warp keeps of 16 of its rows, an MMA tile. The four lanes of quad g hold rows g and g + 8.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ void clear(RowTile (&rows)[kRowTiles]);  // Clears rows
+__device__ void rescale(RowTile& rows, const float (&correction)[2]);  // Multiplies O and row_sum of both rows
+// What a code of q, k or v is multiplied by, for a query head
+__device__ float load_scale(const float* scale, int batch_entries, int heads, const Params& params, const Tile& tile);
+__device__ float scale_of_scores(const Params& params, const Tile& tile);  // scale_log2 of a tile, whose scores are products of codes
+__device__ float scale_of_values(const Params& params, const Tile& tile);  // What O of a tile is multiplied by
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32, of codes
+template <int kTiles> __device__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane);
+
+// P of kTiles MMA tiles of rows, rounded and packed: the A fragment. A lane holds columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16 keys, and
+// the fragment wants 4 t to 4 t + 3: mma_pv() takes keys of V in that order, so P stays in its lane.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 4][4];
+    float left[2][2];  // of the key tile before, rows g and g + 8
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const float low = values[2 * row8], high = values[2 * row8 + 1];
+            if (j % 2 != 0) fragment[i][j / 4][j % 4 / 2 * 2 + row8] = pack_e4m3x4(left[row8][0], left[row8][1], low, high);
+            left[row8][0] = low;
+            left[row8][1] = high;
+        }
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ VAddress v_address(shared_address block, int lane);  // For ldmatrix of V, transposed
+// The address `row_step` rows down (a multiple of 8) and `chunk` chunks of 16 dims to the right
+__device__ shared_address chunk_address(VAddress lane, int row_step, int chunk);
+template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
+// Computes this lane's maximum of each row, in row_max's units
+template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+    float (&block_max)[kTiles][2]);
+// Raises row_max to the maxima of a block, and rescales O and row_sum
+template <int kTiles> __device__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows);
+// Computes P of the scores, and adds it to row_sum
+template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+// A step of online softmax
+template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+    P<kTiles>& p);
+__device__ void normalise(RowTile (&rows)[kRowTiles]);  // Divides O by the complete row_sum
+// Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing
+__device__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp, int lane);
+// Multiplies O by the scale of V, rounds it and writes it from registers
+__device__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], shared_address, int warp, int lane);
+
+// The main loop: S, softmax and P V of one KV block after another. K and V have one stage each: V of a block is fetched
+// while its scores are computed, K of the next block during P . V of this one. Other thread blocks of the SM, where there is room for
+// them, fill the gaps.
+__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
+                                          shared_address smem, int warp, int lane) {
+    const shared_address k_stage = smem + kKOffset;
+    const shared_address v_stage = smem + kVOffset;
+    const element* k = head_k(params, tile);
+    const element* v = head_v(params, tile);
+    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lane = k_lane_address(k_stage, lane);
+    const VAddress v_lane = v_address(v_stage, lane);
+    // The blocks with a key that some row of this warp attends to.
+    const KvBlocks warp_blocks = kv_blocks_of(params, min(tile.first_row + first_row_of(warp), num_rows(params) - 1), kWarpRows);
+    const float tile_scale = scale_of_scores(params, tile);
+
+    auto fetch_k = [&](int block) {
+        copy_k(params, k, k_stage, block);
+        cp_async_commit();
+    };
+    auto compute_p = [&](P<kRowTiles>& p, int block) {
+        float scores[kRowTiles][kKeyTiles][4];
+        mma_qk(scores, q_lane, k_lane);
+        finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN, lane);
+        softmax_step(scores, rows, tile_scale, p);
+    };
+
+    if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
+        fetch_k(blocks.last);
+    } else {
+        barrier_sync(kThreads);  // the stash is written; a tile without keys passes no other barrier
+    }
+
+    for (int block = blocks.last; block >= blocks.first; --block) {
+        // 1. Wait for K, and for every warp to finish with V of the previous block. Start the copy of V.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        copy_v(params, v, v_stage, block);
+        cp_async_commit();
+
+        // 2. S = Q K^T, softmax, while V is copied. A warp whose rows see no key of the block skips it.
+        P<kRowTiles> p;
+        const bool sees = block >= warp_blocks.first && block <= warp_blocks.last;
+        if (sees) compute_p(p, block);
+
+        // 3. Wait for V, and for every warp to finish with K. Start the copy of the next K.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        if (block > blocks.first) fetch_k(block - 1);
+
+        // 4. O += P V, while the next K is copied.
+        if (sees) mma_pv(rows, p, v_lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+flash_fwd_fp8_hdim128_e4m3_promoted_causal_sm89(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    const Tile tile = find_tile(params, block_index());
+    if (threadIdx.x == 0) stash_tile(tile, smem);  // registers have no room for it during the loop
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
+    RowTile rows[kRowTiles];
+    clear(rows);
+
+    // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
+    griddepcontrol_wait();
+    // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
+    griddepcontrol_launch_dependents();
+
+    main_loop(params, tile, blocks, rows, smem, warp, lane);
+
+    const Tile stored_tile = stashed_tile(smem);
+    normalise(rows);
+    store_lse(params, stored_tile, rows, warp, lane);
+    store_output(params, stored_tile, rows, smem, warp, lane);
+}
+
+// n / d for 0 <= n < 2^31. The launcher computes `divisor` from d: a multiplier in the lower half, and in the upper half the shift that follows.
+// Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
+}
+
+// The tile with number `index` in launch order.
+__device__ __forceinline__ Tile find_tile(const Params& params, int index) {
+    // Heads are launched in L2 groups: tiles of a head, which share K and V in L2, run at about the same time. Within an L2 group row blocks come
+    // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
+    const int num_heads = params.num_heads_q;
+    const int l2_group = min(divide(index, params.l2_group_tiles_divisor), params.num_l2_groups - 1);
+    const int first_head = l2_group * params.heads_per_l2_group;
+    const bool is_last = l2_group == params.num_l2_groups - 1;
+    const int l2_group_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_l2_group;
+    const int index_in_l2_group = index - first_head * params.num_row_blocks;
+    const int row_block = divide(index_in_l2_group, is_last ? params.last_l2_group_heads_divisor : params.l2_group_heads_divisor);
+    const int head_of_batch = first_head + index_in_l2_group - row_block * l2_group_heads;
+
+    Tile tile;
+    tile.batch = divide(head_of_batch, params.num_heads_divisor);
+    tile.head = head_of_batch - tile.batch * num_heads;
+    tile.kv_head = tile.head;
+    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
+    return tile;
+}
+
+// Rows of a head of the grid.
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+// The query of a row of a tile.
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
+__device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    return row * row_stride + tile.head * head_stride;
+}
+
+// Visits the scores of S with their rows and keys: kTiles MMA tiles from row `first_row` and
+// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
+// that this lane has of the row. The key of the score is lane_key + step. The steps are constants, so that comparing one takes one instruction.
+template <int kTiles, typename AtRow>
+__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
+                                               AtRow at_row) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            auto at_score = at_row(first_row + kRowTileStep * i + 8 * row8 + lane / 4, first_key + lane % 4 * 2);
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * row8 + e]);
+            }
+        }
+    }
+}
+
+// ==== visible: which keys a row attends to, and which blocks of keys need a mask
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The union of the key ranges of rows [first_row, first_row + count). A range never begins or ends before the range of the previous row. KV
+// blocks outside of the union are not visited.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The intersection of the key ranges of rows [first_row, first_row + count). A KV block within it needs no mask.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+// Masks the keys outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
+template <int kTiles>
+__device__ __forceinline__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
+                                           int first_key, int lane) {
+    const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), kRowTileStep * (kTiles - 1) + 16);
+    if (first_key + 8 * kKeyTiles > every.end) {
+        for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
+            const int end = keys_of_query(params, query_of_row(params, row)).end - lane_key;
+            return [=](int step, float& score) {
+                if (step >= end) score = -INFINITY;
+            };
+        });
+    }
+}
+// ====
+
+// Finishes the scores of a KV block between Q K^T and softmax. The mask comes last, so hidden scores stay hidden.
+// The scores are a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+template <int kTiles>
+__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+                                              int row_in_tile, int first_key, int lane) {
+    apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
+}
+
+// The KV blocks that rows [first_row, first_row + count) attend to.
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
+// The rows of the block that begins at `first_key`. All other rows become zeros, whatever they hold: 0 * NaN would be NaN.
+__device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
+    const int end = keys_of_query(params, params.seqlen_q - 1).end;
+    return {end - first_key};
+}
+
+// The number by which the chunks of a row are permuted.
+// With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
+__device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
+
+__device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
+    return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+}
+
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Blocks and rows begin at multiples
+// of kSwizzleBytes, so that a step within the swizzle is an XOR of the address itself.
+__device__ __forceinline__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair) {
+    const int step_bytes = 32 * chunk_pair;
+    return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
+}
+
+// For ldmatrix of Q and, transposed, of V: the four 8x8 matrices of 16-bit halves are rows 0-7 and 8-15 of the left chunk, then of the right
+// one.
+__device__ __forceinline__ LaneAddress qv_lane_address(shared_address block, int lane) {
+    return lane_address(block, lane % 16, lane / 16);
+}
+
+// For ldmatrix of K, whose rows are the columns of the MMA: the left and the right chunk of rows 0-7, then of rows 8-15.
+__device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int lane) {
+    return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// A warp's first row in the tile.
+__device__ __forceinline__ int first_row_of(int warp) { return warp * kWarpRows; }
+
+// Where K of the tile's head begins.
+__device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
+    return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+}
+
+// Where V of the tile's head begins.
+__device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
+    return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+}
+
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kCopyThreads threads call it together. kSwizzleChunks neighbouring
+// threads copy a row, and each takes every kSwizzleChunks-th chunk of it. Rows outside of `rows`, and elements from `head_dim` on, become zeros.
+// `row_stride` is in elements.
+template <int kColumns>
+__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, const SeenRows& rows,
+                                          int head_dim) {
+    constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
+    constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
+    constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
+    static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
+    const int chunk = threadIdx.x % kSwizzleChunks;
+    const SeenRows rows_left = rows.from(row);
+    const shared_address destination = block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    source += row * row_stride + chunk * kChunkElements;
+    // One pointer steps from row to row, with one addition a row. If the compiler saw through the pointer, it would compute an address for each
+    // copy, with five additions.
+#pragma unroll
+    for (int first = 0; first < kBlockN; first += kRowsPerPass) {
+        if (kBlockN % kRowsPerPass != 0 && first + row >= kBlockN) break;
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const bool valid = rows_left.has(first) && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
+        }
+        if (first + kRowsPerPass < kBlockN) source += kRowsPerPass * row_stride;
+        opaque(source);
+    }
+}
+
+// Starts the copy of KV block `block` of a head of K, and of V.
+__device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
+    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, seen_rows(params, block * kBlockN),
+                        params.head_dim);
+}
+
+__device__ __forceinline__ void copy_v(const Params& params, const element* v, shared_address stage, int block) {
+    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, seen_rows(params, block * kBlockN),
+                         params.head_dim_v);
+}
+
+// Starts the copy of the tile's rows of Q. Rows past the last one, and elements from head_dim on, become zeros.
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address smem) {
+    constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
+    static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const element* q = params.q + tile.batch * params.q_batch_stride;
+    const int row = threadIdx.x / kSwizzleChunks;
+    const int chunk = threadIdx.x % kSwizzleChunks;
+    const int rows_left = num_rows(params) - tile.first_row - row;
+    const shared_address destination = smem + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    // One pointer steps from row to row; the compiler would compute the addresses of all copies in advance.
+    const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
+#pragma unroll
+    for (int first = 0; first < kBlockM; first += kRowsPerPass) {
+#pragma unroll
+        for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
+            const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + element_index,
+                        first < rows_left && element_index < params.head_dim ? 16 : 0);
+        }
+        if (first + kRowsPerPass < kBlockM) source += kRowsPerPass * params.q_row_stride;
+        opaque(source);
+    }
+}
+
+// Stashes the tile in shared memory, because registers have no room for it. The epilogue reads it back. In some kernels the mask of each block
+// does, too.
+__device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
+    store_shared_64(smem + kTileOffset, tile.batch, tile.head);
+    store_shared_64(smem + kTileOffset + 8, tile.kv_head, tile.first_row);
+}
+
+// The tile that was stashed.
+__device__ __forceinline__ Tile stashed_tile(shared_address smem) {
+    const uint4 words = load_shared_128(smem + kTileOffset);
+    Tile tile;
+    tile.batch = words.x;
+    tile.head = words.y;
+    tile.kv_head = words.z;
+    tile.first_row = words.w;
+    return tile;
+}
+
+// The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
+__device__ __forceinline__ float rescale_factor(float row_max, float larger) { return exp2_approx(fminf(row_max - larger, 0.0f)); }
+
+// ==== row_end: the factor of O and the LSE, after the last key of a row
+
+// The end of a row, from its row_max and its complete row_sum.
+__device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
+// ====
+
+// The maximum over the four lanes of a quad.
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+// The sum over the four lanes of a quad.
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+// Clears rows: no key seen yet.
+__device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+        rows[i].row_max[0] = rows[i].row_max[1] = kNoRowMax;
+        rows[i].row_sum[0] = rows[i].row_sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rows[i].output[n][e] = 0.0f;
+        }
+    }
+}
+
+// Multiplies O and row_sum of both rows.
+__device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
+#pragma unroll
+    for (int row8 = 0; row8 < 2; ++row8) {
+        rows.row_sum[row8] *= correction[row8];
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            rows.output[n][2 * row8] *= correction[row8];
+            rows.output[n][2 * row8 + 1] *= correction[row8];
+        }
+    }
+}
+
+// What a code of q, k or v is multiplied by, for a query head: one number of the array, of its batch entry and of its head or its group of
+// heads, where the array has several. Without an array it is 1.
+__device__ __forceinline__ float load_scale(const float* scale, int batch_entries, int heads, const Params& params, const Tile& tile) {
+    if (scale == nullptr) return 1.0f;
+    const int head = tile.head * heads / params.num_heads_q;
+    return __uint_as_float(load_global_32(scale + min(tile.batch, batch_entries - 1) * heads + head));
+}
+
+// scale_log2 of a tile, whose scores are products of codes. As scale_log2 it is above 0: a factor of 0 would make NaN of a masked score.
+__device__ __forceinline__ float scale_of_scores(const Params& params, const Tile& tile) {
+    const float scale = load_scale(params.q_scale, params.q_scale_batch, params.q_scale_heads, params, tile) *
+                        load_scale(params.k_scale, params.k_scale_batch, params.k_scale_heads, params, tile);
+    return fmaxf(params.scale_log2 * scale, 0x1p-126f);
+}
+
+// What O of a tile is multiplied by.
+__device__ __forceinline__ float scale_of_values(const Params& params, const Tile& tile) {
+    return load_scale(params.v_scale, params.v_scale_batch, params.v_scale_heads, params, tile);
+}
+
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32, of codes. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2) of
+// tile i, key 8 j + 2 t + e % 2. The 32 bytes of a step are in fragments as 16 elements of 16 bits would be.
+template <int kTiles>
+__device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[i][j][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 32; ++step) {
+        uint32_t q_fragment[kTiles][4];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            uint32_t k_fragment[4];
+            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k32_e4m3(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
+                mma_m16n8k32_e4m3(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
+            }
+        }
+    }
+}
+
+// For ldmatrix of V, transposed: the four 8x8 matrices of pairs of codes are eight keys each, of the same 16 dims.
+__device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return lane_address(block, lane, 0); }
+
+// The address `row_step` rows down (a multiple of 8) and `chunk` chunks of 16 dims to the right.
+__device__ __forceinline__ shared_address chunk_address(VAddress lane, int row_step, int chunk) {
+    const int step_bytes = 16 * chunk;
+    return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
+}
+
+// O += P . V. ldmatrix transposes pairs of columns: lane (g, t) gets dims 2 g and 2 g + 1 of keys 2 t and 2 t + 1 of every eight. Byte permutes
+// part even dims from odd ones, so of 16 dims the even ones make one MMA tile of O and the odd ones the next: a lane has dims 4 t and 4 t + 2 in
+// tile n, and 4 t + 1 and 4 t + 3 in tile n + 1.
+// The tensor core adds products of e4m3 with 13 bits of fraction, so sums over many keys would lose what each key adds. O is a sum in fp32: each
+// KV block's P V is summed by itself, and then added to O.
+template <int kTiles>
+__device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
+#pragma unroll
+    for (int n = 0; n < kDimTiles; n += 2) {
+        float sums[kTiles][2][4] = {};
+#pragma unroll
+        for (int j = 0; j < kKeyTiles / 4; ++j) {
+            uint32_t pairs[4];
+            ldmatrix_x4_trans(pairs, chunk_address(v_lane, 32 * j, n / 2));
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+                const uint32_t bytes = odd == 0 ? 0x6420 : 0x7531;
+                const uint32_t left = __byte_perm(pairs[0], pairs[1], bytes);
+                const uint32_t right = __byte_perm(pairs[2], pairs[3], bytes);
+#pragma unroll
+                for (int i = 0; i < kTiles; ++i) {
+                    mma_m16n8k32_e4m3(sums[i][odd], p.fragment[i][j], left, right);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) rows[i].output[n + odd][e] += sums[i][odd][e];
+            }
+        }
+    }
+}
+
+// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
+// kSlack. The maximum is rounded up and the limit down, so that P stays within its limit for scores of any size.
+template <int kTiles>
+__device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+                                                float (&block_max)[kTiles][2]) {
+    bool exceeds = false;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            float value = fmaxf(scores[i][0][2 * row8], scores[i][0][2 * row8 + 1]);
+#pragma unroll
+            for (int j = 1; j < kKeyTiles; ++j) {
+                value = fmaxf(value, fmaxf(scores[i][j][2 * row8], scores[i][j][2 * row8 + 1]));
+            }
+            block_max[i][row8] = __fmaf_ru(value, scale_log2, -kPBias);
+            exceeds |= block_max[i][row8] > __fadd_rd(rows[i].row_max[row8], kSlack);
+        }
+    }
+    return __any_sync(0xffffffff, exceeds);
+}
+
+// Raises row_max to the maxima of a block, and rescales O and row_sum. If a pair of warps shares the rows, each warp raises row_max to an
+// integer. If the two integers differ, P is rescaled by a power of two, which does not round it a second time.
+template <int kTiles>
+__device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+        float correction[2];
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const float previous = rows[i].row_max[row8];
+            rows[i].row_max[row8] = fmaxf(previous, quad_max(block_max[i][row8]));
+            correction[row8] = rescale_factor(previous, rows[i].row_max[row8]);
+        }
+        rescale(rows[i], correction);
+    }
+}
+
+// Computes P of the scores, and adds it to row_sum.
+template <int kTiles>
+__device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+            float values[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                values[e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, -rows[i].row_max[e / 2]));
+                rows[i].row_sum[e / 2] += values[e];
+            }
+            p.set(i, j, values);
+        }
+    }
+}
+
+// A step of online softmax: from the scores of a block to P, with row_max and row_sum brought up to date.
+template <int kTiles>
+__device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
+    float block_max[kTiles][2];
+    if (exceeds_row_max(scores, rows, scale_log2, block_max)) raise_row_max(block_max, rows);
+    exponentiate(scores, rows, scale_log2, p);
+}
+
+// Divides O by the complete row_sum. A row that attends to nothing has the sum 0 and becomes 0.
+__device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            rows[i].row_sum[row8] = quad_sum(rows[i].row_sum[row8]);
+            const float factor = row_end(rows[i].row_max[row8], rows[i].row_sum[row8]).factor();
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                rows[i].output[n][2 * row8] *= factor;
+                rows[i].output[n][2 * row8 + 1] *= factor;
+            }
+        }
+    }
+}
+
+// Writes the LSE of each row, natural logarithm; -inf for a row that attends to nothing.
+// The layout is (batch, num_heads_q, seqlen_q), or (num_heads_q, rows) of the sequence.
+__device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
+                                          int lane) {
+    if (params.lse == nullptr || lane % 4 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * row8 + lane / 4;
+            if (row < num_rows(params)) {
+                const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
+                store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
+                                row_end(rows[i].row_max[row8], rows[i].row_sum[row8]).lse());
+            }
+        }
+    }
+}
+
+// Multiplies O by the scale of V, rounds it and writes it from registers: of every 16 dims a lane has four neighbours, as mma_pv() says.
+__device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
+                                             shared_address, int warp, int lane) {
+    const float scale = scale_of_values(params, tile);
+    auto pack_pair = [&](float low, float high) {
+        return params.out_is_fp16 ? pack<fp16>(low, high) : pack<bf16>(low, high);
+    };
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * row8 + lane / 4;
+            auto* out_row = params.out + tile.batch * params.out_batch_stride +
+                            row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
+            opaque(out_row);  // else it is computed anew for each store
+#pragma unroll
+            for (int n = 0; n < kDimTiles; n += 2) {
+                float values[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) values[e] = rows[i].output[n + e % 2][2 * row8 + e / 2] * scale;
+                const int dim = 8 * n + 4 * (lane % 4);
+                const bool stored = row < num_rows(params) && dim < params.head_dim_v;
+                const uint2 words = {pack_pair(values[0], values[1]), pack_pair(values[2], values[3])};
+                if (stored) store_global_64(out_row + dim, words);
+            }
+        }
+    }
+}
+
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kBlockN % 32 == 0 && kHeadDim % 32 == 0, "an MMA sums over 32 keys, or dims");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert(sizeof(SharedStorage) == 32784, "launcher and kernel agree on shared memory");
+static_assert(sizeof(Params) == 272 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_scale) == 40);
+static_assert(offsetof(Params, k_scale) == 48 && offsetof(Params, v_scale) == 56 && offsetof(Params, q_batch_stride) == 64);
+static_assert(offsetof(Params, q_row_stride) == 72 && offsetof(Params, q_head_stride) == 80);
+static_assert(offsetof(Params, k_batch_stride) == 88 && offsetof(Params, k_row_stride) == 96);
+static_assert(offsetof(Params, k_head_stride) == 104 && offsetof(Params, v_batch_stride) == 112);
+static_assert(offsetof(Params, v_row_stride) == 120 && offsetof(Params, v_head_stride) == 128);
+static_assert(offsetof(Params, out_batch_stride) == 136 && offsetof(Params, out_row_stride) == 144);
+static_assert(offsetof(Params, out_head_stride) == 152 && offsetof(Params, batch_size) == 160);
+static_assert(offsetof(Params, num_heads_q) == 164 && offsetof(Params, seqlen_q) == 168 && offsetof(Params, seqlen_kv) == 172);
+static_assert(offsetof(Params, head_dim) == 176 && offsetof(Params, head_dim_v) == 180);
+static_assert(offsetof(Params, num_row_blocks) == 184 && offsetof(Params, heads_per_l2_group) == 188);
+static_assert(offsetof(Params, num_l2_groups) == 192 && offsetof(Params, num_heads_divisor) == 200);
+static_assert(offsetof(Params, l2_group_tiles_divisor) == 208 && offsetof(Params, l2_group_heads_divisor) == 216);
+static_assert(offsetof(Params, last_l2_group_heads_divisor) == 224 && offsetof(Params, diagonal_offset) == 232);
+static_assert(offsetof(Params, q_scale_batch) == 236 && offsetof(Params, q_scale_heads) == 240);
+static_assert(offsetof(Params, k_scale_batch) == 244 && offsetof(Params, k_scale_heads) == 248);
+static_assert(offsetof(Params, v_scale_batch) == 252 && offsetof(Params, v_scale_heads) == 256);
+static_assert(offsetof(Params, out_is_fp16) == 260 && offsetof(Params, scale_log2) == 264);
+static_assert(kSlack + kPBias < 8.8f, "P stays below 448, the largest e4m3");

@@ -1,0 +1,266 @@
+"""Attention of e4m3 codes on the GPU: within the bound of float64 of the same codes, and near its noise."""
+
+import numpy as np
+import pytest
+
+import flashgen
+from flashgen.operators import fp8_reference
+from flashgen.operators.fp8 import SCALES, normalise
+from flashgen.runtime.arrays import view
+from flashgen.runtime.hostarrays import host_array
+
+torch = pytest.importorskip("torch")
+
+# Whole tiles; ragged ones and rows that see nothing; more keys than queries; a long sequence.
+SHAPES = (
+    (2, 512, 512, 4, 4),
+    (1, 300, 200, 4, 2),
+    (2, 65, 1000, 8, 2),
+    (1, 128, 4096, 2, 1),
+)
+
+
+def codes(x):
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def inputs(shape, width, generator, spread=1.0):
+    batch, queries, keys, heads, kv_heads = shape
+    sizes = (batch, queries, heads, width), (batch, keys, kv_heads, width), (batch, keys, kv_heads, width)
+    q, k, v = (torch.randn(*size, device="cuda", generator=generator) for size in sizes)
+    return codes(spread * q), codes(k), codes(v)
+
+
+def scales(shape, generator):
+    """Scales of q of each head, of k of each batch entry and head, and of v as a tensor."""
+    batch, _, _, heads, kv_heads = shape
+    sizes = (heads,), (batch, kv_heads), (1,)
+    return [torch.rand(*size, device="cuda", generator=generator) + 0.5 for size in sizes]
+
+
+def on_host(q, k, v, out, lse=None, scale=(), **options):
+    """The problem of a call, with its arrays in host memory."""
+    arrays = dict(zip(("q", "k", "v", "out", *SCALES), (q, k, v, out, *scale), strict=False))
+    arrays = {name: x.cpu() for name, x in arrays.items()}
+    views = {name: view(x, name) for name, x in arrays.items()}
+    problem = normalise(**views, return_lse=lse is not None, **options)
+    arrays = {name: host_array(x) for name, x in arrays.items()}
+    return problem, arrays | ({} if lse is None else {"lse": host_array(lse.cpu())})
+
+
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (100, 20)}], ids=str)
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_results_are_within_the_bound(shape, width, mask, out_dtype):
+    generator = torch.Generator("cuda").manual_seed(sum(shape) + width)
+    arrays, scale = inputs(shape, width, generator, 2.0), scales(shape, generator)
+    named = dict(zip(SCALES, scale, strict=True))
+    options = {**mask, "out_dtype": out_dtype}
+    out, lse = flashgen.attention(*arrays, **named, **options, return_lse=True)
+    assert out.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[out_dtype]
+    verdict = fp8_reference.judge(*on_host(*arrays, out, lse, scale, **mask))
+    assert verdict.ok, verdict
+    assert torch.equal(out, flashgen.attention(*arrays, **named, **options))
+
+
+def mask_of(kind, shape, generator):
+    """A mask, and the same as a dense one."""
+    batch, queries, keys, heads, _ = shape
+    if kind == "array":
+        mask = torch.rand(batch, heads, queries, keys, device="cuda", generator=generator) < 0.5
+        return mask, mask
+    if kind == "line":
+        far = torch.arange(heads, dtype=torch.int32, device="cuda") * 40 - 50
+        q, kv = torch.arange(queries, device="cuda")[:, None], torch.arange(keys, device="cuda")
+        hidden = kv > q + keys - queries + far[:, None, None]
+        return flashgen.Mask("kv <= q + far[h]", far=far), hidden
+    side = kind
+    listed = torch.rand(-(-queries // side), -(-keys // side), device="cuda", generator=generator) < 0.6
+    ends = torch.zeros(len(listed) + 1, dtype=torch.int32, device="cuda")
+    ends[1:] = listed.sum(1).cumsum(0)
+    mask = flashgen.BlockMask(ends, listed.nonzero()[:, 1].to(torch.int32), (side, side))
+    whole = listed.repeat_interleave(side, 0)[:queries].repeat_interleave(side, 1)[:, :keys]
+    return mask, ~whole
+
+
+@pytest.mark.parametrize("kind", ["array", "line", 128, 64])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_masks_of_all_kinds_are_within_the_bound(shape, width, kind):
+    generator = torch.Generator("cuda").manual_seed(sum(shape) + width)
+    arrays, scale = inputs(shape, width, generator), scales(shape, generator)
+    mask, dense = mask_of(kind, shape, generator)
+    out, lse = flashgen.attention(
+        *arrays, **dict(zip(SCALES, scale, strict=True)), mask=mask, return_lse=True
+    )
+    dense = dense.expand(shape[0], shape[3], *shape[1:3]).contiguous().cpu()
+    problem, host = on_host(*arrays, out, lse, scale, mask=view(dense, "mask"))
+    verdict = fp8_reference.judge(problem, host | {"mask": host_array(dense)})
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (100, 20)}], ids=str)
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+def test_kernels_of_mma_sync_are_within_the_bound(shape, width, mask):
+    generator = torch.Generator("cuda").manual_seed(sum(shape) + width)
+    arrays, scale = inputs(shape, width, generator, 2.0), scales(shape, generator)
+    named = dict(zip(SCALES, scale, strict=True))
+    out, lse = flashgen.attention(*arrays, **named, **mask, return_lse=True, algorithm="v2")
+    verdict = fp8_reference.judge(*on_host(*arrays, out, lse, scale, **mask))
+    assert verdict.ok, verdict
+
+
+MODIFIED = {"causal": True, "softcap": 4.0, "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}
+LENGTHS = ([300, 0, 65, 512], [300, 200, 1000, 1])
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": (100, 20)}, MODIFIED], ids=len)
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+def test_packed_and_padded_sequences_are_calls_of_each_alone(width, options):
+    """Slots past a length may be NaN."""
+    generator = torch.Generator("cuda").manual_seed(width)
+    q_lengths, kv_lengths = LENGTHS
+    sizes = (sum(q_lengths), 4), (sum(kv_lengths), 2), (sum(kv_lengths), 2)
+    q, k, v = (codes(torch.randn(*size, width, device="cuda", generator=generator)) for size in sizes)
+    named = {"q_scale": torch.rand(4, 4, device="cuda", generator=generator) + 0.5}
+    named |= {name: torch.rand(4, 2, device="cuda", generator=generator) + 0.5 for name in SCALES[1:]}
+    options = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    ends = [torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda") for lengths in LENGTHS]
+    out, lse = flashgen.attention(
+        q, k, v, **named, **options, cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1], return_lse=True
+    )
+    padded = [torch.full((4, 1003, 2, width), 0x7F, dtype=torch.uint8, device="cuda") for _ in "kv"]
+    for b, (count, keys) in enumerate(zip(q_lengths, kv_lengths, strict=True)):
+        of_q, of_k = slice(ends[0][b], ends[0][b + 1]), slice(ends[1][b], ends[1][b + 1])
+        for whole, x in zip(padded, (k, v), strict=True):
+            whole[b, :keys] = x.view(torch.uint8)[of_k]
+        if not count:
+            continue
+        own = {name: x[b : b + 1] for name, x in named.items()}
+        arrays = q[of_q][None], k[of_k][None], v[of_k][None]
+        score = {name: x for name, x in options.items() if name in ("softcap", "sinks")}
+        mask = {name: x for name, x in options.items() if name not in score}
+        right = flashgen.attention(*arrays, **own, **options, return_lse=True)
+        if not score:
+            verdict = fp8_reference.judge(*on_host(*arrays, *right, own.values(), **mask))
+            assert verdict.ok, verdict
+        torch.testing.assert_close(out[of_q], right[0][0], rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(lse[:, of_q], right[1][0], rtol=1e-5, atol=1e-4)
+    used = torch.tensor(kv_lengths, dtype=torch.int32, device="cuda")
+    first = torch.zeros_like(q[:4]).view(4, 1, 4, width).view(torch.uint8)
+    for b in range(4):
+        first[b] = q.view(torch.uint8)[b : b + 1]
+    arrays = first.view(torch.float8_e4m3fn), *(x.view(torch.float8_e4m3fn) for x in padded)
+    out = flashgen.attention(*arrays, **named, **options, kv_lengths=used)
+    assert out.isfinite().all()
+    again = [x.clone() for x in padded]
+    for x in again:
+        for b, length in enumerate(kv_lengths):
+            x[b, length:] = 0
+    arrays = arrays[0], *(x.view(torch.float8_e4m3fn) for x in again)
+    assert torch.equal(out, flashgen.attention(*arrays, **named, **options, kv_lengths=used))
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_a_result_of_codes_is_within_its_bound(width):
+    generator = torch.Generator("cuda").manual_seed(width)
+    arrays = inputs(SHAPES[2], width, generator)
+    out_scale = torch.rand(8, device="cuda", generator=generator) / 100 + 0.001
+    out = flashgen.attention(*arrays, dtype="e4m3", causal=True, out_dtype="e4m3", out_scale=out_scale)
+    assert out.dtype == torch.float8_e4m3fn
+    named = dict(zip(("q", "k", "v", "out", "out_scale"), (*arrays, out, out_scale), strict=True))
+    host = {name: x.cpu() for name, x in named.items()}
+    problem = normalise(**{name: view(x, name) for name, x in host.items()}, causal=True)
+    verdict = fp8_reference.judge(problem, {name: host_array(x) for name, x in host.items()})
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("accumulate", ["promoted", "fast"])
+def test_errors_of_normal_values_are_rounding_of_p(accumulate):
+    generator = torch.Generator("cuda").manual_seed(1)
+    arrays = inputs((1, 128, 8192, 2, 2), 128, generator)
+    out = flashgen.attention(*arrays, dtype="e4m3", accumulate=accumulate)
+    problem, host = on_host(*arrays, out)
+    assert fp8_reference.error_over_noise(problem, host) < 0.04
+
+
+@pytest.mark.parametrize("keys", [8192, 32768, 131072])
+def test_values_of_one_sign_keep_their_size_where_sums_are_promoted(keys):
+    generator = torch.Generator("cuda").manual_seed(2)
+    q, k, v = inputs((1, 64, keys, 1, 1), 128, generator)
+    v = codes(v.float().abs() + 0.5)
+    weights = torch.softmax(q[0, :, 0].double() @ k[0, :, 0].double().T * 128**-0.5, -1)
+    right = weights @ v[0, :, 0].double()
+    promoted = flashgen.attention(q, k, v, dtype="e4m3")[0, :, 0].double()
+    assert ((promoted - right).norm() / right.norm()).item() < 4e-3
+    fast = flashgen.attention(q, k, v, dtype="e4m3", accumulate="fast")[0, :, 0].double()
+    assert ((fast - right).norm() / right.norm()).item() > 0.05  # what `promoted` is for
+
+
+def test_a_needle_among_65536_keys_is_found():
+    generator = torch.Generator("cuda").manual_seed(3)
+    q, k, v = inputs((1, 128, 65536, 2, 1), 128, generator)
+    place = 12345
+    k[0, place, 0] = codes(4 * q[0, 77, 1].float().sign())
+    out = flashgen.attention(q, k, v, dtype="e4m3")
+    scores = q[0, 77, 1].double() @ k[0, :, 0].double().T * 128**-0.5
+    weights = torch.softmax(scores, -1)
+    assert weights.argmax() == place
+    assert weights[place] > 0.5
+    right = weights @ v[0, :, 0].double()
+    assert ((out[0, 77, 1].double() - right).norm() / right.norm()).item() < 0.05
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_a_maximum_that_grows_step_by_step(width):
+    """Each key has a larger score than the one before it in the order of visits, which is from the last."""
+    keys = 2048
+    q, k = torch.zeros(1, 64, 1, width, device="cuda"), torch.zeros(1, keys, 1, width, device="cuda")
+    q[..., 0] = 1.0
+    k[0, :, 0, 0] = torch.linspace(200, 0, keys, device="cuda")
+    v = torch.randn(1, keys, 1, width, device="cuda", generator=torch.Generator("cuda").manual_seed(4))
+    q, k, v = codes(q), codes(k), codes(v)
+    out, lse = flashgen.attention(q, k, v, dtype="e4m3", softmax_scale=1.0, return_lse=True)
+    verdict = fp8_reference.judge(*on_host(q, k, v, out, lse, softmax_scale=1.0))
+    assert verdict.ok, verdict
+
+
+def test_keys_that_no_query_sees_may_be_nan():
+    generator = torch.Generator("cuda").manual_seed(5)
+    q, k, v = inputs((1, 100, 300, 2, 2), 128, generator)
+    expected = flashgen.attention(q, k, v, dtype="e4m3", mask_type="causal_top_left")
+    for x in (k, v):
+        x.view(torch.uint8)[:, 100:] = 0x7F
+    out = flashgen.attention(q, k, v, dtype="e4m3", mask_type="causal_top_left")
+    assert torch.equal(out, expected)
+
+
+def test_scales_of_heads_are_those_of_the_numbers():
+    generator = torch.Generator("cuda").manual_seed(6)
+    shape = (2, 200, 200, 8, 2)
+    q, k, v = inputs(shape, 64, generator)
+    of_q, of_k, of_v = (2.0 ** torch.arange(n, device="cuda") / 8 for n in (8, 2, 2))
+    out = flashgen.attention(q, k, v, q_scale=of_q, k_scale=of_k, v_scale=of_v)
+    for head in range(8):
+        one = flashgen.attention(
+            q[:, :, head : head + 1],
+            k[:, :, head // 4 : head // 4 + 1],
+            v[:, :, head // 4 : head // 4 + 1],
+            q_scale=of_q[head : head + 1] * of_k[head // 4],
+            v_scale=of_v[head // 4 : head // 4 + 1],
+        )
+        assert torch.equal(out[:, :, head : head + 1], one)
+
+
+def test_cupy_arrays_of_bytes_are_codes():
+    cupy = pytest.importorskip("cupy")
+    arrays = [
+        cupy.asarray(np.random.default_rng(7).standard_normal((1, 200, 2, 64), np.float32)) for _ in range(3)
+    ]
+    pairs = [flashgen.quantize(x, per="head") for x in arrays]
+    named = dict(zip(SCALES, (scale for _, scale in pairs), strict=True))
+    out = flashgen.attention(*(x for x, _ in pairs), dtype="e4m3", **named, out_dtype="fp16")
+    right = flashgen.attention(*(x.astype(np.float16) for x in arrays))
+    assert float(abs(out.astype(np.float32) - right.astype(np.float32)).max()) < 0.2

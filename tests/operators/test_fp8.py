@@ -1,0 +1,313 @@
+"""Attention of e4m3 codes: its contract, the CPU path against float64, its bound, PyTorch's graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16, float8_e4m3fn
+
+import flashgen
+from flashgen.call.record import AttentionCall, call_of
+from flashgen.call.request import request_of
+from flashgen.errors import (
+    BadParam,
+    BadTensorDtype,
+    BadTensorShape,
+    BadTensorStrides,
+    DeviceTypeNotSupported,
+    FlashgenError,
+)
+from flashgen.operators import fp8_reference
+from flashgen.operators.fp8 import SCALES, normalise
+from flashgen.runtime.arrays import view
+from flashgen.runtime.hostarrays import host_array
+
+SCALE = np.float32(2.0).reshape(1)
+
+
+def codes(rng, *shape):
+    return rng.standard_normal(shape, np.float32).astype(float8_e4m3fn)
+
+
+def inputs(batch=2, queries=70, keys=90, heads=4, kv_heads=2, width=32, width_v=16):
+    rng = np.random.default_rng(0)
+    return (
+        codes(rng, batch, queries, heads, width),
+        codes(rng, batch, keys, kv_heads, width),
+        codes(rng, batch, keys, kv_heads, width_v),
+    )
+
+
+def numbers(x, scale=None):
+    of_heads = (
+        1 if scale is None else np.repeat(scale, x.shape[-2] // scale.shape[-1], -1)[..., None, :, None]
+    )
+    return x.astype(np.float32) * of_heads
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (20, 3)}], ids=str)
+@pytest.mark.parametrize("of_q", [(4,), (2,), (1,), (), (2, 2), (1, 4)], ids=str)
+def test_the_cpu_path_is_attention_of_the_numbers(of_q, options):
+    q, k, v = inputs()
+    rng = np.random.default_rng(1)
+    of_q, of_k, of_v = (rng.uniform(0.5, 2, size).astype(np.float32) for size in (of_q, (2, 2), (2,)))
+    out, lse = flashgen.attention(
+        q, k, v, q_scale=of_q, k_scale=of_k, v_scale=of_v, **options, out_dtype="fp16", return_lse=True
+    )
+    whole = of_q.reshape(1, 1) if not of_q.ndim else np.broadcast_to(of_q, (2, of_q.shape[-1]))
+    arrays = numbers(q, whole), numbers(k, of_k), numbers(v, np.broadcast_to(of_v, (2, 2)))
+    expected, expected_lse = flashgen.attention(*arrays, **options, return_lse=True)
+    assert out.dtype == np.float16
+    np.testing.assert_allclose(out, expected, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+MASKS = {
+    "array": lambda: np.random.default_rng(2).random((2, 1, 70, 90)) < 0.5,
+    "line": lambda: flashgen.Mask("kv <= q + far[h]", far=np.array([3, -50, 9, 80], np.int32)),
+    "blocks": lambda: flashgen.BlockMask(
+        np.array([[[0, 1, 3]], [[3, 3, 4]]], np.int32), np.array([1, 0, 1, 1], np.int32), (64, 64)
+    ),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_hide_keys_of_the_numbers_and_are_in_the_reference(mask):
+    q, k, v = inputs()
+    mask = MASKS[mask]()
+    out, lse = flashgen.attention(q, k, v, q_scale=SCALE, mask=mask, out_dtype="fp16", return_lse=True)
+    arrays = numbers(q) * SCALE, numbers(k), numbers(v)
+    expected, expected_lse = flashgen.attention(*arrays, mask=mask, return_lse=True)
+    np.testing.assert_allclose(out, expected, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    request = request_of(call_of(AttentionCall, q=q, k=k, v=v, q_scale=SCALE, mask=mask, return_lse=True))
+    views = [None if x is None else view(x, "x") for x in request.arrays]
+    problem = request.operator.contract(request.operator, views, request.options, request.scalars)
+    named = {name: None if x is None else host_array(x) for name, x in request.by_name().items()}
+    assert fp8_reference.judge(problem, named | {"out": out.astype(bfloat16), "lse": lse}).ok
+    without = flashgen.attention(q, k, v, q_scale=SCALE)
+    assert not fp8_reference.judge(problem, named | {"out": without, "lse": lse}).ok
+
+
+OF_SCORES = (
+    {"softcap": 0.7, "causal": True},
+    {"sinks": np.float32([0.5, -1, 3, -np.inf])},
+    {"alibi_slopes": np.float32([0.5, 0.25, 0.125, 1]), "window_size": (9, 2)},
+)
+
+
+@pytest.mark.parametrize("options", OF_SCORES, ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize("packed", [False, True])
+def test_scores_sinks_and_lengths_are_of_the_numbers(options, packed):
+    q, k, v = inputs()
+    rng = np.random.default_rng(5)
+    of_q, of_k, of_v = (rng.uniform(0.5, 2, size).astype(np.float32) for size in ((2, 4), (2, 2), (2, 2)))
+    scales = dict(zip(SCALES, (of_q, of_k, of_v), strict=True))
+    arrays = numbers(q, of_q), numbers(k, of_k), numbers(v, of_v)
+    if packed:
+        lengths = {
+            "cu_seqlens_q": np.array([0, 33, 70], np.int32),
+            "cu_seqlens_kv": np.array([0, 51, 90], np.int32),
+        }
+
+        def cut(x, ends):
+            return np.concatenate([x[0, : ends[1]], x[1, ends[1] : ends[2]]])
+
+        q, *codes_of_kv = cut(q, (0, 33, 70)), cut(k, (0, 51, 90)), cut(v, (0, 51, 90))
+        k, v = codes_of_kv
+        arrays = cut(arrays[0], (0, 33, 70)), *(cut(x, (0, 51, 90)) for x in arrays[1:])
+    else:
+        lengths = {"kv_lengths": np.array([90, 17], np.int32)}
+        for x in (k, v):
+            x.view(np.uint8)[1, 17:] = 0x7F
+    out, lse = flashgen.attention(q, k, v, **scales, **lengths, **options, out_dtype="fp16", return_lse=True)
+    expected, expected_lse = flashgen.attention(*arrays, **lengths, **options, return_lse=True)
+    np.testing.assert_allclose(out, expected, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 4)], ids=str)
+def test_a_result_of_codes_is_the_result_quantised(shape):
+    q, k, v = inputs()
+    scale = np.random.default_rng(6).uniform(0.002, 0.01, shape).astype(np.float32)
+    right = flashgen.attention(q, k, v, q_scale=SCALE, out_dtype="fp16").astype(np.float32)
+    out = flashgen.attention(q, k, v, q_scale=SCALE, out_dtype="e4m3", out_scale=scale)
+    assert out.dtype == float8_e4m3fn
+    of_heads = np.broadcast_to(scale, (2, 4))[:, None, :, None]
+    expected = np.clip(right, -448 * of_heads, 448 * of_heads)
+    bound = np.maximum(0.07 * np.abs(expected), 0.002 * of_heads)
+    assert (np.abs(out.astype(np.float32) * of_heads - expected) <= bound).all()
+    codes = np.empty(out.shape, np.uint8)
+    flashgen.attention(q, k, v, q_scale=SCALE, out_dtype="e4m3", out_scale=scale, out=codes)
+    np.testing.assert_array_equal(codes, out.view(np.uint8))
+    problem = normalise(
+        **{name: view(x, name) for name, x in (("q", q), ("k", k), ("v", v), ("q_scale", SCALE))},
+        out=view(out, "out"),
+        out_scale=view(scale, "out_scale"),
+    )
+    arrays = {"q": q.view(np.uint8), "k": k.view(np.uint8), "v": v.view(np.uint8), "q_scale": SCALE}
+    arrays |= {"out_scale": scale, "out": codes}
+    assert fp8_reference.judge(problem, arrays).ok
+    arrays["out"] = codes ^ 0x08  # the next binade, or half of it
+    assert not fp8_reference.judge(problem, arrays).ok
+
+
+def test_scales_of_quantize_fit_and_the_result_is_bfloat16():
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((2, 100, 4, 32), np.float32) for _ in range(3))
+    pairs = [flashgen.quantize(x, per=per) for x, per in ((q, "head"), (k, "head"), (v, "tensor"))]
+    named = dict(zip(SCALES, (scale for _, scale in pairs), strict=True))
+    out = flashgen.attention(*(x for x, _ in pairs), **named)
+    assert out.dtype == bfloat16
+    error = np.abs(out.astype(np.float32) - flashgen.attention(q, k, v))
+    assert error.max() < 0.2
+    of_bytes = flashgen.attention(*(x.view(np.uint8) for x, _ in pairs), **named, dtype="e4m3")
+    np.testing.assert_array_equal(of_bytes.view(np.uint16), out.view(np.uint16))
+    alone = flashgen.attention(*(x[0] for x, _ in pairs), **named)
+    np.testing.assert_array_equal(alone.view(np.uint16), out[0].view(np.uint16))
+
+
+def judged(accumulate="promoted", change=lambda out: out, **sizes):
+    q, k, v = inputs(**sizes)
+    out, lse = flashgen.attention(q, k, v, q_scale=SCALE, accumulate=accumulate, return_lse=True)
+    views = {name: view(x, name) for name, x in (("q", q), ("k", k), ("v", v), ("q_scale", SCALE))}
+    problem = normalise(**views, return_lse=True, accumulate=accumulate)
+    arrays = {"q": q.view(np.uint8), "k": k.view(np.uint8), "v": v.view(np.uint8), "q_scale": SCALE}
+    arrays |= {"out": change(out), "lse": lse}
+    return problem, arrays, fp8_reference.judge(problem, arrays)
+
+
+def test_the_reference_accepts_the_cpu_path_and_no_other_result():
+    problem, arrays, verdict = judged()
+    assert verdict.ok, verdict
+    assert fp8_reference.error_over_noise(problem, arrays) < 0.03
+    for change in (np.zeros_like, lambda out: np.roll(out, 1, axis=1)):
+        assert not judged(change=change)[2].ok
+
+
+def test_the_bound_ends_where_sums_are_never_promoted():
+    sizes = {"batch": 1, "queries": 1, "keys": 8192, "heads": 1, "kv_heads": 1}
+    bounds = {x: judged(x, **sizes)[2].out.bound for x in ("promoted", "fast")}
+    assert np.isfinite(bounds["promoted"])
+    assert np.isinf(bounds["fast"])
+
+
+BAD = (
+    ({}, BadTensorDtype, "q has dtype e4m3; attention of codes takes q_scale"),
+    ({"q_scale": SCALE, "v": np.zeros((2, 90, 2, 16), np.float32)}, BadTensorDtype, "v has dtype fp32"),
+    ({"q_scale": SCALE, "dtype": "e5m2"}, BadParam, "dtype is 'e5m2'"),
+    ({"q_scale": SCALE.astype(np.float64)}, BadTensorDtype, "q_scale has dtype float64; expected fp32"),
+    ({"q_scale": np.ones(3, np.float32)}, BadTensorShape, r"q_scale has shape \(3,\)"),
+    ({"k_scale": np.ones(4, np.float32)}, BadTensorShape, r"k_scale has shape \(4,\)"),
+    ({"v_scale": np.ones((3, 2), np.float32)}, BadTensorShape, r"v_scale has shape \(3, 2\)"),
+    ({"k_scale": np.ones((2, 4), np.float32)[:, ::2]}, BadTensorStrides, "k_scale has strides"),
+    ({"q_scale": -SCALE}, BadParam, "q_scale has an element that is not a finite number above 0"),
+    ({"v_scale": SCALE * np.inf}, BadParam, "v_scale has an element"),
+    ({"q_scale": SCALE, "accumulate": "slow"}, BadParam, "accumulate is 'slow'"),
+    ({"q_scale": SCALE, "out_dtype": "fp32"}, BadParam, "out_dtype is 'fp32'"),
+    ({"q_scale": SCALE, "out": np.empty((2, 70, 4, 16), np.float32)}, BadTensorDtype, "out has dtype fp32"),
+    (
+        {"dtype": "e4m3", "kv_lengths": np.array([3, 4], np.int32), "kv_starts": np.zeros(2, np.int32)},
+        BadParam,
+        "kv_starts and dtype were given",
+    ),
+    ({"dtype": "e4m3", "kv_lengths": np.array([3, 91], np.int32)}, BadParam, r"kv_lengths\[1\] is 91"),
+    ({"q_scale": SCALE, "sinks": np.zeros(3, np.float32)}, BadTensorShape, "sinks has shape"),
+    ({"out_scale": SCALE}, BadParam, "out_scale was given, and the result has dtype bf16"),
+    (
+        {"out_scale": np.ones(2, np.float32), "out_dtype": "e4m3"},
+        BadTensorShape,
+        r"out_scale has shape \(2,\)",
+    ),
+    ({"q_scale": SCALE, "splits": 2}, BadParam, "splits is 2 and q_scale was given"),
+    (
+        {"dtype": "e4m3", "kv_lengths": np.array([3, 4], np.int32), "mask": flashgen.Mask("kv <= q")},
+        BadParam,
+        "mask is a Mask and kv_lengths was given; no kernel has both",
+    ),
+)
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=[message for *_, message in BAD])
+def test_what_a_call_of_codes_may_not_have_is_refused_by_name(options, error, message):
+    arrays = dict(zip("qkv", inputs(), strict=True)) | options
+    with pytest.raises(error, match=message):
+        flashgen.attention(**arrays)
+
+
+def test_scales_are_for_codes_and_rows_for_whole_16_bytes():
+    q, k, v = (x.astype(np.float16) for x in inputs())
+    with pytest.raises(BadTensorDtype, match="q has dtype fp16; q_scale"):
+        flashgen.attention(q, k, v, k_scale=SCALE)
+    arrays = (x.view(np.uint8) for x in inputs())
+    with pytest.raises(BadTensorDtype, match="pass dtype='e4m3' if it has e4m3 codes"):
+        flashgen.attention(*arrays, q_scale=SCALE)
+    with pytest.raises(BadTensorShape, match="e4m3 needs a multiple of 16"):
+        flashgen.attention(*inputs(width=24), q_scale=SCALE)
+
+
+def test_a_plan_keeps_the_dtype_of_its_result():
+    q, k, v = inputs()
+    plan = flashgen.plan(q, k, v, q_scale=SCALE)
+    assert plan(q, k, v, q_scale=SCALE).dtype == bfloat16
+    with pytest.raises(BadTensorDtype, match="out has dtype fp16; the plan was made for bf16"):
+        plan(q, k, v, q_scale=SCALE, out=np.empty((2, 70, 4, 16), np.float16))
+
+
+def test_gradients_are_refused_with_the_reason():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn) for x in inputs(width_v=32))
+    scale = torch.from_numpy(SCALE)
+    with pytest.raises(BadParam, match="rounding to a code has the derivative 0"):
+        flashgen.attention(q.requires_grad_(), k, v, q_scale=scale)
+    q = q.detach()
+    out = flashgen.attention(q, k, v, q_scale=scale)
+    with pytest.raises(FlashgenError, match="no gradients"):
+        flashgen.attention_backward(out, q, k, v, out, torch.zeros(2, 4, 70))
+    with pytest.raises(BadParam, match="rounding to a code has the derivative 0"):
+        flashgen.attention_backward(out, q, k, v, out, torch.zeros(2, 4, 70), v_scale=scale)
+
+
+def test_a_graph_of_torch_has_the_scales_and_the_dtype():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn) for x in inputs())
+    scale = torch.from_numpy(SCALE)
+
+    def call(*arrays, **options):
+        return flashgen.attention(*arrays, q_scale=scale, v_scale=scale, **options)
+
+    for options, dtype in (
+        ({}, torch.bfloat16),
+        ({"out_dtype": "float16"}, torch.float16),
+        ({"out_dtype": "e4m3"}, torch.float8_e4m3fn),
+    ):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        out = compiled(q, k, v, **options)
+        assert out.dtype == dtype
+        right = call(q, k, v, **options)
+        assert torch.equal(out.view(torch.uint8), right.view(torch.uint8))
+
+
+def test_kernels_are_refused_by_what_they_lack():
+    from flashgen.errors import SpecError
+    from flashgen.families.arch import typical
+    from flashgen.families.load import load_specs
+    from flashgen.schedule.dispatch import offers, select
+
+    problem = normalise(*(view(x, "q") for x in inputs(width=64, width_v=64)))
+    hopper, specs = typical("sm_90"), load_specs()
+    assert select(problem, hopper, offers(problem, hopper, specs)).spec == "flash_fwd_fp8_sm90"
+    ada, ampere = typical("sm_89"), typical("sm_86")
+    assert select(problem, ada, offers(problem, ada, specs)).spec == "flash_fwd_fp8_sm89"
+    with pytest.raises(DeviceTypeNotSupported, match=r"sm_86.* runs none of the variants .*need sm_89"):
+        select(problem, ampere, offers(problem, ampere, specs))
+    problem = dataclasses.replace(problem, mask_type="tree")
+    with pytest.raises(SpecError, match=r"attention_fp8 for head_dim 64.* mask_type tree"):
+        select(problem, hopper, offers(problem, hopper, specs))
+
+
+def test_explain_takes_codes_by_their_dtype():
+    explained = flashgen.explain((1, 1024, 16, 112), dtype="e4m3", causal=True, arch="sm_90")
+    assert explained.variant.name == "flash_fwd_fp8_hdim128_e4m3_promoted_causal_sm90"

@@ -1,0 +1,259 @@
+"""Faults to plant into the kernels that decode in latent space: in the exchange between the two consumers, in
+the groups of columns, in what is masked and cleared; and, with mma.sync, between the warps.
+"""
+
+from __future__ import annotations
+
+from flashgen.simulator.example import Shape
+from simulator.faults import ASYNC, BOUNDS, NUMBERS, RACE, WRONG, fault
+
+ROWS = "flash_mla_decode_hdim576_512_bf16_packgqa_sm90"
+CAUSAL = "flash_mla_decode_hdim576_512_fp16_causal_packgqa_sm90"
+PAGED = "flash_mla_decode_hdim576_512_bf16_paged_packgqa_sm90"
+MMA = "flash_mla_decode_hdim576_512_bf16_packgqa_sm80"
+MMA_PAGED = "flash_mla_decode_hdim576_512_fp16_causal_paged_packgqa_sm86"
+
+# Of three multiprocessors each has several KV blocks of several tiles, and some tiles are split.
+MULTIPROCESSORS = 3
+MANY = Shape(2, 700, heads=40, batch=3)
+# Scores of a standard deviation of 8, so that row_max moves.
+WIDE = Shape(2, 700, heads=40, batch=3, spread=8.0)
+# A sequence for each thread block: no tile is split.
+WHOLE = Shape(1, 200, heads=24, batch=3, spread=8.0)
+DRAFTS = Shape(5, 300, heads=16, batch=3)
+NARROW = Shape(1, 300, heads=16, batch=2, head_dim=328, head_dim_v=264)
+
+LOST = (*ASYNC, "deadlock", "mbarrier", "proxy", WRONG)
+
+FAULTS = (
+    # Q.
+    fault(
+        "Q is not waited for",
+        ROWS,
+        MANY,
+        (*ASYNC, "proxy", WRONG),
+        "cp_async_wait<0>();\n    fence_proxy_async();",
+        "fence_proxy_async();",
+    ),
+    fault(
+        "queries of packed sequences from the first one on",
+        ROWS,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "+ found.first_query * params.q_row_stride;\n#pragma unroll 4",
+        ";\n#pragma unroll 4",
+    ),
+    fault(
+        "columns past a narrow row",
+        ROWS,
+        NARROW,
+        (*BOUNDS, *NUMBERS),
+        "row < rows_left && element_of_row < params.head_dim",
+        "row < rows_left",
+    ),
+    # The tail of a sequence.
+    fault(
+        "NaN of the rows past a sequence reaches P V",
+        ROWS,
+        MANY,
+        NUMBERS,
+        "clear_rows(shared.k(ring.stage), params.seqlen_kv - kv_block * kBlockN);",
+        "",
+    ),
+    fault(
+        "zeros that wgmma does not see",
+        ROWS,
+        MANY,
+        ("proxy",),
+        "store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);\n        }\n    }\n    fence_proxy_async();",
+        "store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);\n        }\n    }",
+    ),
+    fault(
+        "keys past a sequence are not hidden",
+        ROWS,
+        MANY,
+        NUMBERS,
+        "finish_scores(scores, kv_block);\n            hide_past_sequence(scores, kv_block);",
+        "finish_scores(scores, kv_block);",
+    ),
+    fault(
+        "the diagonal one key late",
+        CAUSAL,
+        DRAFTS,
+        NUMBERS,
+        "query + params.diagonal_offset + 1)",
+        "query + params.diagonal_offset + 2)",
+    ),
+    # The groups of columns.
+    fault(
+        "S without the columns that K alone has",
+        ROWS,
+        MANY,
+        NUMBERS,
+        "const int end = group == kGroups - 1 ? kHeadDim :",
+        "const int end = group == kGroups - 1 ? begin + 32 :",
+    ),
+    fault(
+        "S before its columns are here",
+        ROWS,
+        MANY,
+        LOST,
+        "mbarrier_wait(shared.k_full(ring.stage, group), ring.parity);\n        wgmma_fence();",
+        "wgmma_fence();",
+    ),
+    fault(
+        "columns of V that are loaded over before P V has read them",
+        ROWS,
+        MANY,
+        LOST,
+        "mma_qk(scores, shared, ring);\n                wgmma_wait<1>();\n                "
+        "pin_registers(output);\n"
+        "                release(shared.k_empty(stage, 0), lane);",
+        "release(shared.k_empty(stage, 0), lane);\n mma_qk(scores, shared, ring);\n wgmma_wait<1>();\n"
+        "pin_registers(output);",
+    ),
+    fault(
+        "columns that are not released", ROWS, MANY, LOST, "release(shared.k_empty(ring.stage, 1), lane);", ""
+    ),
+    fault(
+        "the values of the other consumer",
+        ROWS,
+        MANY,
+        (*RACE, *NUMBERS, "copy in flight"),
+        "shared.k(ring.stage) + kGroupPanels * kBlockN * kPanelRowBytes",
+        "shared.k(ring.stage)",
+    ),
+    # The exchange.
+    fault(
+        "P over the one before, which is not read yet",
+        ROWS,
+        WIDE,
+        (*RACE, "barrier", WRONG),
+        "barrier_sync(kPEmpty, 256);\n#pragma unroll",
+        "barrier_arrive(kPEmpty, 256);\n#pragma unroll",
+    ),
+    fault(
+        "P is not waited for",
+        ROWS,
+        WIDE,
+        (*LOST, "divergence"),
+        "barrier_sync(kPFull, 256);\n            PackedScores<kBlockN> p;",
+        "barrier_arrive(kPFull, 256);\n            PackedScores<kBlockN> p;",
+    ),
+    fault(
+        "the other columns are not rescaled",
+        ROWS,
+        WIDE,
+        NUMBERS,
+        "if (__any_sync(0xffffffff, factor[0] != 1.0f || factor[1] != 1.0f)) multiply(output, factor);",
+        "",
+    ),
+    fault("O is not rescaled", ROWS, WIDE, NUMBERS, "if (moved) multiply(output, factor);", ""),
+    fault(
+        "the factor of the block before",
+        ROWS,
+        WIDE,
+        (*ASYNC, WRONG),
+        "__uint_as_float(words[3]));\n    }\n    store_factor(shared, factor);",
+        "__uint_as_float(words[3]));\n    }",
+    ),
+    fault(
+        "the other columns are not divided",
+        ROWS,
+        WHOLE,
+        NUMBERS,
+        "finish_rows(params, tile, rows, first_row, lane, factor);\n            send(shared, factor);",
+        "send(shared, factor);\n            finish_rows(params, tile, rows, first_row, lane, factor);",
+    ),
+    # Parts and pages.
+    fault(
+        "the other columns of a part over the first ones",
+        ROWS,
+        MANY,
+        (*RACE, *NUMBERS, "uninitialised global memory"),
+        "store_part(params, tile, found.slot, output, first_row, kColumns, lane);",
+        "store_part(params, tile, found.slot, output, first_row, 0, lane);",
+    ),
+    fault(
+        "a part without row_sum",
+        ROWS,
+        MANY,
+        (*NUMBERS, "uninitialised global memory"),
+        "store_sums(params, tile, found.slot, rows, first_row, lane);",
+        "",
+    ),
+    fault(
+        "the boxes of the next KV block while these are read",
+        PAGED,
+        MANY,
+        (*RACE, *NUMBERS),
+        "__syncwarp();\n            ring.advance();\n        }\n        __syncwarp();",
+        "ring.advance();\n        }\n        __syncwarp();",
+    ),
+    fault(
+        "P V before the tensor cores have the next S",
+        ROWS,
+        MANY,
+        ("barrier", *LOST),
+        "wgmma_wait<0>();\n                pin_registers(scores);\n                "
+        "barrier_arrive(kScoresComplete, 256);",
+        "wgmma_wait<0>();\n                pin_registers(scores);",
+    ),
+    # By mma.sync.
+    fault(
+        "mma.sync: a KV block is not waited for",
+        MMA,
+        MANY,
+        (*ASYNC, WRONG),
+        "cp_async_wait<kStages - 2>();",
+        "cp_async_wait<kStages - 1>();",
+    ),
+    fault(
+        "mma.sync: copied into the stage that is computed",
+        MMA,
+        MANY,
+        (*ASYNC, WRONG),
+        "fetch.next(params, stage_address(stage == 0 ? kStages - 1 : stage - 1));",
+        "fetch.next(params, stage_address(stage));",
+    ),
+    fault(
+        "mma.sync: largest scores before all warps have them",
+        MMA,
+        WIDE,
+        (*ASYNC, WRONG),
+        "barrier_sync(kThreads);\n            raise_row_max(",
+        "raise_row_max(",
+    ),
+    fault(
+        "mma.sync: P before all warps have stored it",
+        MMA,
+        MANY,
+        (*ASYNC, WRONG),
+        "barrier_sync(kThreads);\n            mma_pv(",
+        "mma_pv(",
+    ),
+    fault(
+        "mma.sync: row_sum of one warp",
+        MMA,
+        WHOLE,
+        NUMBERS,
+        "rows.row_sum[row8] += __uint_as_float(",
+        "rows.row_sum[row8] = __uint_as_float(",
+    ),
+    fault(
+        "mma.sync: NaN of rows past a sequence",
+        MMA,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "const bool seen = key < params.seqlen_kv;",
+        "const bool seen = true;",
+    ),
+    fault(
+        "mma.sync: a row of the page before",
+        MMA_PAGED,
+        DRAFTS,
+        NUMBERS,
+        "const int row_of_page = key - divide(key, params.page_size_divisor) * params.page_size;",
+        "const int row_of_page = 0;",
+    ),
+)

@@ -1,0 +1,195 @@
+"""Faults to plant into the kernels that decode from latent caches of FP8: in scales, in what is converted and
+what is not, in the hand-over of what is converted.
+"""
+
+from __future__ import annotations
+
+from flashgen.simulator.example import Shape
+from simulator.faults import ASYNC, BOUNDS, NUMBERS, RACE, WRONG, fault
+
+CODES = "flash_mla_decode_hdim576_512_bf16_causal_e4m3_packgqa_sm90"
+PAGED = "flash_mla_decode_hdim576_512_fp16_paged_e4m3_packgqa_sm90"
+ROWS = "flash_mla_decode_hdim576_512_bf16_paged_fp8dsmla_packgqa_sm90"
+UNPAGED = "flash_mla_decode_hdim576_512_bf16_fp8dsmla_packgqa_sm90"
+MMA = "flash_mla_decode_hdim576_512_bf16_e4m3_packgqa_sm80"
+MMA_ROWS = "flash_mla_decode_hdim576_512_bf16_causal_paged_fp8dsmla_packgqa_sm86"
+
+MANY = Shape(2, 300, heads=24, batch=3)
+WHOLE = Shape(1, 200, heads=24, batch=3)
+NARROW = Shape(1, 200, heads=16, batch=2, head_dim=336, head_dim_v=272)
+LOST = (*ASYNC, *RACE, "deadlock", "mbarrier", "proxy", WRONG)
+
+FAULTS = (
+    fault(
+        "scores are not scaled",
+        CODES,
+        MANY,
+        NUMBERS,
+        "with_scale(of_sequence(all, found), code_scale);",
+        "of_sequence(all, found);",
+    ),
+    fault("the other columns are not scaled", CODES, WHOLE, NUMBERS, "factor[0] *= code_scale;", ""),
+    fault(
+        "parts are not scaled",
+        CODES,
+        MANY,
+        NUMBERS,
+        "multiply(output, {code_scale, code_scale});\n            store_sums(",
+        "store_sums(",
+    ),
+    fault(
+        "the scale of sequence 0",
+        CODES,
+        MANY,
+        NUMBERS,
+        "params.k_scale + sequence * params.k_scale_batch_stride",
+        "params.k_scale",
+    ),
+    fault(
+        "NaN codes of rows past a sequence",
+        CODES,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "unit.row_block * 8 + lane % 8 < rows_left && column < params.head_dim",
+        "column < params.head_dim",
+    ),
+    fault(
+        "codes past a narrow row",
+        PAGED,
+        NARROW,
+        (*NUMBERS, *BOUNDS),
+        "< rows_left && column < params.head_dim;",
+        "< rows_left;",
+    ),
+    fault(
+        "elements that wgmma does not see",
+        CODES,
+        MANY,
+        ("proxy",),
+        "fence_proxy_async();\n    __syncwarp();\n    if (lane == 0) mbarrier_arrive(full);",
+        "__syncwarp();\n    if (lane == 0) mbarrier_arrive(full);",
+    ),
+    fault(
+        "columns passed on before all lanes have converted",
+        CODES,
+        MANY,
+        LOST,
+        "fence_proxy_async();\n    __syncwarp();\n    if (lane == 0) mbarrier_arrive(full);",
+        "if (lane == 0) mbarrier_arrive(full);\n    fence_proxy_async();\n    __syncwarp();",
+    ),
+    fault(
+        "converted over columns that are not empty",
+        CODES,
+        MANY,
+        LOST,
+        "group = unit.group;\n                        "
+        "await_empty(shared.k_empty(ring.stage, group), ring.parity ^ 1);",
+        "group = unit.group;",
+    ),
+    fault(
+        "the units of the batch before",
+        CODES,
+        MANY,
+        (*NUMBERS, "uninitialised register", "uninitialised"),
+        "batch = after;",
+        "",
+    ),
+    fault("the rows of the KV block before", PAGED, MANY, (*NUMBERS, *BOUNDS), "rows = next;", ""),
+    fault(
+        "a row of another page",
+        PAGED,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "row_of_page = key - page_of_sequence * params.page_size;",
+        "row_of_page = 0;",
+    ),
+    fault(
+        "a scale of the wrong quarter",
+        ROWS,
+        MANY,
+        NUMBERS,
+        "row + kScalesByte + unit.panel / 2 * 4",
+        "row + kScalesByte + unit.panel / 4 * 4",
+    ),
+    fault(
+        "codes without their scale",
+        ROWS,
+        MANY,
+        NUMBERS,
+        "return pack<element>(values.x * scale, values.y * scale);",
+        "return pack<element>(values.x, values.y);",
+    ),
+    fault(
+        "rotary elements from where the scales are",
+        ROWS,
+        MANY,
+        NUMBERS,
+        "constexpr int kRotaryByte = kScalesByte + 16;",
+        "constexpr int kRotaryByte = kScalesByte;",
+    ),
+    fault(
+        "rotary elements are not waited for",
+        ROWS,
+        MANY,
+        LOST,
+        "cp_async_wait<0>();\n    fence_proxy_async();\n    __syncwarp();",
+        "fence_proxy_async();\n    __syncwarp();",
+    ),
+    fault(
+        "NaN of rotary elements past a sequence",
+        UNPAGED,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "source + 16 * chunk,\n                        row < rows_left ? 16 : 0);",
+        "source + 16 * chunk, 16);",
+    ),
+    fault(
+        "mma.sync: converted while other warps read the KV block",
+        MMA,
+        MANY,
+        LOST,
+        "cp_async_wait<kStages - 1>();\n            barrier_sync(kThreads);",
+        "cp_async_wait<kStages - 1>();",
+    ),
+    fault(
+        "mma.sync: read before all warps have converted",
+        MMA,
+        MANY,
+        LOST,
+        "fetch.next(params, codes_address(stage));\n            barrier_sync(kThreads);",
+        "fetch.next(params, codes_address(stage));",
+    ),
+    fault(
+        "mma.sync: codes are not waited for",
+        MMA,
+        MANY,
+        LOST,
+        "cp_async_wait<kStages - 1>();",
+        "cp_async_wait<kStages>();",
+    ),
+    fault("mma.sync: O is not scaled", MMA, MANY, NUMBERS, "[e] *= code_scale;", "[e] *= 1.0f;"),
+    fault(
+        "mma.sync: rotary elements as codes",
+        MMA_ROWS,
+        MANY,
+        NUMBERS,
+        "load_shared_128(source + kRotaryByte + 16 * chunk)",
+        "load_shared_128(source + 16 * chunk)",
+    ),
+    fault(
+        "mma.sync: a scale of the wrong quarter",
+        MMA_ROWS,
+        MANY,
+        NUMBERS,
+        "source + kScalesByte + chunk / 8 * 4",
+        "source + kScalesByte",
+    ),
+    fault(
+        "mma.sync: a row copied over while its scales are read",
+        MMA_ROWS,
+        MANY,
+        LOST,
+        "__syncwarp();  // all threads of a row have read it",
+        "",
+    ),
+)

@@ -1,0 +1,118 @@
+"""The kernels that list the blocks of a mask by a line, simulated: the bits of the lists of the CPU."""
+
+import numpy as np
+import pytest
+
+from flashgen.families.load import load_specs
+from flashgen.families.masks import load_masks, rule_of_line
+from flashgen.simulator.example import Shape, make, run_steps
+from flashgen.simulator.library import load
+from flashgen.source.render import render
+from operators.lines import random_line
+from simulator.calls import check_found
+
+SPEC = next(spec for spec in load_specs() if spec.name == "mask_lists_sm80")
+PLAIN = next(variant for variant in SPEC.variants() if variant.is_main)
+# By head and batch entry; two arrays of keys, and two of queries; a table.
+OF_HEADS = (
+    "(doc[b, q] == doc[b, kv] or last[kv] + table[h + 1] < start[q]) and kv - q < 9 * n "
+    "or kv // 99 == q // 99"
+)
+# Arrays by query and key: of bools, which may be read 16 at a time, and of numbers.
+OF_SCORES = "not hidden[b, h, q, kv] and (odd[q, kv] or near[q, kv] < kv and doc[b, kv] <= q)"
+SHAPES = (
+    Shape(700, 900, heads=3, batch=2),
+    Shape(1100, 4300, heads=2, batch=2, window=(900, 30)),
+    Shape(300, 100, heads=2, batch=1, block=(64, 128)),
+    Shape(1, 129, heads=1, batch=1, window=(-1, 0)),
+)
+
+
+def lined(line):
+    return PLAIN.lined(load_masks("").get(line) or rule_of_line(line))
+
+
+def simulated(variant, seed, shapes=SHAPES, edit=lambda source: source):
+    """Examples with the lists of simulated kernels."""
+    libraries = [load(edit(render(step)), step.name) for step in variant.steps]
+    examples = [make(variant, shape, seed + number) for number, shape in enumerate(shapes)]
+    for example in examples:
+        run_steps(libraries, variant, example, seed=seed)
+    return examples
+
+
+def check(variant, seed):
+    for example in simulated(variant, seed):
+        assert example.judge().ok, (example.problem, example.arrays[0], example.arrays[2])
+
+
+def test_the_line_of_a_kernel_without_one(compiler, fresh_seed):
+    for example in simulated(PLAIN, fresh_seed):
+        assert example.judge().ok
+
+
+@pytest.mark.parametrize("line", ["documents", OF_HEADS, OF_SCORES, "not hidden[q, kv]", "neighbourhood"])
+def test_lists_have_the_bits_of_the_cpu(line, compiler, fresh_seed):
+    check(lined(line), fresh_seed)
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_lists_of_random_lines(number, compiler, fresh_seed):
+    check(lined(random_line(np.random.default_rng(fresh_seed), 300)), fresh_seed)
+
+
+# A fault: its name, and what it replaces by what, in the text of any step.
+FAULTS = (
+    ("the first keys of a block alone", "key <= last_key; key += 32", "key <= first_key; key += 32"),
+    ("the largest of the least elements", "high = warp_largest(high)", "high = warp_largest(low)"),
+    ("the array of another list", "list >= params.block_indptr_batch", "list > params.block_indptr_batch"),
+    ("the other array", "if (span == 0)", "if (span == 1)"),
+    ("rows of half a block", "(1 << params.block_rows_log2), params.seqlen_q) - 1;\n    LineRows",
+     "(1 << params.block_rows_log2) / 2, params.seqlen_q) - 1;\n    LineRows"),
+    ("positions that count from the first query", "first_row + head.seqlen_kv - head.seqlen_q", "first_row"),
+    ("bounds of the first list", "int64_t(list) * num_blocks * (2 * kKeySpans)", "0"),
+    ("empty where a bound touches", "keys.kv_low >= some.end", "keys.kv_low >= some.end - 1"),
+    ("full beside the range", "kBlockFull && !in_range", "kBlockFull && in_range"),
+    ("the head of another list", "list - batch * params.block_indptr_num_heads,", "0,"),
+    ("the count of the block itself", "earlier < row_block.block;", "earlier <= row_block.block;"),
+    ("counts of the first list", "params.line_counts + row_block.list * num_blocks", "params.line_counts"),
+    ("entries after the room", "verdict != kBlockEmpty && place < room", "verdict != kBlockEmpty"),
+    ("an end after the room", "first + min(end, room)", "first + end"),
+    ("kinds exchanged", "verdict == kBlockPartial ? ~", "verdict == kBlockFull ? ~"),
+    ("places in the order of lanes", "__popc(listed & ((1u << lane) - 1))", "lane"),
+    ("a total of the room", "row_block.list, uint32_t(end)", "row_block.list, uint32_t(min(end, room))"),
+    ("every 33rd block left out", "key_block += 32) {", "key_block += 33) {"),
+)  # fmt: skip
+
+
+# Faults of the bounds of blocks of scores.
+FAULTS_OF_SCORES = (
+    ("a byte of zeros of four", "zero_bytes(elements.w)", "0"),
+    ("ones of three words", "| elements.z | elements.w", "| elements.z"),
+    ("half of the chunks", "block.num_rows << chunks_log2;", "block.num_rows << chunks_log2 >> 1;"),
+    ("the columns of the first chunk", "chunks_log2) * row_stride + column", "chunks_log2) * row_stride"),
+    ("ones for zeros in a tail", "zeros |= element == 0;", "zeros |= element != 0;"),
+    ("zeros where a byte is large", "& ~word & 0x80808080u", "& 0x80808080u"),
+    ("rows past the last query", "params.seqlen_q - block.first_row)", "1 << 30)"),
+    ("the bounds of the other array", "return bounds_of_hidden(", "return bounds_of_odd("),
+    ("the blocks of the first list", "row_block.list * kBlockSpans * num_blocks", "0"),
+    ("the block before", "(params) + key_block;", "(params) + max(key_block - 1, 0);"),
+    ("bounds on those of keys", "2 * (first_block_bounds(params) + index)", "2 * index"),
+    ("rows by half their size", "(params) << params.block_rows_log2", "(params) << 6"),
+)  # fmt: skip
+PLANTED = [(OF_HEADS, *x) for x in FAULTS] + [(OF_SCORES, *x) for x in FAULTS_OF_SCORES]
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "edit"), [(x[0], *x[2:]) for x in PLANTED], ids=[x[1] for x in PLANTED]
+)
+def test_a_planted_fault_is_found(line, text, edit, compiler, fixed_seed):
+    variant = lined(line)
+    sources = [render(step) for step in variant.steps]
+    assert any(text in source for source in sources)
+
+    def run(seed):
+        return simulated(variant, seed, 3 * SHAPES, lambda source: source.replace(text, edit))
+
+    # Each run has examples for some seeds after its own.
+    check_found(run, range(fixed_seed, fixed_seed + 1000, 20))

@@ -1,0 +1,117 @@
+"""Latent attention to the tokens of lists, in the simulator: lists that end in a KV block, entries that
+name no token, pages, splits; any order of threads, planted faults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flashgen.families.load import load_specs
+from flashgen.operators.sparse_latent import NO_TOKEN
+from flashgen.operators.splits import SplitEvery
+from flashgen.schedule.plan import plan_steps
+from flashgen.simulator import hardware
+from flashgen.simulator.example import Shape, make
+from flashgen.source.render import render
+from simulator.calls import calls_of, check_of, simulated
+from simulator.faults_sparse_latent import COMBINE_FAULTS, FAULTS, MULTIPROCESSORS
+
+MAIN = {
+    variant.name: variant
+    for spec in load_specs()
+    if spec.operator == "sparse_latent_attention"
+    for variant in spec.variants()
+    if variant.is_main
+}
+# seqlen_kv are the entries of a list.
+SHAPES = (
+    Shape(1, 1, heads=1, batch=2),
+    Shape(2, 0, heads=16),
+    Shape(1, 65, heads=128, batch=2),
+    Shape(5, 129, heads=8, batch=3),
+    Shape(2, 500, heads=33, batch=2, spread=8.0),
+    Shape(3, 6, heads=20, batch=2, head_dim=328, head_dim_v=264),
+    Shape(2, 200, heads=64, batch=2, splits=3),
+)
+
+
+def device_of(variant, count=MULTIPROCESSORS):
+    """A GPU so small that thread blocks have several tiles."""
+    gpu = hardware.pretend_for(variant)
+    return dataclasses.replace(gpu, num_sms=count, smem_per_sm=variant.smem_bytes + 1024)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", MAIN)
+def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
+    variant = MAIN[name]
+    example = make(variant, shape, fresh_seed)
+    simulated(variant, example, fresh_seed, device=device_of(variant))
+    assert example.judge().ok, f"{name}, {shape}: {example.judge()}"
+
+
+@pytest.mark.parametrize("name", [name for name in MAIN if "bf16_paged" in name])
+def test_the_order_of_threads_changes_no_bit(name, compiler, fresh_seed):
+    variant, results = MAIN[name], set()
+    for order in range(3):
+        example = make(variant, Shape(2, 600, heads=24, batch=2), fresh_seed)
+        steps = plan_steps(example.problem, variant, device_of(variant)).steps
+        assert [step.variant.step for step in steps] == ["main", "combine"]
+        simulated(variant, example, order, device=device_of(variant), overlap=True)
+        assert example.judge().ok, example.judge()
+        results.add(example.named["out"].tobytes() + example.named["lse"].tobytes())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in MAIN if "fp16" in name])
+def test_an_index_outside_the_sequence_names_no_token(name, compiler, fresh_seed):
+    variant, results = MAIN[name], set()
+    for garbage in (NO_TOKEN, -(2**31), 2**31 - 1, None):
+        example = make(variant, Shape(2, 100, heads=24, batch=3), fresh_seed)
+        indices, lengths = example.named["indices"], example.named["kv_lengths"]
+        values = lengths[:, None, None] if garbage is None else garbage
+        np.copyto(indices, values, where=indices == NO_TOKEN)
+        simulated(variant, example, fresh_seed, device=device_of(variant))
+        results.add(example.named["out"].tobytes() + example.named["lse"].tobytes())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("splits", [1, 5, SplitEvery(64)], ids=str)
+@pytest.mark.parametrize("name", [name for name in MAIN if "bf16_paged" in name])
+def test_bits_of_fixed_splits_do_not_depend_on_multiprocessors(name, splits, compiler, fresh_seed):
+    variant, results = MAIN[name], set()
+    for count in (2, 7):
+        example = make(variant, Shape(2, 300, heads=24, batch=2, splits=splits), fresh_seed)
+        simulated(variant, example, count, device=device_of(variant, count))
+        assert example.judge().ok, example.judge()
+        results.add(example.named["out"].tobytes() + example.named["lse"].tobytes())
+    assert len(results) == 1
+
+
+def test_faults_have_different_names():
+    faults = (*FAULTS, *COMBINE_FAULTS)
+    assert len({fault.name for fault in faults}) == len(faults)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *COMBINE_FAULTS], ids=lambda fault: fault.name)
+def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
+    variant = MAIN[fault.variant]
+
+    planted = "combine" if fault in COMBINE_FAULTS else "main"
+
+    def source_of(step):
+        return fault.plant(render(step)) if step.step == planted else render(step)
+
+    seeds = range(fixed_seed, fixed_seed + 8)
+    checks = (check_of(variant, fault.shape, seed, source_of, device=device_of(variant)) for seed in seeds)
+    assert next(filter(None, checks), None) in fault.caught
+
+
+@pytest.mark.parametrize("fault", calls_of(FAULTS), ids=lambda fault: fault.name)
+def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
+    variant = MAIN[fault.variant]
+    for seed in range(fresh_seed, fresh_seed + 2):
+        assert check_of(variant, fault.shape, seed, device=device_of(variant)) is None
