@@ -108,6 +108,9 @@ def test_within_the_bound_and_nothing_else_touched(name, compiler, fresh_seed):
             shape = replace(shape, **dict(zip(("head_dim", "head_dim_v"), widths, strict=True)))
         for seed in range(fresh_seed, fresh_seed + 4):
             assert verdict_of(variant, render(variant), shape, seed) is None, (shape, seed)
+    if name == PLAIN:  # it takes latent rows as well
+        for choices in (LATENT_ROWS, replace(LATENT_ROWS, packed=True, index=True)):
+            assert verdict_of(variant, render(variant), SHAPE, fresh_seed, choices) is None, choices
 
 
 @pytest.mark.parametrize(("choices", "each"), FAULTS, ids=lambda each: getattr(each, "name", ""))

@@ -76,8 +76,6 @@ def choose(variant: Variant, shape: Shape, rng: np.random.Generator) -> Choices:
     coin = [bool(rng.integers(2)) for _ in range(4)]
     rotary_dim = 16 * int(rng.integers(1, max(1, width // 16) + 1))
     latent = variant.axis("latent") == "latent"
-    if variant.axis("rotary") == "none" and variant.axis("kv_dtype") == "none":
-        latent = bool(rng.integers(2))
     return Choices(
         page_size=int(rng.choice([1, 3, 16])),
         rotary_dim=rotary_dim,
