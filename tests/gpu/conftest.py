@@ -1,11 +1,14 @@
 """What the GPU tests share: the criterion of correctness, and work that keeps a stream busy."""
 
 import os
+import re
+import shutil
 import sys
 
 import numpy as np
 import pytest
 
+from flashgen.host.paths import specs_dir
 from flashgen.operators.attention import normalise
 from flashgen.operators.reference import judge
 from flashgen.runtime import device
@@ -63,6 +66,24 @@ def _check(out, q, k, v, lse=None, mask=None, **options):
     assert lse is None or lse.dtype == np.float32
     verdict = judge(problem, by_name(problem, q, k, v, mask, out, lse))
     assert verdict.ok, verdict
+
+
+@pytest.fixture(scope="session")
+def folder_of_mma(tmp_path_factory):
+    """A folder of specs, all but those for Hopper of latent caches."""
+    folder = tmp_path_factory.mktemp("specs")
+    for path in specs_dir().glob("*.yaml"):
+        if not re.fullmatch("flash_mla.*_sm90", path.stem):
+            shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture
+def latent_family(request, folder_of_mma, monkeypatch):
+    """The family of kernels that calls with latent caches take in a test, "sm90" or "sm80"."""
+    if request.param == "sm80":
+        monkeypatch.setenv("FLASHGEN_SPECS", str(folder_of_mma))
+    return request.param
 
 
 @pytest.fixture(scope="session")

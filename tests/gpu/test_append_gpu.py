@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="arrays lie on the GPU by PyTorch")
 import flashgen  # noqa: E402
 from flashgen.families.load import load_specs  # noqa: E402
 from flashgen.operators.append_rows import queries  # noqa: E402
+from flashgen.operators.kvcodes import SCALES, SCALES_OUT  # noqa: E402
 from flashgen.simulator.append_example import Choices, make  # noqa: E402
 from flashgen.simulator.example import Shape  # noqa: E402
 from gpu.cases import new_seed  # noqa: E402
@@ -57,6 +58,13 @@ def on_device(x):
     return there.view(KINDS[x.dtype.name]).as_strided(x.shape, strides), flat, there
 
 
+def scales_of(tensors):
+    """The scales of a cache: of its tokens, which are written, or of heads without their last dimension."""
+    if SCALES_OUT[0] in tensors:
+        return {name: tensors[of_tokens] for name, of_tokens in zip(SCALES, SCALES_OUT, strict=True)}
+    return {name: tensors[name][..., 0] for name in SCALES if name in tensors}
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_within_the_bound_and_nothing_else_touched(variant):
     examples = [make(variant, shape, new_seed()) for shape in shapes_for(variant)]
@@ -69,7 +77,7 @@ def test_within_the_bound_and_nothing_else_touched(variant):
         tensors = {name: tensor for name, (tensor, _, _) in placed.items()}
         cache = flashgen.KVCache(
             *(tensors.get(name) for name in ("k_cache", "v_cache", "lengths", "pages", "index")),
-            **{name: tensors.get(name) for name in ("k_scale", "v_scale")},
+            **scales_of(tensors),
             head_dim_v=example.head_dim_v,
         )
         rotary = None
@@ -85,7 +93,7 @@ def test_within_the_bound_and_nothing_else_touched(variant):
             q_positions=problem.q_positions if "q" in tensors and "positions" not in tensors else "each",
             cu_seqlens_new=tensors.get("cu_seqlens_new"),
         )
-        for name in {"k_cache", "v_cache"} & placed.keys():
+        for name in {"k_cache", "v_cache", *SCALES_OUT} & placed.keys():
             _, flat, there = placed[name]
             flat[...] = there.cpu().numpy()
         named["total_lengths"] = total.cpu().numpy()

@@ -67,11 +67,12 @@ def check(out, lse, q, rows, dtype, causal, value=512, scaled=False):
         assert of_lse.share <= 1, (b, of_lse)
 
 
+@pytest.mark.parametrize("latent_family", ["sm90", "sm80"], indirect=True)
 @pytest.mark.parametrize("page", [0, 64, 48, 1])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
-def test_results_are_within_the_bound(shape, dtype, causal, page):
+def test_results_are_within_the_bound(latent_family, shape, dtype, causal, page):
     queries, heads, lengths = shape
     cache, rows = cache_of(lengths, dtype, page)
     q = torch.randn(len(lengths), queries, heads, 576, device="cuda").to(DTYPES[dtype])

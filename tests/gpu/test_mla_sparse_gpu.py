@@ -66,10 +66,11 @@ def check(out, lse, q, indices, rows, dtype):
         assert of_lse.share <= 1, (b, i, of_lse)
 
 
+@pytest.mark.parametrize("latent_family", ["sm90", "sm80"], indirect=True)
 @pytest.mark.parametrize("page", [0, 64, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}x{shape[2]}")
-def test_results_are_within_the_bound(shape, dtype, page, fresh_seed):
+def test_results_are_within_the_bound(latent_family, shape, dtype, page, fresh_seed):
     q, cache, indices, rows = arrays_of(shape, dtype, page, fresh_seed)
     options = {"indices": indices, "softmax_scale": SCALE, "return_lse": True}
     out, lse = flashgen.attention(q, cache, **options)
