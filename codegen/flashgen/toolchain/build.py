@@ -5,6 +5,7 @@ What is compiled lands in the disk cache, under the keys that a call looks for.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,12 +41,21 @@ class Built:
         return (kernel.spill_stores or 0) + (kernel.spill_loads or 0) if kernel else 0
 
     @property
+    def serialized(self) -> str:
+        """Why no two wgmmas of the kernel are in flight together, in words of ptxas; else an empty string."""
+        log = self.compiled.log if self.compiled else ""
+        found = re.search(r"wgmma\S* instructions are serialized (due to .*?)(?: in| for) (?:the )?function", log)
+        return found[1] if found else ""
+
+    @property
     def failure(self) -> str:
         """Why this is not acceptable, or an empty string."""
         if self.error:
             return self.error
         if self.spilled and self.variant.must_not_spill(self.arch):
             return f"spills {self.spilled} bytes of registers, and {self.variant.spec} says no_spills"
+        if self.serialized:
+            return f"ptxas makes each wgmma wait for the one before, {self.serialized}"
         return ""
 
     @property
