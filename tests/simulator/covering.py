@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -70,17 +71,22 @@ def work(variant: Variant) -> int:
 def covering(variants: Iterable[Variant], traits: Callable[[Variant], set[tuple]] = traits) -> list[Variant]:
     """Greedily, the variant with the most traits that are still missing, until none is."""
     pool = sorted(variants, key=lambda variant: (work(variant), variant.name))
-    lacking = {variant: traits(variant) for variant in pool}
+    wanted = [traits(variant) for variant in pool]
+    # What a variant adds only becomes less, so the first of the heap is the best if its count is still right.
+    # Of equals the first in the pool, which is the cheapest, comes first.
+    heap = [(-len(of_variant), at) for at, of_variant in enumerate(wanted)]
+    heapq.heapify(heap)
+    missing = set().union(*wanted)
     chosen = []
-    while lacking:
-        # The first of equals, which is the cheapest.
-        best = max(lacking, key=lambda variant: len(lacking[variant]))
-        chosen.append(best)
-        found = lacking.pop(best)
-        for variant in list(lacking):
-            lacking[variant] = lacking[variant] - found
-            if not lacking[variant]:
-                del lacking[variant]
+    while missing:
+        count, at = heap[0]
+        adds = len(wanted[at] & missing)
+        if adds == -count:
+            heapq.heappop(heap)
+            chosen.append(pool[at])
+            missing -= wanted[at]
+        else:
+            heapq.heapreplace(heap, (-adds, at))
     return sorted(chosen, key=lambda variant: variant.name)
 
 
