@@ -11,7 +11,7 @@ from backward_variants import MAIN
 from flashgen.simulator.example import Shape, make
 from flashgen.simulator.hardware import pretend_for
 from flashgen.source.render import render
-from simulator.calls import ORDERS, calls_of, check_on, simulated
+from simulator.calls import calls_of, check_on, simulated
 from simulator.faults_count_added import FAULTS, GROUPED, GROUPS, PLAIN, SHAPE
 
 # Beside those of test_clear_ahead.
@@ -59,5 +59,6 @@ def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
 
 @pytest.mark.parametrize("fault", calls_of(FAULTS, "multiprocessors"), ids=lambda fault: fault.name)
 def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
-    for seed in range(fresh_seed, fresh_seed + ORDERS):
+    # Two orders: a block of the convert kernel that waits runs again before each block of the main kernel.
+    for seed in range(fresh_seed, fresh_seed + 2):
         assert check_of(MAIN[fault.variant], fault.shape, seed, sms=fault.multiprocessors) is None
