@@ -885,11 +885,14 @@ def test_warmup_compiles_no_more_kernels_at_once_than_it_was_told(jobs, fake_gpu
     monkeypatch.setattr(kernel, "_kernels", {})
     monkeypatch.setattr(kernel, "_recalled", lambda variant, gpu: None)
     compiled, running, most = [], [], []
+    first = threading.Barrier(jobs, timeout=120)
 
     def obtained(variant, gpu):
         compiled.append(variant)
         running.append(variant)
         most.append(len(running))
+        if len(compiled) <= jobs:
+            first.wait()
         time.sleep(0.02)
         running.remove(variant)
         return None, False

@@ -56,7 +56,8 @@ def test_the_mean_over_seeds_is_attention_without_dropout():
     seeds = np.stack([rng.integers(2**62, size=2) for _ in range(300)])
     outs = np.stack([flashgen.attention(q, k, v, dropout_p=0.5, dropout_seed=x) for x in seeds])
     error = outs.std(0) / np.sqrt(len(outs))
-    assert (np.abs(outs.mean(0) - flashgen.attention(q, k, v)) / error).max() < 6
+    # Of some thousand elements one is beyond six errors in a run of 100,000, and beyond eight in none.
+    assert (np.abs(outs.mean(0) - flashgen.attention(q, k, v)) / error).max() < 8
 
 
 def test_a_seed_is_two_integers_or_an_array_and_repeats():

@@ -91,9 +91,12 @@ def test_interrupted_calls_leave_blas_its_threads(parallel):
             raise KeyboardInterrupt
 
         signal.signal(signal.SIGALRM, interrupt)
-        start = time.perf_counter()
-        flashgen.attention(q, q, q, splits=1)
-        took = time.perf_counter() - start
+        def seconds():
+            start = time.perf_counter()
+            flashgen.attention(q, q, q, splits=1)
+            return time.perf_counter() - start
+
+        took = min(seconds() for _ in range(10))  # in some of them other processes have the processor
         interrupted = calls = 0
         while interrupted < 20 and calls < 1000:
             calls += 1

@@ -58,7 +58,7 @@ def test_threads_that_meet_a_library_at_once_have_one_kind(library, monkeypatch)
         "numpy": ("NumpyKind", lambda: arrays.kind_of(np.empty(1))),
         "cupy": ("CupyKind", arrays.cupy_kind),
     }[library]
-    make, both = getattr(arrays, name), threading.Barrier(2, timeout=10)
+    make, both = getattr(arrays, name), threading.Barrier(2, timeout=120)
 
     def made(module):
         both.wait()

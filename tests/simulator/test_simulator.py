@@ -183,9 +183,9 @@ def test_a_plan_is_called_again_and_writes_into_what_it_is_given(compiler):
 def test_a_small_problem_is_a_matter_of_a_second(compiler):
     variant = VARIANTS["flash_fwd_hdim64_fp16_causal_sm80"]
     loaded, example = library.load(render(variant), variant.name), make(variant, Shape(256, 256), 0)
-    begin = time.perf_counter()
+    begin = time.process_time()
     run(loaded, variant, example, threads=1)
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize(
