@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from threadpoolctl import threadpool_limits
 
-from draw import VARIABLE, draw, is_drawn, looks_for_a_fault, run_seed, seed_of
+from draw import VARIABLE, draw, function_of, is_a_case, is_drawn, looks_for_a_fault, run_seed, seed_of
 from fake_gpu import H200, Binding, Driver
 from flashgen.families import tuned
 from flashgen.families.load import load_spec
@@ -28,6 +28,7 @@ settings.load_profile("flashgen")
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SHIPPED = specs_dir()
+ON_A_GPU = Path(__file__).parent / "gpu"
 
 
 def pytest_addoption(parser):
@@ -42,6 +43,13 @@ def pytest_addoption(parser):
         type=int,
         default=1,
         help="with --whole, of the tests that look for planted faults run one in N",
+    )
+    parser.addoption(
+        "--cases",
+        metavar="N",
+        type=int,
+        default=1,
+        help="with --whole, run one in N of the cases of each test that a run draws from, with fresh seeds",
     )
     parser.addoption("--passed-to", metavar="FILE", help="write the tests that passed into FILE")
     parser.addoption(
@@ -103,24 +111,31 @@ def pytest_report_header(config):
     return f"{VARIABLE}={run_seed()}: {part}"
 
 
+def pytest_ignore_collect(collection_path, config):
+    """A run without tests on a GPU does not import their modules, which choose among all kernels: that took
+    each worker half of its time before the first test. tests/test_gpu_modules.py imports them.
+    """
+    return True if collection_path == ON_A_GPU and config.option.markexpr == "not gpu" else None
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     """Without --whole leave out tests that are marked extra, and most of those that a run draws from; but run
     all of a file that the command line names.
     """
-    if config.option.without_passed:
-        passed = {*Path(config.option.without_passed).read_text().splitlines()}
-        repeated = {item for item in items if item.nodeid in passed and runs_once(item)}
-        leave_out(config, items, repeated)
+    left_out = set()
     if config.option.whole:
         faults = [item for item in items if looks_for_a_fault(item)]
-        leave_out(config, items, set(faults) - draw(faults, run_seed(), config.option.faults))
-        return
-    if any(".py" in argument for argument in config.args):
-        return
-    many = [item for item in items if is_drawn(item)]
-    left_out = set(many) - draw(many, run_seed())
-    left_out |= {item for item in items if item.get_closest_marker("extra")}
+        cases = [item for item in items if is_a_case(item)]
+        left_out |= set(faults) - draw(faults, run_seed(), config.option.faults)
+        left_out |= set(cases) - draw(cases, run_seed(), config.option.cases, function_of)
+    elif not any(".py" in argument for argument in config.args):
+        many = [item for item in items if is_drawn(item)]
+        left_out |= set(many) - draw(many, run_seed())
+        left_out |= {item for item in items if item.get_closest_marker("extra")}
+    if config.option.without_passed:
+        passed = {*Path(config.option.without_passed).read_text().splitlines()}
+        left_out |= {item for item in items if item.nodeid in passed and runs_once(item)}
     leave_out(config, items, left_out)
 
 

@@ -1,6 +1,7 @@
 """What is drawn from many tests: a part, with every trait, the same for the same seed."""
 
 import math
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,45 @@ def test_tests_have_seeds_of_their_own_which_the_seed_of_the_run_repeats(monkeyp
     assert draw.seed_of("a test") != first
     monkeypatch.setenv(draw.VARIABLE, "")
     assert draw.run_seed() == draw.run_seed() > 0
+
+
+def test_cases_of_one_kernel_are_drawn_together():
+    names = [f"flash_fwd_hdim{head_dim}_bf16_sm80" for head_dim in range(32, 512, 32)]
+    items = cases("test.py::test_it", names * 3)
+    for seed in range(5):
+        drawn = draw.draw(items, seed, 5)
+        of_kernel = Counter(item.callspec.params["value"] for item in drawn)
+        assert len(of_kernel) == 3
+        assert set(of_kernel.values()) == {3}
+
+
+def test_each_function_keeps_a_case_and_each_family_a_kernel():
+    names = [variant.name for variant in VARIANTS]
+    items = [item for at in range(10) for item in cases(f"test.py::test_{at}", range(20))]
+    items += cases("test.py::test_kernels", names)
+    for seed in range(5):
+        drawn = draw.draw(items, seed, 10, draw.function_of)
+        count = Counter(map(draw.function_of, drawn))
+        assert [count[f"tests/simulator/test.py::test_{at}"] for at in range(10)] == [2] * 10
+        families = {
+            draw.family_of(item.callspec.params["value"]) for item in drawn if "kernels" in item.nodeid
+        }
+        assert families == set(map(draw.family_of, names))
+
+
+def test_every_variant_has_a_name_with_its_family():
+    assert all(draw.kernel_of(name) == name for name in (variant.name for variant in VARIANTS))
+    assert draw.family_of("flash_fwd_fp8_hdim64_e4m3_sm90") == "flash_fwd_fp8 sm90"
+    assert not draw.kernel_of("64_bf16_causal")
+
+
+def test_a_test_without_parameters_or_with_a_fixed_seed_is_no_case():
+    case, alone = cases("test.py::test_it", [1])[0], Item("tests/simulator/test.py::test_it")
+    case.fixturenames = ["fresh_seed"]
+    assert draw.is_a_case(case)
+    assert not draw.is_a_case(alone)
+    case.fixturenames = ["fixed_seed"]
+    assert not draw.is_a_case(case)
 
 
 def test_a_larger_share_draws_more():
