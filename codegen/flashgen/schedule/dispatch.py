@@ -405,13 +405,17 @@ def _served(spec: Spec) -> str:
 def _serving(problem: Problem, spec: Spec) -> Iterator[dict[str, Value]]:
     """The axes of each point of ``spec`` that computes ``problem``; the spec may exclude some of them."""
     operator = problem.operator
+    others = [axis for name, axis in operator.axes.items() if name not in spec.axes]
+    if not all(axis.serves(problem, axis.default) for axis in others if axis.default_from is None):
+        return
     suited = [
         [value for value in values if operator.axes[name].serves(problem, value)]
         for name, values in spec.axes.items()
     ]
+    following = [axis for axis in others if axis.default_from is not None]
     for values in itertools.product(*suited):
         axes = dict(zip(spec.axes, values, strict=True))
-        if operator.serves(problem, axes):  # also as to the axes that the spec does not have
+        if not following or operator.serves(problem, axes):
             yield axes
 
 
