@@ -1,5 +1,5 @@
-"""Write the tables of performance.md, lineage.md, training.md and serving-performance.md in docs/ from the
-JSON of the last runs. Needs no GPU.
+"""Write the tables of performance.md, feature-performance.md, lineage.md, training.md and
+serving-performance.md in docs/ from the JSON of the last runs. Needs no GPU.
 
     python benchmarks/report.py            after a run with --save benchmarks/results/...
     python benchmarks/report.py --check    change nothing; exit code 1 where pages and results differ
@@ -42,7 +42,7 @@ from flashgen.tools.bench.results import Measurement, Report, Row, figure
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-_NAMES = ("performance", "lineage", "training", "serving-performance")
+_NAMES = ("performance", "feature-performance", "lineage", "training", "serving-performance")
 PAGES = tuple(HERE.parent / "docs" / f"{name}.md" for name in _NAMES)
 
 _MARKER = re.compile(

@@ -44,7 +44,9 @@ class Built:
     def serialized(self) -> str:
         """Why no two wgmmas of the kernel are in flight together, in words of ptxas; else an empty string."""
         log = self.compiled.log if self.compiled else ""
-        found = re.search(r"wgmma\S* instructions are serialized (due to .*?)(?: in| for) (?:the )?function", log)
+        found = re.search(
+            r"wgmma\S* instructions are serialized (due to .*?)(?: in| for) (?:the )?function", log
+        )
         return found[1] if found else ""
 
     @property

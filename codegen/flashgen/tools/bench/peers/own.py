@@ -372,6 +372,7 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
 def _pinned(plan: Plan, examples: Mapping[str, Any], keep: Callable[[Variant], bool]) -> Plan:
     """The same plan with the best of the variants to keep, whatever dispatch would take."""
     from flashgen.call.backends import prepare, specs_for
+    from flashgen.operators.rules import LISTING
     from flashgen.runtime.device import device
     from flashgen.runtime.plans import Plan
     from flashgen.schedule.dispatch import offers
@@ -380,7 +381,11 @@ def _pinned(plan: Plan, examples: Mapping[str, Any], keep: Callable[[Variant], b
     problem = plan.problem
     here = device(problem.device)
     # Family by family: which head dim is the least that serves differs.
-    variants = (v for spec in specs_for(here) for v in offers(problem, here, (spec,)) if keep(v))
+    specs = specs_for(here)
+    listing = [
+        spec for spec in specs if spec.operator == LISTING
+    ]  # a mask by a line takes their kernels first
+    variants = (v for spec in specs for v in offers(problem, here, (spec, *listing)) if keep(v))
     runner = prepare(choices(problem, here, variants), here)
     return Plan(problem, runner, problem.operator.in_order(**examples))
 
