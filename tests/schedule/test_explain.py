@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashgen
+from flashgen import KVCache
 from flashgen.errors import BadParam, BadTensorShape, NullPointer
 from flashgen.families.arch import KNOWN_ARCHS, typical
 from flashgen.families.load import load_specs
@@ -273,3 +274,14 @@ def test_arrays_of_a_cache_ask_for_the_same_as_their_shapes():
     by_array = flashgen.explain(q, flashgen.KVCache(k, k, lengths), arch="sm_80")
     by_shape = flashgen.explain(q.shape, flashgen.KVCache(k.shape, k.shape, (8,)), arch="sm_80")
     assert by_array.problem == by_shape.problem
+
+
+def test_shapes_of_caches_of_codes_have_the_dtype_that_the_cache_says():
+    pair = [(40, 16, 2, 64)] * 2
+    cache = KVCache(*pair, (4,), pages=(4, 10), kv_dtype="e4m3", k_scale=(), v_scale=())
+    new = {"k_new": (4, 1, 2, 64), "v_new": (4, 1, 2, 64)}
+    appended = flashgen.explain(operator="append", cache=cache, **new, dtype="bf16", arch="sm_90")
+    assert "e4m3" in appended.variant.name
+    rows = KVCache((40, 64, 1, 656), None, (4,), pages=(4, 10), head_dim_v=512, kv_dtype="fp8_ds_mla")
+    found = flashgen.explain((4, 1, 16, 576), rows, dtype="bf16", softmax_scale=0.07, arch="sm_90")
+    assert "fp8dsmla" in found.variant.name

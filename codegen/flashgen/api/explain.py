@@ -31,6 +31,7 @@ from flashgen.errors import (
     naming,
 )
 from flashgen.families.variant import TUNED_TILE
+from flashgen.operators import latentrows
 from flashgen.operators.arguments import dtype_name, shown, view_of_shape
 from flashgen.runtime import arrays, dlpack
 from flashgen.runtime.adopted import cache_arrays
@@ -273,7 +274,9 @@ def _problem_of(request: Request, dtype: str) -> Problem:
     }
     views, of_arrays = [], {}
     kv_dtype = dict(zip(operator.options, request.options, strict=True)).get("kv_dtype")
-    of_codes = {} if kv_dtype is None else {"k": kv_dtype, "v": kv_dtype}
+    # A shape has no dtype: the arrays of a cache of codes have the one that its kv_dtype says.
+    codes = "uint8" if kv_dtype == latentrows.LAYOUT else kv_dtype
+    of_codes = {} if codes is None else dict.fromkeys(("k", "v", "k_cache", "v_cache"), codes)
     by_name = {name: x for name, x in request.by_name().items() if not isinstance(x, tuple | list | str)}
     dlpack.check_libraries(by_name, cache_arrays(by_name))
     for argument, x in zip(operator.arguments, values, strict=True):
