@@ -11,6 +11,7 @@ from flashgen.toolchain.build import Built
 from flashgen.toolchain.bundle import Bundle, Held, write
 from flashgen.toolchain.compile import Compiled
 from flashgen.tools import models
+from flashgen.tools.cli.calls import kernels
 
 WANTED = ("--select", "tiny_fwd_hdim64_fp16_sm80", "--arch", "sm_90", "--arch", "sm_80")
 
@@ -168,3 +169,29 @@ def test_the_kernels_of_models_go_into_a_wheel(flashgen, monkeypatch, tmp_path):
     trained = flashgen_explain((2, 3000, 32, 128), (2, 3000, 8, 128), dtype="bf16", causal=True, arch="sm_90")
     for found in (decoded, trained):
         assert (found.variant.name, "sm_90") in compiled
+
+
+def test_the_kernels_of_models_are_for_latent_caches_and_codes_too(monkeypatch):
+    """Each kind of call takes the kernel that is made for it, and e4m3 attention is left out below sm_89."""
+    deepseek = [model for model in models.MODELS if model.of in ("DeepSeek V3", "DeepSeek V3.2")]
+    monkeypatch.setattr(models, "MODELS", (models.MODELS[1], *deepseek))
+    monkeypatch.setattr(models, "_LONG", ((8, 2048),))
+    monkeypatch.setattr(models, "_DECODED", ((8, 8192),))
+    found = {arch: kernels(models.calls(arch), arch) for arch in ("sm_80", "sm_90")}
+    families = {arch: {variant.spec for variant in variants} for arch, variants in found.items()}
+    assert families["sm_90"] >= {
+        "append_sm80",
+        "flash_fwd_fp8_sm90",
+        "flash_mla_decode_e4m3_sm90",
+        "flash_mla_decode_sm90",
+        "flash_mla_sparse_sm90",
+        "flash_varlen_decode_e4m3_sm90",
+    }
+    latent = {"flash_mla_decode_sm80", "flash_mla_sparse_sm80", "flash_mla_decode_e4m3_sm80"}
+    assert families["sm_80"] >= latent
+    assert not any("fp8" in family for family in families["sm_80"])
+    for variants in found.values():
+        appended = [variant.name for variant in variants if variant.spec == "append_sm80"]
+        for kind in ("e4m3", "latent"):
+            assert any(kind in name for name in appended), appended
+        assert any("fp8dsmla" in variant.name for variant in variants)

@@ -128,13 +128,11 @@ def command(
         refuse_beside("--show prints what a bundle holds", options)
         _show(show, as_json)
         return
-    chosen: Path | list[dict[str, Any]] | None = calls
     if models:
         from flashgen.tools.models import ARCHS
-        from flashgen.tools.models import calls as calls_of_models
 
-        chosen, archs = [*calls_of_models()], archs or ARCHS
-    if chosen is not None:
+        archs = archs or ARCHS
+    if models or calls is not None:
         others = {"--select": selections, "--specs": specs, "--score": score}
         which = "--models" if models else "--calls"
         refuse_beside(f"{which} says which kernels", others | ({"--calls": calls} if models else {}))
@@ -148,7 +146,9 @@ def command(
         wheel.mkdir(parents=True, exist_ok=True)
     atomic.check(out or wheel / kernelwheel.FILENAME)
     results, loaded = (
-        _built(selections, archs, jobs, specs, score) if chosen is None else _of_calls(chosen, archs, jobs)
+        _of_calls(calls, archs, jobs)
+        if models or calls is not None
+        else _built(selections, archs, jobs, specs, score)
     )
     failed = [built for built in results if built.failure]
     if failed:
@@ -186,16 +186,20 @@ def _built(
 
 
 def _of_calls(
-    calls: Path | list[dict[str, Any]], archs: Sequence[str], jobs: int | None
+    calls: Path | None, archs: Sequence[str], jobs: int | None
 ) -> tuple[list[Built], tuple[Spec, ...]]:
-    """Every kernel that the calls launch on the architectures, compiled; and the specs."""
+    """Every kernel that the calls, by default those of common models, launch on the architectures, compiled;
+    and the specs.
+    """
     from flashgen.families.load import load_specs
+    from flashgen.tools import models
     from flashgen.tools.cli.calls import kernels
     from flashgen.tools.cli.kernels import compiled
 
     results = []
     for arch in dict.fromkeys(archs):
-        steps = dict.fromkeys(step for main in kernels(calls, arch) for step in main.steps)
+        chosen = models.calls(arch) if calls is None else calls
+        steps = dict.fromkeys(step for main in kernels(chosen, arch) for step in main.steps)
         results += compiled([*steps], [arch], jobs)
     return results, load_specs()
 
