@@ -152,7 +152,7 @@ from flashgen import distributed
 from flashgen.compat import flash_attn
 
 
-def use(q: object, k: object, v: object) -> str:
+def use(q: Any, k: Any, v: Any) -> str:
     out = flashgen.attention(q, k, v, causal=True, window_size=(128, 0), softcap=30.0, dropout_p=0.1)
     plan: flashgen.Plan = flashgen.plan(q, k, v, causal=True)
     plan(q, k, v, softmax_scale=0.1)
@@ -175,6 +175,10 @@ def use(q: object, k: object, v: object) -> str:
     assert_type(names, tuple[str, ...])
     found = flashgen.explain((1, 16, 2, 64), dtype="bf16", arch="sm_90")
     distributed.partition(1 << 17, world=8, heads=(32, 8))
+    shard = distributed.attention(q, k, v, causal=True)
+    print(shard.sum(), mask.blocks(128, 128).of_row(0), mask.keep_lists().update(doc=q).arguments)
+    distributed.attention(q, k, v, casual=True)  # type: ignore[arg-type]
+    flashgen.attention(q, k, v, casual=True)  # type: ignore[call-arg]
     answer: Any = flash_attn.flash_attn_func(q, k, v, causal=True)
     warnings.simplefilter("ignore", flashgen.CacheWarning)
     print(out, weights, gradients, codes, scale, answer, flashgen.__version__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 import torch.distributed as dist
@@ -53,8 +53,8 @@ def attention(
     deterministic: bool = False,
     kv_heads_per_step: int | None = None,
     sm_margin: int = 0,
-    **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+    **unknown: Never,
+) -> Any:
     """``flashgen.attention`` of a sequence, or of packed documents, whose tokens are cut over ranks. Takes
     and returns shards, and records gradients. All ranks of the group have to call it, with the same options.
 

@@ -6,7 +6,7 @@ the order of ranks, so all have the same bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
@@ -36,8 +36,8 @@ def decode(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-    **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+    **unknown: Never,
+) -> Any:
     """Attention of one query a sequence over a ``KVCache`` that has a part of its tokens on each rank. All
     ranks of the group have to call it.
 
