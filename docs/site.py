@@ -8,6 +8,7 @@ docstrings, and the inspected kernels are pages of `flashgen inspect --html`.
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import json
 import os
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import flashgen
+from flashgen import distributed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 # A fenced block, or a link outside of one.
@@ -50,12 +52,24 @@ theme:
       scheme: slate
       primary: black
 plugins: [search]
+extra_css: [site.css]
 validation: {anchors: warn, omitted_files: ignore}
 markdown_extensions:
   - tables
   - pymdownx.superfences
   - pymdownx.highlight
   - toc: {permalink: true, slugify: !!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}}
+"""
+# The methods of classes; others are for flashgen's own use. Docstrings of classes have the fields.
+_MEMBERS = {
+    "Mask": ("from_array", "line", "arguments", "update", "keep_lists", "blocks", "check", "show"),
+    "record": ("close",),
+}
+# Names in tables stay whole, code has room for a line of 88 characters, and wide screens are used.
+_STYLES = """\
+.md-grid { max-width: 76rem; }
+.md-typeset td code, .md-typeset th code { word-break: normal; overflow-wrap: normal; }
+.md-typeset pre > code { font-size: .75em; }
 """
 
 
@@ -87,7 +101,14 @@ def prepare(folder: Path) -> dict[str, list[Path]]:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_with_links(page, pages, folder), encoding="utf-8")
     (folder / "api.md").write_text(reference(), encoding="utf-8")
+    (folder / "api-distributed.md").write_text(reference_of_several_gpus(), encoding="utf-8")
+    (folder / "site.css").write_text(_STYLES, encoding="utf-8")
     return listed
+
+
+def _title(page: Path) -> str:
+    """The first heading of a page."""
+    return re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.M)[1]
 
 
 def _with_links(page: Path, pages: dict[Path, None], folder: Path) -> str:
@@ -104,7 +125,11 @@ def _with_links(page: Path, pages: dict[Path, None], folder: Path) -> str:
         if linked not in pages:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(linked, target)
-        return f"[{match['text']}]({Path(os.path.relpath(target, here)).as_posix()}{match['anchor'] or ''})"
+        text = match["text"]
+        # In a clone a page is a file; here it has a title.
+        if linked in pages and match["path"].endswith(text):
+            text = _title(linked)
+        return f"[{text}]({Path(os.path.relpath(target, here)).as_posix()}{match['anchor'] or ''})"
 
     text = _FENCE_OR_LINK.sub(moved, page.read_text(encoding="utf-8"))
     # Markdown in Python wants an empty line before a list.
@@ -113,21 +138,69 @@ def _with_links(page: Path, pages: dict[Path, None], folder: Path) -> str:
 
 def reference() -> str:
     """The page of all public functions and classes, from their signatures and docstrings."""
-    lines = ["# Reference", "", "Everything that `import flashgen` has.", ""]
-    errors = []
+    functions, classes, errors = [], [], []
     for name in flashgen.__all__:
         value = getattr(flashgen, name)
         doc = inspect.getdoc(value) or ""
         if isinstance(value, type) and issubclass(value, Exception):
             errors.append(f"| `{name}` | {as_markdown(' '.join(doc.split()))} |")
-            continue
-        lines += [f"## {name}", ""]
-        if callable(value):
-            lines += ["```python", _signature(name, value), "```", ""]
-        lines += [as_markdown(doc), ""]
-    return "\n".join(
-        [*lines, "## Errors and warnings", "", "| class | raised |", "| --- | --- |", *errors, ""]
-    )
+        elif isinstance(value, type):
+            classes += [*_entry(name, _signature(name, value), doc), *_members(name, value)]
+        elif callable(value):
+            functions += _entry(name, _signature(name, value), doc)
+        else:
+            functions += [f"## {name}", "", "Functions for [several GPUs](api-distributed.md).", ""]
+    head = ["# Reference", "", "Everything that `import flashgen` has: functions, classes, errors.", ""]
+    table = ["## Errors and warnings", "", "| class | raised |", "| --- | --- |", *errors, ""]
+    return "\n".join([*head, *functions, *classes, *table])
+
+
+def reference_of_several_gpus() -> str:
+    """The page of `flashgen.distributed`. The functions are read, not imported: they need PyTorch."""
+    lines = ["# Reference: several GPUs", "", as_markdown(inspect.getdoc(distributed)), ""]
+    folder = Path(distributed.__file__).parent
+    for name in distributed.__all__:
+        text = (folder / f"{distributed._HOMES[name]}.py").read_text(encoding="utf-8")
+        (found,) = (each for each in ast.parse(text).body if getattr(each, "name", None) == name)
+        if isinstance(found, ast.FunctionDef):
+            doc = ast.get_docstring(found) or ""
+            lines += _entry(name, _laid_out(name, _parameters(found), _returned(found)), doc)
+        else:
+            value = getattr(distributed, name)
+            lines += [*_entry(name, _signature(name, value), inspect.getdoc(value)), *_members(name, value)]
+    return "\n".join(lines)
+
+
+def _entry(name: str, signature: str, doc: str, level: str = "##") -> list[str]:
+    return [f"{level} {name}", "", "```python", signature, "```", "", as_markdown(doc), ""]
+
+
+def _members(name: str, cls: type) -> Iterator[str]:
+    """The methods and properties of a class that users call."""
+    for member in _MEMBERS.get(name, ()):
+        held, title = vars(cls)[member], f"{name}.{member}"
+        signature = title
+        if not isinstance(held, property):
+            signature = re.sub(r"\(self(, )?", "(", _signature(title, getattr(cls, member)))
+        yield from _entry(title, signature, inspect.getdoc(held) or "", "###")
+
+
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    """The parameters of a function as its source has them."""
+    args = function.args
+    first = [*args.posonlyargs, *args.args]
+    defaults = [None] * (len(first) - len(args.defaults)) + args.defaults
+    every = [*zip(first, defaults, strict=True)]
+    every += [None, *zip(args.kwonlyargs, args.kw_defaults, strict=True)] if args.kwonlyargs else []
+    shown = []
+    for pair in every:
+        text = ast.unparse(pair[0]) if pair else "*"
+        shown.append(text + (f" = {ast.unparse(pair[1])}" if pair and pair[1] is not None else ""))
+    return shown
+
+
+def _returned(function: ast.FunctionDef) -> str:
+    return ast.unparse(function.returns) if function.returns else "None"
 
 
 def as_markdown(doc: str) -> str:
@@ -145,10 +218,13 @@ def as_markdown(doc: str) -> str:
 
 
 def _signature(name: str, value: Callable[..., object]) -> str:
-    """The signature, one parameter a line where it is long."""
+    """The signature of a function or a class."""
     signature = inspect.signature(value)
     parameters = []
     for parameter in signature.parameters.values():
+        # Takes nothing: it is there for the message about a misspelled keyword.
+        if parameter.kind is parameter.VAR_KEYWORD and parameter.annotation == "Never":
+            continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")
         # Annotations are text, of which a signature would show the quotes.
@@ -158,7 +234,12 @@ def _signature(name: str, value: Callable[..., object]) -> str:
             text = f"{variable}: {parameter.annotation}" + (f" = {default}" if equals else "")
         parameters.append(text)
     returns = signature.return_annotation
-    arrow = "" if returns in (signature.empty, "None", None) else f" -> {returns}"
+    return _laid_out(name, parameters, "None" if returns is signature.empty else str(returns))
+
+
+def _laid_out(name: str, parameters: list[str], returns: str) -> str:
+    """A signature, one parameter a line where it is long."""
+    arrow = "" if returns == "None" else f" -> {returns}"
     line = f"{name}({', '.join(parameters)}){arrow}"
     if len(line) <= 70:
         return line
@@ -176,11 +257,13 @@ def inspected(folder: Path) -> list[str]:
 
 def configuration(listed: dict[str, list[Path]], kernels: list[str]) -> str:
     """The configuration of MkDocs; JSON is YAML as well."""
-    parts: list[object] = [{"flashgen": "index.md"}]
-    parts += [{title: [place(page) for page in pages]} for title, pages in listed.items()]
-    parts.append({"reference": ["api.md"]})
+    parts: list[object] = [{"Overview": "index.md"}]
+    parts += [
+        {title[0].upper() + title[1:]: [place(page) for page in pages]} for title, pages in listed.items()
+    ]
+    parts.append({"Reference": [{"flashgen": "api.md"}, {"flashgen.distributed": "api-distributed.md"}]})
     if kernels:
-        parts.append({"inspected kernels": [{name: f"kernels/{name}.html"} for name in kernels]})
+        parts.append({"Inspected kernels": [{name: f"kernels/{name}.html"} for name in kernels]})
     return f"{_MKDOCS}nav: {json.dumps(parts)}\n"
 
 
@@ -191,8 +274,11 @@ def main() -> None:
     parser.add_argument(
         "--kernels", action="store_true", help="with inspected kernels; needs NVRTC, nvdisasm"
     )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "site-pages", help="the folder of MkDocs' sources"
+    )
     options = parser.parse_args()
-    work = ROOT / "build" / "site-pages"
+    work = options.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
     listed = prepare(work / "docs")
     kernels = inspected(work / "docs" / "kernels") if options.kernels else []
