@@ -33,11 +33,11 @@ _FENCE_OR_LINK = re.compile(
 )
 _SECTION = re.compile(r"^\| (?P<title>[^|]+) \| \|\n\| --- \| --- \|\n(?P<rows>(?:\|.*\n)+)", re.M)
 # Kernels that have a page: forward and backward on Hopper, and decoding.
-KERNELS = (
-    "flash_fwd_hdim128_fp16_causal_m128_sm90",
-    "flash_bwd_hdim128_bf16_causal_sm90",
-    "flash_decode_hdim128_bf16_packgqa_sm90",
-)
+KERNELS = {
+    "Forward on Hopper": "flash_fwd_hdim128_fp16_causal_m128_sm90",
+    "Backward on Hopper": "flash_bwd_hdim128_bf16_causal_sm90",
+    "Decoding on Hopper": "flash_decode_hdim128_bf16_packgqa_sm90",
+}
 _MKDOCS = """\
 site_name: flashgen
 theme:
@@ -181,7 +181,7 @@ def _members(name: str, cls: type) -> Iterator[str]:
         held, title = vars(cls)[member], f"{name}.{member}"
         signature = title
         if not isinstance(held, property):
-            signature = re.sub(r"\(self(, )?", "(", _signature(title, getattr(cls, member)))
+            signature = _signature(title, getattr(cls, member))
         yield from _entry(title, signature, inspect.getdoc(held) or "", "###")
 
 
@@ -222,8 +222,8 @@ def _signature(name: str, value: Callable[..., object]) -> str:
     signature = inspect.signature(value)
     parameters = []
     for parameter in signature.parameters.values():
-        # Takes nothing: it is there for the message about a misspelled keyword.
-        if parameter.kind is parameter.VAR_KEYWORD and parameter.annotation == "Never":
+        # Keywords of the type Never are there for the message about a misspelled one.
+        if parameter.name == "self" or parameter.annotation == "Never":
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")
@@ -231,7 +231,8 @@ def _signature(name: str, value: Callable[..., object]) -> str:
         text = str(parameter.replace(annotation=parameter.empty))
         if parameter.annotation is not parameter.empty:
             variable, equals, default = text.partition("=")
-            text = f"{variable}: {parameter.annotation}" + (f" = {default}" if equals else "")
+            kind = getattr(parameter.annotation, "__forward_arg__", parameter.annotation)
+            text = f"{variable}: {kind}" + (f" = {default}" if equals else "")
         parameters.append(text)
     returns = signature.return_annotation
     return _laid_out(name, parameters, "None" if returns is signature.empty else str(returns))
@@ -246,16 +247,16 @@ def _laid_out(name: str, parameters: list[str], returns: str) -> str:
     return f"{name}(\n" + "".join(f"    {x},\n" for x in parameters) + f"){arrow}"
 
 
-def inspected(folder: Path) -> list[str]:
-    """Pages of `flashgen inspect --html`; their names."""
+def inspected(folder: Path) -> dict[str, str]:
+    """Pages of `flashgen inspect --html`; their titles, and the kernels."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in KERNELS:
+    for name in KERNELS.values():
         command = [sys.executable, "-m", "flashgen", "inspect", name, "--html", str(folder / f"{name}.html")]
         subprocess.run(command, check=True)
-    return list(KERNELS)
+    return KERNELS
 
 
-def configuration(listed: dict[str, list[Path]], kernels: list[str]) -> str:
+def configuration(listed: dict[str, list[Path]], kernels: dict[str, str]) -> str:
     """The configuration of MkDocs; JSON is YAML as well."""
     parts: list[object] = [{"Overview": "index.md"}]
     parts += [
@@ -263,7 +264,9 @@ def configuration(listed: dict[str, list[Path]], kernels: list[str]) -> str:
     ]
     parts.append({"Reference": [{"flashgen": "api.md"}, {"flashgen.distributed": "api-distributed.md"}]})
     if kernels:
-        parts.append({"Inspected kernels": [{name: f"kernels/{name}.html"} for name in kernels]})
+        parts.append(
+            {"Inspected kernels": [{title: f"kernels/{name}.html"} for title, name in kernels.items()]}
+        )
     return f"{_MKDOCS}nav: {json.dumps(parts)}\n"
 
 
@@ -281,7 +284,7 @@ def main() -> None:
     work = options.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
     listed = prepare(work / "docs")
-    kernels = inspected(work / "docs" / "kernels") if options.kernels else []
+    kernels = inspected(work / "docs" / "kernels") if options.kernels else {}
     (work / "mkdocs.yml").write_text(configuration(listed, kernels), encoding="utf-8")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(work / "mkdocs.yml")]
     sys.exit(subprocess.run([*command, "--site-dir", str(options.out.resolve())]).returncode)

@@ -50,10 +50,10 @@ def test_every_link_leads_to_a_page_or_a_file_of_the_site(folder):
 
 def test_the_navigation_has_every_page_and_the_reference_every_name(site, folder):
     listed = site.sections()
-    nav = json.loads(site.configuration(listed, ["a_kernel"]).partition("nav: ")[2])
+    nav = json.loads(site.configuration(listed, {"A title": "a_kernel"}).partition("nav: ")[2])
     assert nav[0] == {"Overview": "index.md"}
     shown = [path for part in nav[1:] for paths in part.values() for path in paths]
-    assert shown.pop() == {"a_kernel": "kernels/a_kernel.html"}
+    assert shown.pop() == {"A title": "kernels/a_kernel.html"}
     shown = [path if isinstance(path, str) else path.popitem()[1] for path in shown]
     logs = {page.relative_to(folder).as_posix() for page in folder.glob("log/*.md")}
     pages = {page.relative_to(folder).as_posix() for page in folder.rglob("*.md")} - logs - {"index.md"}
@@ -65,6 +65,8 @@ def test_the_navigation_has_every_page_and_the_reference_every_name(site, folder
     for name in flashgen.distributed.__all__:
         assert f"## {name}\n" in several
     assert "### Mask.blocks" in reference
+    assert "self," not in reference
+    assert "ForwardRef" not in several
     assert "unknown" not in re.sub(r"unknown (option|operator|score)", "", reference)
 
 
