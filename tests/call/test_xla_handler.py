@@ -9,6 +9,7 @@ import gc
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -308,3 +309,16 @@ def test_two_gpus_have_plans_of_their_own(fake_gpu, monkeypatch):
         assert xla.call(handler.ON_GPU, text, *where), xla.errors
     assert {device for _, device in execution._executions} == {0, 1}
     assert len(fake_gpu.launches) == 2
+
+
+@pytest.mark.parametrize("results", ["kept = call(x)", "call(x); call(x)"])
+def test_a_process_ends_while_a_call_is_not_finished(results):
+    """Python ends threads of XLA that are inside a call, which XLA then waits for."""
+    program = f"""
+import jax, flashgen
+x = jax.random.normal(jax.random.key(0), (1, 700, 2, 32))
+call = jax.jit(lambda x: flashgen.attention(x, x, x, causal=True))
+{results}
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

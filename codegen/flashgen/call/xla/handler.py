@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from flashgen.call.xla import structs
+from flashgen.call.xla import pending, structs
 from flashgen.call.xla.execution import execution
 from flashgen.errors import FlashgenError, InternalError
 
@@ -62,7 +62,8 @@ def _run(frame: Any, call: Execution, stream: int) -> None:
 
 
 def _on_host(frame: Any) -> None:
-    _run(frame, execution(_text(frame), None), 0)
+    with pending.call("cpu"):
+        _run(frame, execution(_text(frame), None), 0)
 
 
 def _on_gpu(frame: Any) -> None:
@@ -72,13 +73,14 @@ def _on_gpu(frame: Any) -> None:
     api = frame.api.contents
     ordinal = structs.OrdinalArguments(ctypes.sizeof(structs.OrdinalArguments), None, frame.ctx)
     _raise(api.XLA_FFI_DeviceOrdinal_Get(ctypes.byref(ordinal)), "the device")
-    call = execution(_text(frame), ordinal.device_ordinal)
-    if frame.stage == structs.INITIALIZE:
-        call.load()
-        return
-    stream = structs.StreamArguments(ctypes.sizeof(structs.StreamArguments), None, frame.ctx)
-    _raise(api.XLA_FFI_Stream_Get(ctypes.byref(stream)), "the stream")
-    _run(frame, call, stream.stream or 0)
+    with pending.call("cuda"):
+        call = execution(_text(frame), ordinal.device_ordinal)
+        if frame.stage == structs.INITIALIZE:
+            call.load()
+            return
+        stream = structs.StreamArguments(ctypes.sizeof(structs.StreamArguments), None, frame.ctx)
+        _raise(api.XLA_FFI_Stream_Get(ctypes.byref(stream)), "the stream")
+        _run(frame, call, stream.stream or 0)
 
 
 def _raise(error: int | None, what: str) -> None:
@@ -129,16 +131,17 @@ def call_back(text: bytes, on_gpu: bool, context: Any, outputs: Any, *inputs: An
     """The call by `jax.experimental.buffer_callback`: buffers have addresses, and on a GPU ``context`` has
     the stream.
     """
-    call = execution(text, inputs[0].__dlpack_device__()[1] if on_gpu else None)
-    if on_gpu and context.stage.name == "INITIALIZE":
-        call.load()
-        return
-    addresses = [_address(x, on_gpu) for x in outputs]
-    workspace = (0, 0)
-    if len(addresses) > call.result_count:
-        workspace = addresses.pop(), outputs[-1].shape[0]
-    stream = context.stream if on_gpu else 0
-    call.run([_address(x, on_gpu) for x in inputs], addresses, stream, workspace)
+    with pending.call("cuda" if on_gpu else "cpu"):
+        call = execution(text, inputs[0].__dlpack_device__()[1] if on_gpu else None)
+        if on_gpu and context.stage.name == "INITIALIZE":
+            call.load()
+            return
+        addresses = [_address(x, on_gpu) for x in outputs]
+        workspace = (0, 0)
+        if len(addresses) > call.result_count:
+            workspace = addresses.pop(), outputs[-1].shape[0]
+        stream = context.stream if on_gpu else 0
+        call.run([_address(x, on_gpu) for x in inputs], addresses, stream, workspace)
 
 
 def _address(buffer: Any, on_gpu: bool) -> int:

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from flashgen.call.text import decode, encode, with_shapes
-from flashgen.call.xla import handler, structs
+from flashgen.call.xla import handler, pending, structs
 from flashgen.call.xla.execution import execution
 from flashgen.errors import BadParam, GatherWarning, NullPointer, arg, naming
 from flashgen.operators.arguments import view_of_shape
@@ -45,6 +45,7 @@ call_p.multiple_results = True
 WITH_FFI = structs.shipped_version(jax.ffi.include_dir()) in structs.SUPPORTED
 if WITH_FFI:
     handler.register(jax)
+pending.wait_at_exit(jax)
 
 
 def bind(request: Request, names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
@@ -136,6 +137,7 @@ def _run(*operands: Any, text: str) -> Any:
 
 
 def _lower(on_gpu: bool, context: Any, *operands: Any, text: str) -> Any:
+    pending.expect("cuda" if on_gpu else "cpu")
     shapes = _shapes(context.avals_in)
     _warn_of_gathers(context, text)
     whole = with_shapes(text, shapes)
