@@ -328,7 +328,9 @@ def test_the_locks_agree_and_have_the_libraries():
     """pip takes both at once. What PyTorch requires beyond them is of one kind of machine alone."""
     tests, libraries = locked(), locked(LIBRARIES)
     for name in tests.keys() & libraries.keys():
-        assert sorted(map(str, dict(tests[name]))) == sorted(map(str, dict(libraries[name]))), name
+        # Markers may differ: a package may be needed on Windows alone by one of the two.
+        pinned = ({str(each.specifier) for each, _ in lock[name]} for lock in (tests, libraries))
+        assert len({*map(frozenset, pinned)}) == 1, name
     wanted = (ROOT / ".ci" / "libraries.in").read_text(encoding="utf-8").splitlines()
     for requirement in (Requirement(line) for line in wanted if not line.startswith("#")):
         (pinned, _), *_ = libraries[canonicalize_name(requirement.name)]

@@ -1,13 +1,17 @@
 import json
+import re
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import flashgen as flashgen_package
 from flashgen.errors import NoCompilerError
 from flashgen.families.arch import Device
 from flashgen.toolchain import bundle
+from flashgen.toolchain.cache import CubinCache
 from flashgen.tools.cli import doctor
 
 H100 = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, 3352, "NVIDIA H100")
@@ -50,6 +54,7 @@ doctor.shutil.which = lambda *_, **__: None
 main(sys.argv[1:], prog_name="flashgen")
 """
     env = {"FLASHGEN_CACHE_DIR": str(tmp_path), "PATH": "/nowhere", "HOME": str(tmp_path)}
+    env["PYTHONPATH"] = str(Path(flashgen_package.__file__).parents[1])
 
     def doctor(*args):
         return subprocess.run(
@@ -274,3 +279,53 @@ def test_a_gpu_without_a_compiler_takes_kernels_of_a_bundle(bare, machine, flash
     assert found["attention"]["gpu"]["why"].endswith("the kernels of its bundles are there, and no others")
     assert found["bundles"] == [{"path": str(path), "kernels": 1, "compiler": "nvrtc 13.0"}]
     assert not any("cannot be compiled" in problem for problem in found["problems"])
+
+
+def test_shipped_specs_are_a_number_and_those_of_the_user_have_names(machine, flashgen, tiny_folder):
+    machine()
+    text = flashgen("doctor", FLASHGEN_SPECS=str(tiny_folder / "specs")).stdout
+    lines = text.partition("  specs ")[2].partition("  tuned ")[0].split("\n")
+    assert re.fullmatch(r" +\d+ files in .*specs", lines[0])
+    assert str(tiny_folder / "specs") in lines[1]
+    assert re.fullmatch(r" +[\d,]+ variants", lines[2])
+
+
+def test_a_read_only_cache_with_kernels_is_no_problem(machine, flashgen, monkeypatch):
+    """Its kernels are used."""
+    machine()
+    info = CubinCache().info()._replace(entries=3, bytes=9000, problem="Read-only file system")
+    monkeypatch.setattr("flashgen.toolchain.cache.CubinCache.info", lambda _: info)
+    result = flashgen("doctor")
+    assert result.exit_code == 0, result.output
+    assert "read-only (Read-only file system): these entries are used" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("sleep 9", "timed out after 0.2 seconds"),
+        ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", "version mismatch"),
+    ],
+    ids=["hangs", "another driver"],
+)
+def test_a_driver_that_does_not_answer_is_a_problem(machine, flashgen, monkeypatch, tmp_path, script, said):
+    machine()
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    monkeypatch.setattr(doctor, "_TIMEOUT", 0.2)
+    code, found = examined(flashgen)
+    assert code == 1
+    (problem,) = found["problems"]
+    assert problem.startswith("nvidia-smi fails: ")
+    assert said in problem
+    assert problem.endswith("; look at the driver")
+
+
+def test_an_old_driver_is_told_which_packages_fit(machine, flashgen, monkeypatch):
+    why = (
+        "the driver is for CUDA 12.0 and CuPy for CUDA 13.0; update the driver or install the flashgen extra"
+    )
+    machine(None, "Tesla T4, 525.10, 7.5, 15360\\n")
+    monkeypatch.setattr("flashgen.runtime.device.why_unavailable", lambda: why)
+    code, found = examined(flashgen)
+    assert code == 1
+    assert f"there is a GPU (Tesla T4), and it cannot be used: {why}" in found["problems"]

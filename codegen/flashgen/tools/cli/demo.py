@@ -96,6 +96,8 @@ def command(as_json: bool) -> None:
         click.echo()
         if built:
             print_kernels(built)
+        elif report["no_compiler"] == report["why"]:
+            say("kernels were not compiled, for the same reason")
         else:
             say(f"kernels were not compiled: {report['no_compiler']}")
     results = []

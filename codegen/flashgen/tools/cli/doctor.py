@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -410,7 +411,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
     why = simulator.get("why", "it breaks when loaded")
     machine.append(("simulator", f"none: {why}" if why else pretended))
     if specs:
-        machine.append(("specs", "\n".join([*specs["files"], f"{specs['variants']} variants"])))
+        machine.append(("specs", _specs_lines(specs)))
     tuned = facts["tuned"]
     if tuned:
         counts = f"{counted(len(tuned['variants']), 'tile')} in use on {tuned['gpu']}"
@@ -432,6 +433,16 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
         ("machine", machine),
         ("attention()", paths),
     ]
+
+
+def _specs_lines(specs: dict[str, Any]) -> str:
+    """The shipped folder with its number of files, and each file of the user's folders."""
+    from flashgen.host.paths import specs_dir
+
+    shipped = [path for path in specs["files"] if Path(path).parent == specs_dir()]
+    own = [path for path in specs["files"] if path not in shipped]
+    folder = [f"{counted(len(shipped), 'file')} in {specs_dir()}"] if shipped else []
+    return "\n".join([*folder, *own, f"{specs['variants']:,} variants"])
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:
