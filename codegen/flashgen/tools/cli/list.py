@@ -41,6 +41,7 @@ def command(selections: tuple[str, ...], specs: Path | None, score: str | None, 
 
     Kernels of attention() come first, families on request last, default tiles before others.
     """
+    from flashgen.host.paths import checkout
     from flashgen.tools.cli.output import counted, note, print_json, print_table
 
     variants = in_order(chosen_variants(specs, selections, score=score))
@@ -52,7 +53,9 @@ def command(selections: tuple[str, ...], specs: Path | None, score: str | None, 
     files = len({variant.spec for variant in variants})
     tuned = sum(variant.tile_name == TUNED_TILE for variant in variants)
     note(
-        f"{counted(len(variants), 'variant')} of {counted(files, 'spec')}, {committed} of them in generated/"
+        f"{counted(len(variants), 'variant')} of {counted(files, 'spec')}"
+        # An installation has no such folder.
+        + (f", {committed} of them in generated/" if checkout() else "")
         + (f", {tuned} tuned on this GPU" if tuned else "")
     )
 
