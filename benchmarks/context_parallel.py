@@ -6,9 +6,11 @@ prediction of `flashgen.distributed.partition`, and beside torch's context_paral
 
 Starts a process for each GPU of this host, or `--ranks` of them; under torchrun it is one of the processes.
 Heads 32 and 8 of 128, bf16, causal. One GPU computes the first length, what is no longer, and packed
-documents of no more tokens. At the first length and of these documents bits of the forward pass, errors of
-gradients and repeatability are checked. A time is the largest of all ranks, the median of several rounds. A
-speed-up is over one GPU: at the same length, or at its rate of the first one where it does not compute it.
+documents of no more tokens. "gather, whole documents" is a gather of these in the layout "whole_documents".
+At the first length and of these documents bits of the forward pass, errors of gradients and repeatability are
+checked. The prediction of a time follows it in brackets. A time is the largest of all ranks, the median of
+several rounds. A speed-up is over one GPU: at the same length, or at its rate of the first one where it does
+not compute it.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +43,14 @@ if TYPE_CHECKING:
 
 HEADS, HEAD_DIM = (32, 8), 128
 DOCUMENTS = 256
+
+
+class Way(NamedTuple):
+    """A way to compute over ranks: its name, the layout of its shards, and the options of the call."""
+
+    name: str
+    layout: str
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -139,8 +150,8 @@ class Bench:
         self.add(Cell("one GPU" + kind, tokens, 1, forward, backward, None, (1.0, 1.0)))
         if not checked:
             return
-        axis, layout = (1, "zigzag") if bounds is None else (0, "documents")
-        for name, options in self.ways():
+        axis = 1 if bounds is None else 0
+        for name, layout, options in self.ways(bounds is not None):
             where = {"mesh": options["mesh"], "layout": layout, "cu_seqlens": bounds}
             shards = [distributed.shard(x.detach(), axis, **where).requires_grad_() for x in (q, k, v)]
             some = distributed.shard(dout, axis, **where).contiguous()
@@ -176,17 +187,19 @@ class Bench:
             }
             self.say(f"{name}{kind}: {self.facts[name + kind]}")
 
-    def ways(self) -> list[tuple[str, dict[str, Any]]]:
-        ways: list[tuple[str, dict[str, Any]]] = [
-            (method, {"mesh": self.meshes[""], "method": method}) for method in ("gather", "ulysses")
-        ]
+    def ways(self, packed: bool) -> list[Way]:
+        """The ways over ranks, of one sequence or of ``packed`` documents."""
+        layout, flat = "documents" if packed else "zigzag", self.meshes[""]
+        ways = [Way(method, layout, {"mesh": flat, "method": method}) for method in ("gather", "ulysses")]
         if "2-D" in self.meshes:
-            ways.append((f"2 x {self.world // 2}", {"mesh": self.meshes["2-D"]}))
+            ways.append(Way(f"2 x {self.world // 2}", layout, {"mesh": self.meshes["2-D"]}))
+        if packed:
+            whole = {"mesh": flat, "method": "gather"}
+            ways.insert(1, Way("gather, whole documents", "whole_documents", whole))
         return ways
 
-    def shards(self, tokens: int, cu_seqlens: list[int] | None) -> tuple[Any, ...]:
+    def shards(self, tokens: int, cu_seqlens: list[int] | None, layout: str) -> tuple[Any, ...]:
         """q, k, v and dout of this rank, of one sequence or packed documents, and the options of a call."""
-        layout = "zigzag" if cu_seqlens is None else "documents"
         bounds = (0, tokens) if cu_seqlens is None else tuple(cu_seqlens)
         count = tokens_of(runs_of(layout, bounds, self.world)[self.rank])
         options: dict[str, Any] = {"seqlen": tokens} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
@@ -197,25 +210,23 @@ class Bench:
 
     def measure(self, tokens: int, cu_seqlens: list[int] | None = None) -> None:
         """All ways over ranks, of one sequence or of packed documents."""
-        q, k, v, dout, more = self.shards(tokens, cu_seqlens)
         alone = self.ms_alone(tokens, cu_seqlens)
-        for name, options in self.ways():
+        for name, layout, options in self.ways(cu_seqlens is not None):
+            q, k, v, dout, more = self.shards(tokens, cu_seqlens, layout)
 
-            def forward(options: dict[str, Any] = options) -> Tensor:
-                return distributed.attention(q, k, v, **more, **options)
-
+            forward = partial(distributed.attention, q, k, v, **more, **options)
             with torch.no_grad():
                 ms = self.time_ms(forward)
             out = forward()
-            back = self.time_ms(lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+            back = self.time_ms(partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True))
             del out
-            inner = {"gather": 1, "ulysses": self.world}.get(name, self.world // 2)
+            inner = {"gather": 1, "ulysses": self.world}.get(options.get("method"), self.world // 2)
             part = distributed.partition(
                 cu_seqlens or (0, tokens),
                 world=self.world,
                 heads=self.heads,
                 head_dim=self.head_dim,
-                layout=more["layout"],
+                layout=layout,
                 inner=inner,
             )
             speedup = tuple(one / x for one, x in zip(alone, (ms, back), strict=True))
@@ -264,7 +275,8 @@ class Bench:
         """A timeline of both passes of a gather on rank 0, for chrome://tracing; the longest kernels, and how
         long none ran.
         """
-        q, k, v, dout, options = self.shards(tokens, bounds)
+        layout = "zigzag" if bounds is None else "whole_documents"
+        q, k, v, dout, options = self.shards(tokens, bounds, layout)
 
         def both() -> None:
             out = distributed.attention(q, k, v, method="gather", mesh=self.meshes[""], **options)
@@ -308,15 +320,13 @@ class Bench:
 
     def add(self, cell: Cell) -> None:
         self.cells.append(cell)
-        back = "" if cell.backward_ms is None else f", backward {cell.backward_ms:.2f} ms"
-        predicted = ""
-        if cell.predicted_ms:
-            predicted = f" (predicted {cell.predicted_ms[0]:.2f} and {cell.predicted_ms[1]:.2f})"
-        speedup = " and ".join(f"{x:.2f} x" for x in cell.speedup if x is not None)
-        self.say(
-            f"{cell.name}, {cell.tokens:,} tokens on {cell.ranks}: forward {cell.forward_ms:.2f} ms{back}"
-            f"{predicted}; {speedup}"
-        )
+        passes = []
+        for number, name in enumerate(("forward", "backward")):
+            ms = (cell.forward_ms, cell.backward_ms)[number]
+            if ms is not None:
+                predicted = f" [{cell.predicted_ms[number]:.2f}]" if cell.predicted_ms else ""
+                passes.append(f"{name} {ms:.2f}{predicted} ms, {cell.speedup[number]:.2f} x")
+        self.say(f"{cell.name}, {cell.tokens:,} tokens on {cell.ranks}: {'; '.join(passes)}")
 
     def save(self, path: Path | None) -> None:
         """Rank 0 writes all numbers so far as JSON."""

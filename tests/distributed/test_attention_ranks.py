@@ -12,6 +12,9 @@ pytestmark = pytest.mark.xdist_group("gloo")
 
 CU = [0, 17, 17, 60, 149, 150, 203]
 LONG = [0, 100, 420, 450, 700]
+# On two or four ranks one document of 900 tokens is cut, and the others are whole.
+MIXED = [0, 90, 170, 170, 1070, 1130, 1230, 1300]
+WHOLE = {"cu_seqlens": MIXED, "layout": "whole_documents"}
 PLAIN = {"heads": (8, 4), "seqlen": 203, "causal": True}
 GATHER, ULYSSES, SQUARE = ({**PLAIN, "method": x} for x in ("gather", "ulysses", "auto"))
 SQUARE["mesh"] = "square"
@@ -45,6 +48,27 @@ CASES = {
         GATHER | {"cu_seqlens": LONG, "causal": False, "window_size": (30, 9), "layout": "documents"},
     ),
     "gather, documents, no mask": (4, GATHER | {"cu_seqlens": LONG, "causal": False, "layout": "documents"}),
+    "gather, whole documents": (4, GATHER | WHOLE | {"sinks": True, "deterministic": True}),
+    "gather, whole documents, a head at a time": (
+        2,
+        GATHER | WHOLE | {"kv_heads_per_step": 1, "alibi": True, "dtype": "float16"},
+    ),
+    "gather, whole documents, a window on both sides": (
+        4,
+        GATHER | WHOLE | {"causal": False, "window_size": (30, 9), "softcap": 3.0},
+    ),
+    "gather, whole documents, no mask": (2, GATHER | WHOLE | {"causal": False, "dims": (16, 24)}),
+    "gather, whole documents, of which none is cut": (
+        4,
+        GATHER | {"cu_seqlens": [*range(0, 900, 75)], "layout": "whole_documents"},
+    ),
+    "gather, whole documents, fewer than ranks": (
+        4,
+        GATHER | {"cu_seqlens": [0, 5, 8], "layout": "whole_documents"},
+    ),
+    "gather, whole documents, one sequence": (2, GATHER | {"layout": "whole_documents", "batch": 2}),
+    "ulysses, whole documents": (4, ULYSSES | WHOLE | {"heads": (8, 2), "sinks": True}),
+    "two dimensions, whole documents": (4, SQUARE | WHOLE | {"sinks": True, "deterministic": True}),
     "ulysses": (4, ULYSSES | {"batch": 2, "sinks": True, "alibi": True}),
     "ulysses, ALiBi without causal": (2, ULYSSES | {"causal": False, "alibi": True}),
     "ulysses, dropout": (4, ULYSSES | {"batch": 3, "sinks": True, "dropout_p": 0.25}),
@@ -103,6 +127,7 @@ def test_two_passes_have_the_same_bits(pool):
         ("sm_90", {"heads": (4, 2), "seqlen": 512}),
         ("sm_90", {"heads": (2, 1), "seqlen": 512, "causal": False, "window_size": (90, 9)}),
         ("sm_90", {"heads": (2, 2), "cu_seqlens": [0, 17, 17, 60, 61, 450], "layout": "documents"}),
+        ("sm_90", {"heads": (2, 1), "cu_seqlens": [0, 17, 60, 572, 612], "layout": "whole_documents"}),
     ],
 )
 def test_a_gather_has_the_bits_of_one_gpu(pool, arch, case):
@@ -175,7 +200,7 @@ def test_padding_and_lengths_are_never_cut_in_silence(pool, change):
 
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
-@pytest.mark.parametrize("layout", ["zigzag", "documents"])
+@pytest.mark.parametrize("layout", ["zigzag", "documents", "whole_documents"])
 def test_documents_do_not_see_each_other(pool, method, layout):
     """3, 4 and 6: attention across documents; losses of packed batches; documents of any length."""
     case = {"heads": (8, 4), "cu_seqlens": LONG, "method": method, "layout": layout}

@@ -57,6 +57,7 @@ def on_threads(function):
     [
         ("gather", "zigzag", None),
         ("gather", "documents", (0, 300, 301, 1300)),
+        ("gather", "whole_documents", (0, 90, 91, 2500, 2570, 2600, 2700, 2755)),
         ("ulysses", "zigzag", None),
     ],
 )

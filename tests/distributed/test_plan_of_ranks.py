@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 import flashgen
 from flashgen.distributed.heads import head_shares
-from flashgen.distributed.layouts import LAYOUTS, TILE_ROWS, Run, joined, runs_of, tokens_of
+from flashgen.distributed.layouts import (
+    LAYOUTS,
+    TILE_ROWS,
+    Run,
+    joined,
+    runs_of,
+    shards_of,
+    tokens_of,
+    unit_of,
+)
+from flashgen.distributed.parts import parts_of
 from flashgen.distributed.segments import (
     Launch,
     Segment,
@@ -67,6 +77,33 @@ def plan(layout, cu, world, visible, packed):
     return shards, [launches_of(runs, cu, visible, packed) for runs in shards]
 
 
+def parts_of_units(layout, cu, world, inner):
+    """The units of a call, and the parts of each of them."""
+    shards = shards_of(layout, cu, world)
+    alone = inner == world
+    units = tuple(unit_of(shards[i : i + inner], alone) for i in range(0, world, inner))
+    return units, [parts_of(units, place, cu) for place in range(len(units))]
+
+
+def computed_by_parts(units, parts, visible, packed, cu):
+    """How often each pair is computed by the launches of parts. A part counts the tokens of its documents
+    from 0, and its rows are some of the unit's.
+    """
+    seen = np.zeros((cu[-1], cu[-1]), int)
+    lengths = {begin: end - begin for begin, end in pairwise(cu) if begin < end}
+    for unit, of_unit in zip(units, parts, strict=True):
+        rows = np.array([token for run in unit.runs for token in range(*run)], int)
+        for part in of_unit:
+            chosen = dict.fromkeys(first for first in part.documents if first in lengths)
+            tokens = np.array([first + i for first in chosen for i in range(lengths[first])], int)
+            assert len(tokens) == part.cu_seqlens[-1]
+            own = [token for run in part.own for token in range(*run)]
+            assert (tokens[own] == rows[part.rows]).all()
+            launches = launches_of(part.own, part.cu_seqlens, visible, packed)
+            seen[np.ix_(tokens, tokens)] += computed_pairs([part.own], [launches], visible, len(tokens))
+    return seen
+
+
 documents = st.lists(st.integers(0, 40), min_size=1, max_size=6).map(
     lambda sizes: tuple(np.cumsum([0, *sizes]).tolist())
 )
@@ -92,6 +129,65 @@ def test_every_visible_pair_is_computed_once(cu, layout, world, causal, window):
                 for layer in range(launch.layers):  # gradients of a layer are added at distinct rows
                     of_layer = sorted((x.k_begin, x.k_end) for x in launch.segments if x.layer == layer)
                     assert all(x[1] <= y[0] for x, y in pairwise(of_layer))
+
+
+long_and_short = st.lists(st.sampled_from((1, 40, 130, 300)), min_size=1, max_size=6).map(
+    lambda sizes: tuple(np.cumsum([0, *sizes]).tolist())
+)
+
+
+@given(
+    st.one_of(documents, long_and_short),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (16, 1))),
+    st.sampled_from(WINDOWS),
+)
+def test_parts_compute_every_visible_pair_once(cu, layout, ranks, window):
+    world, inner = ranks
+    visible = visibility(False, window)
+    for bounds, packed in ((cu, True), ((0, cu[-1]), False)):
+        units, parts = parts_of_units(layout, bounds, world, inner)
+        seen = computed_by_parts(units, parts, visible, packed, bounds)
+        assert (seen == visible_pairs(bounds, visible)).all()
+        for unit, of_unit in zip(units, parts, strict=True):
+            assert sum(part.rows.stop - part.rows.start for part in of_unit) == tokens_of(unit.runs)
+            assert [part.gathers for part in of_unit] in ([], [True], [False], [True, False])
+            for part in of_unit:  # a part that gathers nothing is one launch, which writes dk and dv
+                launches = launches_of(part.own, part.cu_seqlens, visible, packed)
+                assert part.gathers or len(launches) == 1
+
+
+PARTS = {
+    "a run is dropped": lambda part: part._replace(runs=(part.runs[0][1:], *part.runs[1:])),
+    "a run is doubled": lambda part: part._replace(runs=(part.runs[0] + part.runs[0][-1:], *part.runs[1:])),
+    "a run is shifted": lambda part: part._replace(
+        runs=(tuple(Run(x.begin - 1, x.end - 1) for x in part.runs[0]), *part.runs[1:])
+    ),
+    "rows are shifted": lambda part: part._replace(rows=slice(part.rows.start + 1, part.rows.stop + 1)),
+    "documents change places": lambda part: part._replace(
+        documents=(part.documents[1], part.documents[0], *part.documents[2:])
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PARTS)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_wrong_part_is_noticed(fault, number):
+    cu, visible = (0, 90, 1000, 1000, 1100, 1200, 2200, 2300, 2400), Visibility(None, 0)
+    units, parts = parts_of_units("whole_documents", cu, 2, 1)
+    assert [part.gathers for part in parts[0]] == [True, False]
+    assert all(len(part.documents) >= 2 for part in parts[0])
+    broken = list(parts[0])
+    broken[number] = PARTS[fault](broken[number])
+
+    def is_right(parts):
+        try:
+            return (computed_by_parts(units, parts, visible, True, cu) == visible_pairs(cu, visible)).all()
+        except (AssertionError, IndexError, ValueError):
+            return False
+
+    assert is_right(parts)
+    assert not is_right([tuple(broken), parts[1]])
 
 
 CU, WORLD = (0, 50, 170, 330), 4
@@ -155,6 +251,35 @@ def test_packed_documents_are_even_to_a_few_rows_of_tiles(world, fresh_seed):
     assert flashgen.distributed.partition(
         cu, world=world, heads=(32, 8), layout="documents", inner=1
     ).whole_tiles
+
+
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("tokens", [1 << 17, 1 << 19])
+def test_whole_documents_are_even_in_work_and_tokens(world, tokens, fresh_seed):
+    cu = zipf(tokens, 300, fresh_seed)
+    shards = shards_of("whole_documents", cu, world)
+    for measure in (lambda runs: pairs_of(runs, cu, Visibility(None, 0)), tokens_of):
+        of_ranks = [measure(shard.runs) for shard in shards]
+        assert max(of_ranks) < 1.05 * sum(of_ranks) / world
+    moved = sum(tokens_of(shard.cut) for shard in shards)
+    assert 0 < moved < 0.5 * tokens
+    assert runs_of("whole_documents", (0, 512, 1024), 2) == ((Run(0, 512),), (Run(512, 1024),))
+    few = shards_of("whole_documents", tuple(range(0, 9 * 1024 + 1, 1024)), 8)  # eight are whole
+    assert sum(tokens_of(shard.cut) for shard in few) == 1024
+
+
+@pytest.mark.parametrize(("tokens", "world", "least"), [(1 << 17, 2, 1.85), (1 << 19, 8, 7.0)])
+def test_whole_documents_leave_little_to_wait_for_by_the_model(tokens, world, least):
+    cu = zipf(tokens, 256, 0)
+    whole, cut = (
+        flashgen.distributed.partition(cu, world=world, heads=(32, 8), layout=layout, inner=1)
+        for layout in ("whole_documents", "documents")
+    )
+    for name, one in zip(("forward", "backward"), whole.one_gpu, strict=True):
+        assert one / getattr(whole, name).total > least
+        assert getattr(whole, name).total < getattr(cut, name).total
+        assert getattr(whole, name).moving < 0.6 * getattr(cut, name).moving
+    assert whole.whole_tiles
 
 
 def test_a_pair_of_mesh_dimensions_has_runs_as_its_units_alone():
@@ -227,7 +352,7 @@ def test_a_partition_prints():
     [
         ({"method": "ring"}, "'gather' and 'ulysses' can compute"),
         ({"method": "rings"}, "allowed are 'auto', 'gather', 'ulysses'"),
-        ({"layout": "striped"}, "'zigzag', 'contiguous', 'documents'"),
+        ({"layout": "striped"}, "'zigzag', 'contiguous', 'documents', 'whole_documents'"),
         ({"world": 0}, "world is 0"),
         ({"inner": 3}, "must divide the 4 ranks"),
         ({"cu_seqlens": [1, 5]}, "expected 0, then the end"),

@@ -28,6 +28,7 @@ CASES = [
     {"heads": (8, 2), "causal": True, "sinks": True, "softcap": 20.0},
     {"heads": (8, 2), "causal": True, "layout": "documents", "cu": (0, 3, 900, 901, 5000, 8192)},
     {"heads": (8, 2), "causal": False, "window": (300, 40), "layout": "documents", "cu": (0, 2500, 8192)},
+    {"heads": (8, 2), "causal": True, "layout": "whole_documents", "cu": (0, 3, 900, 901, 5000, 8192)},
 ]
 
 
@@ -99,6 +100,30 @@ def test_the_launches_of_ranks_have_the_bits_of_one_gpu(case, world, tables):
             assert torch.equal(lse, right[1].index_select(-1, here))
 
 
+def _whole_documents(q, k, v, dout):
+    """Documents of which one is cut and the others are whole: bits of one GPU, and gradients."""
+    from flashgen.distributed import attention, shard
+
+    cu = (0, 300, 5300, 5301, 6000, 6900, 8192)
+    where = {"layout": "whole_documents", "cu_seqlens": cu}
+    lengths = {f"cu_seqlens_{side}": torch.tensor(cu, dtype=torch.int32).cuda() for side in ("q", "kv")}
+    lengths |= {"max_seqlen_q": 5000, "max_seqlen_kv": 5000}
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = flashgen.attention(*inputs, causal=True, return_lse=True, **lengths)
+    right = torch.autograd.grad(out, inputs, dout)
+    shards = [shard(x, 0, **where).requires_grad_() for x in (q, k, v)]
+    for steps in (None, 1):
+        ours = attention(
+            *shards, causal=True, method="gather", return_lse=True, kv_heads_per_step=steps, **where
+        )
+        assert torch.equal(ours[0], shard(out, 0, **where))
+        assert torch.equal(ours[1], shard(lse, 1, **where))
+        gradients = torch.autograd.grad(ours[0], shards, shard(dout, 0, **where).contiguous())
+        for x, y in zip(gradients, right, strict=True):
+            part = shard(y, 0, **where).float()
+            assert float((x.float() - part).norm() / part.norm()) < 6e-3
+
+
 def _rank(rank, folder):
     """A process of two: `gather`, `ulysses` and their gradients beside one GPU; raises what is wrong."""
     import torch.distributed as dist
@@ -141,6 +166,7 @@ def _rank(rank, folder):
     dropped = attention(*shards, method="ulysses", **options)
     whole = shard(flashgen.attention(q, k, v, **options), 1)
     assert float((dropped - whole).float().norm() / whole.float().norm()) < 6e-3
+    _whole_documents(q.detach()[0], k.detach()[0], v.detach()[0], dout[0])
     os.environ["FLASHGEN_CHECK"] = "1"
     with pytest.raises(flashgen.BadParam, match="layout differs between ranks"):
         attention(*shards, causal=True, layout=("zigzag", "contiguous")[rank])

@@ -63,7 +63,7 @@ def attention(
     group: the ranks, a process group; by default all.
     mesh: the ranks, a DeviceMesh. With two dimensions the outer one gathers, and the inner one exchanges
         heads; its tokens are cut over both, the outer one first.
-    layout: "zigzag", "contiguous" or "documents": which tokens a rank has, see `shard`.
+    layout: "zigzag", "contiguous", "documents" or "whole_documents": which tokens a rank has, see `shard`.
     method: "gather": a rank gathers keys and values, some heads at a time, and computes its rows of all
         heads, with the kernel of one GPU, and with its bits where cuts are at whole tiles. "ulysses": ranks
         exchange heads, so each computes all rows of some heads; the number of ranks divides the query heads.

@@ -159,25 +159,26 @@ class Step(NamedTuple):
 
 
 def steps(k: Tensor, v: Tensor, per_step: int, units: Units, group: Any) -> Iterator[Step]:
-    """Gather ``per_step`` kv heads after another: while the caller computes one step, the next is on its way.
-    k, v: (batch, rows of the unit, heads, head_dim).
+    """Gather ``per_step`` kv heads after another: while the caller computes one step, the next is on its way,
+    and the first one from now on. k, v: (batch, rows of the unit, heads, head_dim).
     """
     heads = [slice(first, first + per_step) for first in range(0, k.shape[2], per_step)]
     if group is None:
-        yield from (Step(some, None) for some in heads)
-        return
+        return iter([Step(some, None) for some in heads])
     size = len(units.runs)
 
     def start(some: slice) -> Pending:
         rows = torch.cat((k[:, :, some], v[:, :, some]), -1).transpose(0, 1)
         return start_gather(rows, units.most, group, size)
 
-    pending = start(heads[0])
-    for some, following in zip(heads, [*heads[1:], None], strict=True):
-        current = pending
-        if following is not None:
-            pending = start(following)
-        yield Step(some, current.wait())
+    def following(pending: Pending) -> Iterator[Step]:
+        for some, later in zip(heads, [*heads[1:], None], strict=True):
+            current = pending
+            if later is not None:
+                pending = start(later)
+            yield Step(some, current.wait())
+
+    return following(start(heads[0]))
 
 
 def keys_and_values(step: Step, k: Tensor, v: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -193,28 +194,26 @@ def keys_and_values(step: Step, k: Tensor, v: Tensor, order: Tensor | None) -> t
 
 
 class KeyGradients:
-    """The gradients of K and V of the steps of one backward pass. Each rank adds up what its launches give,
-    in fp32 and in order; then ranks are summed, while the next step is computed.
+    """The gradients of K and V of the steps of a backward pass, which fill ``dk`` and ``dv``. Each rank adds
+    up what its launches give, in fp32 and in order; then ranks are summed, while the next step is computed.
 
     Sums have a row for each token, so the keys of a launch are a slice of them; or, where documents are
     ``packed``, for each row of a gathered buffer.
     """
 
     def __init__(
-        self, k: Tensor, v: Tensor, units: Units, group: Any, *, packed: bool, deterministic: bool
+        self, dk: Tensor, dv: Tensor, units: Units, group: Any, *, packed: bool, deterministic: bool
     ) -> None:
-        self._k, self._v, self._units, self._group = k, v, units, group
+        self._dk, self._dv, self._units, self._group = dk, dv, units, group
         self._packed, self._deterministic = packed, deterministic
         self._pending: tuple[slice, Reduction] | None = None
-        self._dk, self._dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
 
     def empty(self, step: Step) -> Tensor:
         """Zeros for the gradients of a step."""
-        heads = self._k[:, :, step.heads].shape[2]
+        heads = self._dk[:, :, step.heads].shape[2]
         rows = self._units.most * len(self._units.runs) if self._packed else self._units.tokens
-        return self._k.new_zeros(
-            (rows, self._k.shape[0], heads, self._k.shape[-1] + self._v.shape[-1]), dtype=torch.float32
-        )
+        width = self._dk.shape[-1] + self._dv.shape[-1]
+        return self._dk.new_zeros((rows, self._dk.shape[0], heads, width), dtype=torch.float32)
 
     def of_launch(self, k: Tensor, v: Tensor, fp32: bool) -> Tensor:
         """Memory for the gradients of a launch with these keys: of k and v beside each other, in fp32 or in
@@ -238,7 +237,7 @@ class KeyGradients:
 
     def send(self, step: Step, total: Tensor) -> None:
         """Begin to sum a step over ranks, and end the sum of the step before."""
-        self._end()
+        self.end()
         if self._group is None:
             self._keep(step.heads, total)
             return
@@ -247,18 +246,14 @@ class KeyGradients:
             total = total.index_select(0, row_tokens(self._units, total.device))
         self._pending = step.heads, start_reduction(total, self._group, size, self._deterministic)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the sum of the last step that was sent."""
         if self._pending is not None:
             heads, reduction = self._pending
             self._keep(heads, reduction.wait())
             self._pending = None
 
     def _keep(self, heads: slice, total: Tensor) -> None:
-        width, rows = self._k.shape[-1], self._k.shape[1]
+        width, rows = self._dk.shape[-1], self._dk.shape[1]
         whole = total[:rows].transpose(0, 1)
         self._dk[:, :, heads], self._dv[:, :, heads] = whole[..., :width], whole[..., width:]
-
-    def results(self) -> tuple[Tensor, Tensor]:
-        """dk and dv of the unit's rows, in fp32."""
-        self._end()
-        return self._dk, self._dv

@@ -4,7 +4,8 @@ A rank has runs of tokens, in ascending order. ``contiguous`` gives it one run. 
 into twice as many chunks as there are ranks: rank r has chunk r from the begin and chunk r from the end, so
 all ranks do the same work under a causal mask. No length has to be a multiple of anything: the shards of two
 ranks differ by one token at most. ``documents`` does so within each document, for packed documents whose
-lengths differ; it cuts documents at whole tiles, so shards differ by about a tile.
+lengths differ; it cuts documents at whole tiles, so shards differ by about a tile. ``whole_documents`` cuts
+only the longest documents in this way. Each of the others is whole on one rank, so its keys do not move.
 
 A kernel raises the maxima of a tile's rows together. So a row has the bits of one GPU where all rows of its
 tile are on one rank: where cuts are at multiples of ``TILE_ROWS`` in their document.
@@ -12,20 +13,29 @@ tile are on one rank: where cuts are at multiples of ``TILE_ROWS`` in their docu
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-LAYOUTS = ("zigzag", "contiguous", "documents")
+LAYOUTS = ("zigzag", "contiguous", "documents", "whole_documents")
+# Layouts that place tokens by the bounds of documents.
+LAYOUTS_OF_DOCUMENTS = ("documents", "whole_documents")
 # A multiple of the rows that a warp has in any forward kernel, and of a tile or its parts.
 TILE_ROWS = 128
+# A rank has at most this share of the mean work and of the mean tokens, if cutting more documents can do it.
+_EVEN = 1.02
+# Documents with more than such a share of a rank's mean work are cut: the first share that leaves even ranks.
+_SHARES_CUT = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
 
 class Run(NamedTuple):
@@ -48,40 +58,78 @@ def check_layout(layout: Any) -> None:
         raise BadParam(f"{arg('layout')} is {shown(layout)}; allowed are {', '.join(map(repr, LAYOUTS))}")
 
 
-@lru_cache(maxsize=64)
+class Shard(NamedTuple):
+    """The runs of a rank. Its rows are the tokens of ``cut``, whose documents other ranks may have parts of,
+    and then the tokens of ``whole``, whose documents are on this rank alone; ascending in each.
+    """
+
+    cut: Runs
+    whole: Runs
+
+    @property
+    def runs(self) -> Runs:
+        return self.cut + self.whole
+
+
 def runs_of(layout: str, cu_seqlens: tuple[int, ...], world: int) -> tuple[Runs, ...]:
-    """The runs of each of ``world`` ranks. ``cu_seqlens`` are the bounds of the documents: (0, N) for one
+    """The runs of each of ``world`` ranks, in the order of their rows; see `shards_of`."""
+    return tuple(shard.runs for shard in shards_of(layout, cu_seqlens, world))
+
+
+@lru_cache(maxsize=64)
+def shards_of(layout: str, cu_seqlens: tuple[int, ...], world: int) -> tuple[Shard, ...]:
+    """The shard of each of ``world`` ranks. ``cu_seqlens`` are the bounds of the documents: (0, N) for one
     sequence of N tokens.
     """
     check_layout(layout)
     total = cu_seqlens[-1]
-    if layout == "contiguous":
-        return tuple(
-            joined([Run(rank * total // world, (rank + 1) * total // world)]) for rank in range(world)
-        )
-    if layout == "documents":
-        return _within_documents(cu_seqlens, world)
-    size, extras = divmod(total, 2 * world)
-    sizes = [size] * (2 * world)
-    for extra in range(extras):
-        rank = extra % world
-        sizes[2 * world - 1 - rank if extra < world else rank] += 1
+    if layout == "whole_documents":
+        return _whole_documents(cu_seqlens, world)
     shards: list[list[Run]] = [[] for _ in range(world)]
-    first = 0
-    for chunk, tokens in enumerate(sizes):
-        shards[min(chunk, 2 * world - 1 - chunk)].append(Run(first, first + tokens))
-        first += tokens
-    return tuple(map(joined, shards))
+    if layout == "contiguous":
+        shards = [[Run(rank * total // world, (rank + 1) * total // world)] for rank in range(world)]
+    elif layout == "documents":
+        shards = _within_documents(_longest_first(cu_seqlens), world).runs
+    else:
+        size, extras = divmod(total, 2 * world)
+        sizes = [size] * (2 * world)
+        for extra in range(extras):
+            rank = extra % world
+            sizes[2 * world - 1 - rank if extra < world else rank] += 1
+        first = 0
+        for chunk, tokens in enumerate(sizes):
+            shards[min(chunk, 2 * world - 1 - chunk)].append(Run(first, first + tokens))
+            first += tokens
+    return tuple(Shard(joined(runs), ()) for runs in shards)
 
 
-def _within_documents(cu_seqlens: tuple[int, ...], world: int) -> tuple[Runs, ...]:
+def unit_of(shards: Sequence[Shard], alone: bool) -> Shard:
+    """The shard of a unit of ranks. A unit that is ``alone`` has all tokens, and so all documents whole."""
+    cut, whole = (joined(run for shard in shards for run in shard[part]) for part in range(2))
+    return Shard((), joined(cut + whole)) if alone else Shard(cut, whole)
+
+
+class _Loads(NamedTuple):
+    """What ranks have so far; ``work`` is twice the (query, key) pairs under a causal mask."""
+
+    runs: list[list[Run]]
+    tokens: list[int]
+    work: list[int]
+
+
+def _longest_first(cu_seqlens: tuple[int, ...]) -> list[Run]:
+    """The documents that have tokens, the longest first: the short ones even out what the long ones leave."""
+    documents = [Run(begin, end) for begin, end in pairwise(cu_seqlens) if begin < end]
+    return sorted(documents, key=lambda document: -document.tokens)
+
+
+def _within_documents(documents: Iterable[Run], world: int) -> _Loads:
     """Zigzag within each document, in tiles. Where there is no tile for every chunk, the ranks with the least
     work get one, of those that have about the fewest tokens.
     """
-    shards: list[list[Run]] = [[] for _ in range(world)]
+    runs: list[list[Run]] = [[] for _ in range(world)]
     tokens, work = [0] * world, [0] * world
-    # The longest first, so the short ones even out what these leave.
-    for begin, end in sorted(pairwise(cu_seqlens), key=lambda bounds: bounds[0] - bounds[1]):
+    for begin, end in documents:
         size, extras = divmod(-(-(end - begin) // TILE_ROWS), 2 * world)
         tiles = [size] * (2 * world)
         fewest = min(tokens)
@@ -92,11 +140,50 @@ def _within_documents(cu_seqlens: tuple[int, ...], world: int) -> tuple[Runs, ..
         first = begin
         for chunk, count in enumerate(tiles):
             rank, after = min(chunk, 2 * world - 1 - chunk), min(end, first + count * TILE_ROWS)
-            shards[rank].append(Run(first, after))
+            runs[rank].append(Run(first, after))
             tokens[rank] += after - first
             work[rank] += (after - first) * (first + after - 2 * begin)
             first = after
-    return tuple(map(joined, shards))
+    return _Loads(runs, tokens, work)
+
+
+def _whole_documents(cu_seqlens: tuple[int, ...], world: int) -> tuple[Shard, ...]:
+    """As few of the longest documents cut as leave ranks with even work and even tokens, or as even as
+    any number of cut documents does.
+    """
+    documents = _longest_first(cu_seqlens)
+    total = sum(document.tokens**2 for document in documents)
+    best, least = ((Shard((), ()),) * world), math.inf
+    counts = {sum(x.tokens**2 * world > share * total for x in documents) for share in _SHARES_CUT}
+    counts.add(len(documents) % world)  # of documents of one length
+    for count in sorted(counts) if world > 1 else [0]:
+        shards, uneven = _with_cut(documents, count, world)
+        if uneven < least:
+            best, least = shards, uneven
+        if uneven <= _EVEN:
+            break
+    return best
+
+
+def _with_cut(documents: list[Run], count: int, world: int) -> tuple[tuple[Shard, ...], float]:
+    """The shards with so many documents cut, and the largest work or tokens of a rank over the mean.
+    A whole document goes where it adds least to the sum of squares of both.
+    """
+    cut = _within_documents(documents[:count], world)
+    lengths = np.array([document.tokens for document in documents], np.float64)
+    parts = np.array([lengths**2, lengths])
+    parts *= world / parts.sum(1, keepdims=True).clip(1)
+    work, tokens = (np.array(x) * world / max(1, sum(x)) for x in (cut.work, cut.tokens))
+    work *= parts[0, :count].sum() / world
+    tokens *= parts[1, :count].sum() / world
+    whole: list[list[Run]] = [[] for _ in range(world)]
+    for document, more_work, more_tokens in zip(documents[count:], *parts[:, count:].tolist(), strict=True):
+        rank = int((more_work * work + more_tokens * tokens).argmin())
+        work[rank] += more_work
+        tokens[rank] += more_tokens
+        whole[rank].append(document)
+    shards = (Shard(joined(some), joined(others)) for some, others in zip(cut.runs, whole, strict=True))
+    return tuple(shards), max(float(work.max()), float(tokens.max()))
 
 
 def cuts_whole_tiles(shards: Iterable[Runs], cu_seqlens: tuple[int, ...]) -> bool:

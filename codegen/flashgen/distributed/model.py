@@ -3,7 +3,9 @@ group.
 
 The model: a rank computes at the rate of one GPU, and waits for the bytes that it receives at the rate of the
 link, unless it computes meanwhile. A gather runs while the kernels compute the step before, so only the first
-step is exposed, and in the backward pass the last reduction. Exchanges of heads are exposed.
+step is exposed, and in the backward pass the last reduction. Documents that a rank has whole hide one of the
+two: their kernels run during the first step of the forward pass, and during the last reduction of the
+backward pass. Exchanges of heads are exposed.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.distributed.heads import HeadShares, head_shares
-from flashgen.distributed.layouts import TILE_ROWS, cuts_whole_tiles, joined, runs_of, tokens_of
-from flashgen.distributed.segments import launches_of, pairs_of, visibility
+from flashgen.distributed.layouts import TILE_ROWS, cuts_whole_tiles, shards_of, tokens_of, unit_of
+from flashgen.distributed.parts import parts_of
+from flashgen.distributed.segments import launches_of, pairs_of, visibility, whole_run
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from flashgen.distributed.parts import Part
 
 METHODS = ("auto", "gather", "ulysses")
 # The backward pass has five matrix products, the forward pass two.
@@ -226,24 +231,30 @@ def _modelled(method: str, outer: int, inner: int, work: _Work, rates: Rates) ->
     cu, world, heads, head_dims, batch, dtype_bytes, layout, causal, window_size, kv_heads_per_step = work
     split = head_shares(*heads, inner)
     visible = visibility(causal, window_size)
-    shards = runs_of(layout, cu, world)
+    shards = shards_of(layout, cu, world)
     dim, dim_v = head_dims
     total, packed = cu[-1], len(cu) > 2
-    units = [joined(x for runs in shards[i * inner : (i + 1) * inner] for x in runs) for i in range(outer)]
-    unit_tokens = [tokens_of(unit) for unit in units]
-    per_step = kv_heads_per_step or heads_per_step(
-        cu, max(unit_tokens), split, head_dims, batch, dtype_bytes, world, rates
-    )
-    steps = math.ceil(split.kv_heads / per_step)
-    shares, gather_bytes, reduce_bytes, exchange_bytes = [], 0, 0, [0, 0]
+    units = tuple(unit_of(shards[i * inner : (i + 1) * inner], outer == 1) for i in range(outer))
+    moved = sum(tokens_of(unit.cut) for unit in units)
+
+    def per_step(part: Part) -> int:
+        most = max(map(tokens_of, part.runs))
+        return heads_per_step(part.cu_seqlens, most, split, head_dims, batch, dtype_bytes, world, rates)
+
+    shares, gather_bytes, reduce_bytes, exchange_bytes, steps, alone = [], 0, 0, [0, 0], 1, math.inf
     for rank in range(world):
         unit = rank // inner
-        runs, tokens, of_unit = units[unit], tokens_of(shards[rank]), unit_tokens[unit]
-        launches = launches_of(runs, cu, visible, packed)
+        runs, tokens, of_unit = units[unit].runs, tokens_of(shards[rank].runs), tokens_of(units[unit].runs)
+        parts = parts_of(units, unit, cu)
+        launches = [x for part in parts for x in launches_of(part.own, part.cu_seqlens, visible, packed)]
         pairs = pairs_of(runs, cu, visible)
         row = batch * split.kv_heads * (dim + dim_v)
-        gathered = (total - of_unit) * row * dtype_bytes
-        reduced = (outer - 1) * of_unit * row * 4
+        cut = tokens_of(units[unit].cut)
+        gathered = (moved - cut) * row * dtype_bytes
+        reduced = (outer - 1) * cut * row * 4
+        if moved:
+            steps = math.ceil(split.kv_heads / (kv_heads_per_step or per_step(parts[0])))
+        alone = min(alone, pairs_of(units[unit].whole, cu, visible))
         forward, backward = exchanged_bytes(
             split, heads[0], head_dims, batch, dtype_bytes, tokens, of_unit - tokens
         )
@@ -265,16 +276,18 @@ def _modelled(method: str, outer: int, inner: int, work: _Work, rates: Rates) ->
     inside = rates.between_gbps if inner > rates.ranks_per_node else rates.inside_gbps
     latency = 1e-3 * rates.collective_us
     gather, reduction = (
-        size / outside / 1e6 + latency * steps * (outer > 1) for size in (gather_bytes, reduce_bytes)
+        size / outside / 1e6 + latency * steps * (moved > 0) for size in (gather_bytes, reduce_bytes)
     )
     exchange = [size / inside / 1e6 + latency * (inner > 1) for size in exchange_bytes]
-    flops = max(share.flops for share in shares)
-    compute = flops / rates.forward_tflops / 1e9
-    compute_back = _BACKWARD_WORK * flops / rates.backward_tflops / 1e9
+    per_flop = 1 / rates.forward_tflops / 1e9, _BACKWARD_WORK / rates.backward_tflops / 1e9
+    compute, compute_back = (max(share.flops for share in shares) * x for x in per_flop)
+    # Of documents that no rank waits for.
+    alone, alone_back = (2.0 * alone * batch * split.q_heads * (dim + dim_v) * x for x in per_flop)
     first, last = gather / steps, reduction / steps
-    hidden = max(0.0, gather - first - compute)
-    hidden_back = max(0.0, gather - first + reduction - last - compute_back)
-    whole = pairs_of(joined(x for unit in units for x in unit), cu, visible)
+    exposed = max(0.0, first - alone) + max(0.0, gather - first - (compute - alone))
+    exposed_back = first + max(0.0, last - alone_back)
+    exposed_back += max(0.0, gather - first + reduction - last - (compute_back - alone_back))
+    whole = pairs_of(whole_run(cu), cu, visible)
     one_gpu = 2.0 * whole * batch * heads[0] * (dim + dim_v)
     return Partition(
         method,
@@ -285,11 +298,11 @@ def _modelled(method: str, outer: int, inner: int, work: _Work, rates: Rates) ->
         total,
         len(cu) - 1,
         steps,
-        cuts_whole_tiles(units, cu),
+        cuts_whole_tiles((unit.runs for unit in units), cu),
         tuple(shares),
-        Times(compute, gather + exchange[0], first + hidden + exchange[0]),
-        Times(compute_back, gather + reduction + exchange[1], first + hidden_back + last + exchange[1]),
-        (one_gpu / rates.forward_tflops / 1e9, _BACKWARD_WORK * one_gpu / rates.backward_tflops / 1e9),
+        Times(compute, gather + exchange[0], exposed + exchange[0]),
+        Times(compute_back, gather + reduction + exchange[1], exposed_back + exchange[1]),
+        (one_gpu * per_flop[0], one_gpu * per_flop[1]),
     )
 
 

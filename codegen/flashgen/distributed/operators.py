@@ -13,7 +13,7 @@ from flashgen.call.tensors import with_rows
 from flashgen.distributed import passes, ulysses
 from flashgen.distributed.groups import ranks_of
 from flashgen.distributed.heads import head_shares
-from flashgen.distributed.layouts import runs_of, tokens_of
+from flashgen.distributed.layouts import LAYOUTS_OF_DOCUMENTS, runs_of, tokens_of
 from flashgen.distributed.passes import Inputs
 from flashgen.distributed.setting import Options, setting_of
 from flashgen.errors import BadParam
@@ -105,10 +105,10 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     split = head_shares(q.shape[-2], k.shape[-2], ranks.inner_size)
     rows = ranks.world * q.shape[-3] if options.seqlen is None else options.seqlen
     if ranks.outer is not None:
-        if options.layout == "documents" and cu_seqlens is not None:
+        if options.layout in LAYOUTS_OF_DOCUMENTS and cu_seqlens is not None:
             raise BadParam(
-                "two dimensions with layout 'documents' and cu_seqlens cannot be compiled: the rows of a "
-                "rank depend on the documents; pass layout 'zigzag', or call outside of torch.compile"
+                f"two dimensions with layout {options.layout!r} and cu_seqlens cannot be compiled: the rows "
+                "of a rank depend on the documents; pass layout 'zigzag', or call outside of torch.compile"
             )
         first = ranks.outer_rank * ranks.inner_size
         shards = runs_of(options.layout, (0, int(rows)), ranks.world)

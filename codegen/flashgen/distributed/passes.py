@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from flashgen.distributed.gather import Step
+    from flashgen.distributed.gather import Step, Units
     from flashgen.distributed.segments import Launch
-    from flashgen.distributed.setting import Options, Setting
+    from flashgen.distributed.setting import Options, PartOfCall, Setting
 
 
 class Inputs(NamedTuple):
@@ -46,9 +46,16 @@ class Inputs(NamedTuple):
     alibi_slopes: Tensor | None
     dropout_seed: Tensor | None
 
+    def rows_of(self, part: PartOfCall) -> Inputs:
+        """The inputs of a part's rows."""
+        q, k, v = (x[:, part.rows] for x in self[:3])
+        return self._replace(q=q, k=k, v=v)
+
 
 class Gradients(NamedTuple):
-    """dq in the dtype of q, dk, dv and dsinks in fp32; dk and dv of the unit's rows, summed over units."""
+    """dq, dk and dv of the unit's rows, and dsinks in fp32. dk and dv are summed over units; in fp32 where
+    ranks of a unit have copies of a kv head, else in the dtype of q.
+    """
 
     dq: Tensor
     dk: Tensor
@@ -56,65 +63,86 @@ class Gradients(NamedTuple):
     dsinks: Tensor | None
 
 
+class _Call(NamedTuple):
+    """What the launches of a part need to know of the call."""
+
+    setting: Setting
+    options: Options
+    part: PartOfCall
+
+
 def forward(setting: Setting, options: Options, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-    """Fill ``out``, (batch, rows, heads, head_dim_v), and ``lse``, (batch, heads, rows)."""
+    """Fill ``out``, (batch, rows, heads, head_dim_v), and ``lse``, (batch, heads, rows). What gathers no keys
+    is computed while the first keys of the others are on their way.
+    """
+    started = [_started(part, inputs) for part in setting.parts]
+    for part, some, of_part in reversed(started):
+        call = _Call(setting, options, part)
+        for step in of_part:
+            _forward_of_step(call, some, step, out[:, part.rows], lse[:, :, part.rows])
+
+
+def _started(part: PartOfCall, inputs: Inputs) -> tuple[PartOfCall, Inputs, Iterator[Step]]:
+    """A part, its inputs and its steps, of which the first one begins to be gathered."""
+    some = inputs.rows_of(part)
+    return part, some, steps(some.k, some.v, part.per_step, part.units, part.group)
+
+
+def _forward_of_step(call: _Call, inputs: Inputs, step: Step, out: Tensor, lse: Tensor) -> None:
+    """`forward` of one step of a part, of arrays of its rows."""
+    setting, options, part = call
     q, k, v = inputs[:3]
-    for step in steps(k, v, setting.per_step, setting.units, setting.ranks.outer):
-        heads = _q_heads(step.heads, q, k)
-        if setting.tables and _forward_of_tables(setting, options, inputs, step, heads, out, lse):
-            continue
-        whole = _Whole.of(setting, step, k, v)
-        for launch, batch in _launches(setting, options, q):
-            keys, values = whole.keys_and_values(launch)
-            rows = launch.rows
-            arrays = _arrays(
-                setting,
-                launch,
-                q=q[batch, rows, heads],
-                k=keys[batch],
-                v=values[batch],
-                out=out[batch, rows, heads],
-            )
-            more = _options(setting, options, launch, inputs, heads, batch)
-            more["sm_margin"] = options.sm_margin
-            call = call_of(AttentionCall, **arrays, **more, return_lse=True)
-            _, some = attend(call, setting.whole, launch.shift)
-            lse[batch, heads, rows] = some
+    heads = _q_heads(step.heads, q, k)
+    if part.tables and _forward_of_tables(call, inputs, step, heads, out, lse):
+        return
+    whole = _Whole.of(call, step, k, v)
+    for launch, batch in _launches(call, q):
+        keys, values = whole.keys_and_values(launch)
+        rows = launch.rows
+        arrays = _arrays(
+            setting,
+            launch,
+            q=q[batch, rows, heads],
+            k=keys[batch],
+            v=values[batch],
+            out=out[batch, rows, heads],
+        )
+        more = _options(call, launch, inputs, heads, batch)
+        more["sm_margin"] = options.sm_margin
+        _, some = attend(
+            call_of(AttentionCall, **arrays, **more, return_lse=True), setting.whole, launch.shift
+        )
+        lse[batch, heads, rows] = some
 
 
 def _forward_of_tables(
-    setting: Setting,
-    options: Options,
-    inputs: Inputs,
-    step: Step,
-    heads: slice,
-    out: Tensor,
-    lse: Tensor,
+    call: _Call, inputs: Inputs, step: Step, heads: slice, out: Tensor, lse: Tensor
 ) -> bool:
     """`forward` of a step whose launches take tables of segments: packed queries, and keys of a cache of one
     row. So a launch has all segments of one shift, and no key is copied for each segment. False if no kernel
     of such calls has the tile of the kernel of one GPU.
     """
-    end = max(x.k_end for launch in setting.tables for x in launch.segments)
-    order = token_rows(setting.units, inputs.k.device)[:end]
+    setting, options, part = call
+    end = max(x.k_end for launch in part.tables for x in launch.segments)
+    order = token_rows(part.units, inputs.k.device)[:end]
     keys, values = keys_and_values(step, inputs.k, inputs.v, order)
-    for launch in setting.tables:
+    for launch in part.tables:
         table = table_of(launch, order.device)
-        more = _options(setting, options, launch, inputs, heads, slice(None))
+        more = _options(call, launch, inputs, heads, slice(None))
         more["sm_margin"] = options.sm_margin
         if more["alibi_slopes"] is not None:
             more["alibi_slopes"] = more["alibi_slopes"].reshape(-1)
         of_q = {"q": inputs.q[0, launch.rows, heads], "out": out[0, launch.rows, heads]}
         cache = KVCache(keys, values, table.lengths, index=table.index, starts=table.starts)
         bounds = {"cu_seqlens_q": table.cu_seqlens_q, "max_seqlen_q": longest_of(launch)[0]}
-        call = call_of(AttentionCall, **of_q, k=cache, **bounds, **more, return_lse=True)
+        of_table = call_of(AttentionCall, **of_q, k=cache, **bounds, **more, return_lse=True)
         arrays = of_q | {"k": keys[0], "v": values[0]}
         if setting.packed:
             arrays |= {f"cu_seqlens_{side}": table.cu_seqlens_q for side in ("q", "kv")}
         else:
             arrays = {name: x[None] for name, x in arrays.items()}
         like = call_of(AttentionCall, **arrays, **more, return_lse=True)
-        result = attend(call, setting.whole, launch.shift, like)
+        result = attend(of_table, setting.whole, launch.shift, like)
         if result is None:
             return False
         lse[0, heads, launch.rows] = result[1]
@@ -130,56 +158,98 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Gradients:
-    """The gradients of a unit, of arrays as in `forward`."""
+    """The gradients of a unit, of arrays as in `forward`. What gathers no keys is computed last, while the
+    last sums of the others are on their way.
+    """
     q, k, v = inputs[:3]
-    dq = torch.empty_like(q)
+    dtype = torch.float32 if setting.split.replicated else q.dtype
+    dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v))
     dsinks = None if inputs.sinks is None else torch.zeros_like(inputs.sinks, dtype=torch.float32)
-    sums = KeyGradients(
-        k,
-        v,
-        setting.units,
-        setting.ranks.outer,
-        packed=setting.packed,
-        deterministic=options.deterministic,
-    )
-    for step in steps(k, v, setting.per_step, setting.units, setting.ranks.outer):
-        heads = _q_heads(step.heads, q, k)
-        total = sums.empty(step)
-        whole = _Whole.of(setting, step, k, v)
-        for launch, batch in _launches(setting, options, q):
-            keys, values = whole.keys_and_values(launch)
-            rows = launch.rows
-            arrays = _arrays(
-                setting,
-                launch,
-                q=q[batch, rows, heads],
-                k=keys[batch],
-                v=values[batch],
-                out=out[batch, rows, heads],
-                dout=dout[batch, rows, heads],
-                dq=dq[batch, rows, heads],
-            )
-            for name, x in (("lse", lse), ("dlse", dlse)):
-                if x is not None:
-                    arrays[name] = _of_launch(setting, x[batch, heads, rows]).contiguous()
-            fp32 = _adds_up(setting, options, q)
-            if fp32 and not setting.packed:  # kernels of sequences with lengths write fp32
-                arrays["kv_lengths"] = kv_lengths_of(*keys[batch].shape[:2], q.device)
-            of_keys = sums.of_launch(arrays["k"], arrays["v"], fp32)
-            arrays |= {"dk": of_keys[..., : k.shape[-1]], "dv": of_keys[..., k.shape[-1] :]}
-            call = call_of(
-                GradientCall,
-                **arrays,
-                **_options(setting, options, launch, inputs, heads, batch),
+    gradients = Gradients(torch.empty_like(q), dk, dv, dsinks)
+    started = [_started(part, inputs) for part in setting.parts]
+    sums = []
+    for part, some, of_part in started:
+        rows = part.rows
+        arrays = out[:, rows], lse[:, :, rows], dout[:, rows], None if dlse is None else dlse[:, :, rows]
+        of_rows = Gradients(gradients.dq[:, rows], dk[:, rows], dv[:, rows], dsinks)
+        call = _Call(setting, options, part)
+        if part.group is None and _writes_results(call, q):
+            for step in of_part:
+                _backward_of_step(call, some, step, arrays, of_rows, None)
+            continue
+        sums.append(
+            KeyGradients(
+                *of_rows[1:3],
+                part.units,
+                part.group,
+                packed=setting.packed,
                 deterministic=options.deterministic,
             )
-            with naming(names_of(call)):
-                _, _, _, *more = compute(gradients_of(call), kind_of(call.q))
+        )
+        for step in of_part:
+            _backward_of_step(call, some, step, arrays, of_rows, sums[-1])
+    for of_part in sums:
+        of_part.end()
+    return gradients
+
+
+def _backward_of_step(
+    call: _Call,
+    inputs: Inputs,
+    step: Step,
+    arrays: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    gradients: Gradients,
+    sums: KeyGradients | None,
+) -> None:
+    """`backward` of one step of a part, of arrays of its rows: out, lse, dout and dlse. Without ``sums`` the
+    one launch of the part writes dk and dv.
+    """
+    setting, options, _ = call
+    q, k, v = inputs[:3]
+    out, lse, dout, dlse = arrays
+    heads = _q_heads(step.heads, q, k)
+    total = None if sums is None else sums.empty(step)
+    whole = _Whole.of(call, step, k, v)
+    for launch, batch in _launches(call, q):
+        keys, values = whole.keys_and_values(launch)
+        rows = launch.rows
+        of_launch = _arrays(
+            setting,
+            launch,
+            q=q[batch, rows, heads],
+            k=keys[batch],
+            v=values[batch],
+            out=out[batch, rows, heads],
+            dout=dout[batch, rows, heads],
+            dq=gradients.dq[batch, rows, heads],
+        )
+        for name, x in (("lse", lse), ("dlse", dlse)):
+            if x is not None:
+                of_launch[name] = _of_launch(setting, x[batch, heads, rows]).contiguous()
+        fp32 = _adds_up(call, q)
+        if fp32 and not setting.packed:  # kernels of sequences with lengths write fp32
+            of_launch["kv_lengths"] = kv_lengths_of(*keys[batch].shape[:2], q.device)
+        of_keys = None
+        if sums is None:
+            for name, x in (("dk", gradients.dk), ("dv", gradients.dv)):
+                of_launch[name] = _of_launch(setting, x[batch, :, step.heads])
+        else:
+            of_keys = sums.of_launch(of_launch["k"], of_launch["v"], fp32)
+            of_launch |= {"dk": of_keys[..., : k.shape[-1]], "dv": of_keys[..., k.shape[-1] :]}
+        record = call_of(
+            GradientCall,
+            **of_launch,
+            **_options(call, launch, inputs, heads, batch),
+            deterministic=options.deterministic,
+        )
+        with naming(names_of(record)):
+            _, _, _, *more = compute(gradients_of(record), kind_of(record.q))
+        if sums is not None:
             sums.add(total[:, batch], of_keys, launch)
-            if dsinks is not None:
-                dsinks[heads] += more[0]
+        if gradients.dsinks is not None:
+            gradients.dsinks[heads] += more[0]
+    if sums is not None:
         sums.send(step, total)
-    return Gradients(dq, *sums.results(), dsinks)
 
 
 class _Whole(NamedTuple):
@@ -187,44 +257,52 @@ class _Whole(NamedTuple):
     put into the order of tokens once for all launches.
     """
 
-    setting: Setting
-    step: Any
+    units: Units
+    step: Step
     k: Tensor
     v: Tensor
     in_order: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def of(cls, setting: Setting, step: Any, k: Tensor, v: Tensor) -> _Whole:
-        in_order = None
-        if not setting.packed and setting.launches:
-            furthest = max(setting.launches, key=lambda launch: launch.segments[0].k_end)
-            order = key_rows(furthest, setting.units, k.device).order
+    def of(cls, call: _Call, step: Step, k: Tensor, v: Tensor) -> _Whole:
+        part, in_order = call.part, None
+        if not call.setting.packed and part.launches:
+            furthest = max(part.launches, key=lambda launch: launch.segments[0].k_end)
+            order = key_rows(furthest, part.units, k.device).order
             in_order = keys_and_values(step, k, v, order)
-        return cls(setting, step, k, v, in_order)
+        return cls(part.units, step, k, v, in_order)
 
     def keys_and_values(self, launch: Launch) -> tuple[Tensor, Tensor]:
         if self.in_order is None:
-            order = key_rows(launch, self.setting.units, self.k.device).order
+            order = key_rows(launch, self.units, self.k.device).order
             return keys_and_values(self.step, self.k, self.v, order)
         segment = launch.segments[0]
         keys, values = self.in_order
         return keys[:, : segment.k_end], values[:, : segment.k_end]
 
 
-def _adds_up(setting: Setting, options: Options, q: Tensor) -> bool:
+def _adds_up(call: _Call, q: Tensor) -> bool:
     """Whether dk and dv of a launch are parts of sums, so that kernels write them in fp32."""
-    several = setting.ranks.outer is not None or setting.split.replicated
-    return several and q.dtype.itemsize == 2 and options.dropout_p == NO_DROPOUT
+    several = call.part.group is not None or call.setting.split.replicated
+    return several and q.dtype.itemsize == 2 and call.options.dropout_p == NO_DROPOUT
 
 
-def _launches(setting: Setting, options: Options, q: Tensor) -> Iterator[tuple[Launch, slice]]:
+def _writes_results(call: _Call, q: Tensor) -> bool:
+    """Whether a launch of a part that gathers nothing writes dk and dv as they are returned: each row once,
+    and in its dtype.
+    """
+    fp32 = call.setting.split.replicated
+    return len(call.part.launches) == 1 and (not fp32 or q.dtype.itemsize == 4 or _adds_up(call, q))
+
+
+def _launches(call: _Call, q: Tensor) -> Iterator[tuple[Launch, slice]]:
     """The launches of a step, each with its batch entries: with dropout one entry after another, since the
     random numbers of an entry depend on the heads of all ranks.
     """
     entries = [slice(None)]
-    if options.dropout_p != NO_DROPOUT:
+    if call.options.dropout_p != NO_DROPOUT:
         entries = [slice(entry, entry + 1) for entry in range(q.shape[0])]
-    yield from ((launch, batch) for launch in setting.launches for batch in entries)
+    yield from ((launch, batch) for launch in call.part.launches for batch in entries)
 
 
 def _dropout_seed(setting: Setting, seed: Tensor, heads: slice, batch: slice) -> Tensor:
@@ -257,14 +335,13 @@ def _arrays(setting: Setting, launch: Launch, **arrays: Tensor) -> dict[str, Any
     return result
 
 
-def _options(
-    setting: Setting, options: Options, launch: Launch, inputs: Inputs, heads: slice, batch: slice
-) -> dict[str, Any]:
+def _options(call: _Call, launch: Launch, inputs: Inputs, heads: slice, batch: slice) -> dict[str, Any]:
     """The options of a launch: a window is moved by its shift, and arrays of heads are of its heads."""
+    options = call.options
     left, right = options.window
     dropout: dict[str, Any] = {}
     if inputs.dropout_seed is not None:
-        seed = _dropout_seed(setting, inputs.dropout_seed, heads, batch)
+        seed = _dropout_seed(call.setting, inputs.dropout_seed, heads, batch)
         dropout = {"dropout_p": options.dropout_p, "dropout_seed": seed}
     return dropout | {
         "causal": options.causal,

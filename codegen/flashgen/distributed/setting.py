@@ -16,8 +16,9 @@ from flashgen.distributed.gather import Units
 from flashgen.distributed.groups import Ranks, check_device, ranks_of
 from flashgen.distributed.heads import HeadShares, head_shares
 from flashgen.distributed.kernels import Whole
-from flashgen.distributed.layouts import check_layout, joined, runs_of, tokens_of
+from flashgen.distributed.layouts import check_layout, runs_of, shards_of, tokens_of, unit_of
 from flashgen.distributed.model import bounds_of, heads_per_step
+from flashgen.distributed.parts import Part, parts_of
 from flashgen.distributed.segments import Launch, launches_of, visibility
 from flashgen.distributed.ulysses import Members
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, DeviceTypeNotSupported, arg
@@ -53,21 +54,31 @@ class Options(NamedTuple):
         return self.window_left, self.window_right
 
 
+class PartOfCall(NamedTuple):
+    """``rows`` of this rank's unit, and what computes them. ``group`` gathers their keys, ``per_step`` kv
+    heads at a time; None where the unit has the keys. ``tables`` are the forward launches of tables of
+    segments, of one batch entry that is gathered.
+    """
+
+    rows: slice
+    group: Any
+    units: Units
+    launches: tuple[Launch, ...]
+    tables: tuple[Launch, ...]
+    per_step: int
+
+
 class Setting(NamedTuple):
-    """``launches`` are of this rank's unit; ``tables`` are the forward launches of tables of segments, of one
-    batch entry that is gathered. ``cu_seqlens`` has the bounds of documents, (0, N) for one
-    sequence, which is not ``packed``.
+    """``parts`` are of this rank's unit, first what gathers. ``cu_seqlens`` has the bounds of documents,
+    (0, N) for one sequence, which is not ``packed``.
     """
 
     ranks: Ranks
-    units: Units
     members: Members
     split: HeadShares
     cu_seqlens: tuple[int, ...]
     packed: bool
-    launches: tuple[Launch, ...]
-    tables: tuple[Launch, ...]
-    per_step: int
+    parts: tuple[PartOfCall, ...]
     whole: Whole
 
     @property
@@ -126,26 +137,35 @@ def setting_of(
     split = head_shares(heads_q, heads_kv, ranks.inner_size)
     visible = visibility(options.causal, options.window)
     places = places_of(options.layout, cu, *ranks[2:])
-    per_step = options.kv_heads_per_step
-    if per_step is None:
+    sizes = values["head_dim"], values["batch"], q.dtype.itemsize, ranks.world
+
+    def per_step(part: Part) -> int:
+        if options.kv_heads_per_step is not None:
+            return options.kv_heads_per_step
         # Where memory is the host's, collectives and kernels do not overlap.
-        on_host = q.device.type == "cpu"
-        per_step = split.kv_heads
-        if not on_host:
-            sizes = values["head_dim"], values["batch"], q.dtype.itemsize, ranks.world
-            per_step = heads_per_step(cu, places.units.most, split, *sizes)
-    runs = places.units.runs[places.units.place]
-    gathers_one = ranks.outer is not None and values["batch"] == 1
+        if not part.gathers or q.device.type == "cpu":
+            return split.kv_heads
+        return heads_per_step(part.cu_seqlens, max(map(tokens_of, part.runs)), split, *sizes)
+
     return Setting(
         ranks,
-        places.units,
         places.members,
         split,
         cu,
         packed,
-        launches_of(runs, cu, visible, packed),
-        launches_of(runs, cu, visible, packed=True) if gathers_one else (),
-        per_step,
+        tuple(
+            PartOfCall(
+                part.rows,
+                ranks.outer if part.gathers else None,
+                units,
+                launches_of(part.own, part.cu_seqlens, visible, packed),
+                launches_of(part.own, part.cu_seqlens, visible, packed=True)
+                if part.gathers and values["batch"] == 1
+                else (),
+                per_step(part),
+            )
+            for part, units in zip(places.parts, places.units, strict=True)
+        ),
         Whole(
             values["batch"],
             cu[-1],
@@ -159,9 +179,12 @@ def setting_of(
 
 
 class Places(NamedTuple):
-    """Where the tokens of a call are."""
+    """Where the tokens of a call are: the parts of this rank's unit, each with the units that have its
+    documents; and the ranks of the unit.
+    """
 
-    units: Units
+    parts: tuple[Part, ...]
+    units: tuple[Units, ...]
     members: Members
 
 
@@ -170,10 +193,16 @@ def places_of(
     layout: str, cu: tuple[int, ...], outer: int, inner: int, outer_rank: int, inner_rank: int
 ) -> Places:
     """The places of tokens: ``outer`` units of ``inner`` ranks, of which this rank is one."""
-    shards = runs_of(layout, cu, outer * inner)
+    shards = shards_of(layout, cu, outer * inner)
     of_units = [shards[unit * inner : (unit + 1) * inner] for unit in range(outer)]
-    units = Units(tuple(joined(run for runs in unit for run in runs) for unit in of_units), outer_rank)
-    return Places(units, Members(of_units[outer_rank], inner_rank))
+    units = tuple(unit_of(members, outer == 1) for members in of_units)
+    parts = parts_of(units, outer_rank, cu)
+    members = tuple(shard.runs for shard in of_units[outer_rank])
+    return Places(
+        parts,
+        tuple(Units(part.runs, part.place) for part in parts),
+        Members(members, inner_rank, units[outer_rank].runs),
+    )
 
 
 def check_arrays(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:

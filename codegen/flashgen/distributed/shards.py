@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashgen.distributed.exchange import padded, start_gather
-from flashgen.distributed.gather import token_rows
+from flashgen.distributed.gather import Units, token_rows
 from flashgen.distributed.groups import check_device, flat_ranks, names_of
 from flashgen.distributed.layouts import runs_of, tokens_of
 from flashgen.distributed.model import bounds_of
 from flashgen.distributed.segments import pieces_of
-from flashgen.distributed.setting import places_of
 from flashgen.errors import BadParam, BadTensorShape, arg
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from flashgen.distributed.layouts import Runs
 
 
 def shard(
@@ -37,7 +39,9 @@ def shard(
     layout: "contiguous": one run of tokens. "zigzag": of 2 P chunks of P ranks, rank r has r and 2 P - 1 - r,
         which is even work under a causal mask; shards differ by one token at most. "documents": the same
         within each document of cu_seqlens, in tiles of 128 tokens, which is even work for packed documents;
-        shards differ by about a tile. The tokens of a shard ascend.
+        shards differ by about a tile. "whole_documents": the same within the longest documents alone. Each
+        of the others is whole on one rank, so that work and tokens are even; such documents follow those
+        that are cut. Otherwise the tokens of a shard ascend.
     """
     ranks = flat_ranks(names_of(group, mesh))
     runs = runs_of(layout, _bounds(cu_seqlens, x.shape[dim]), ranks.world)[ranks.rank]
@@ -74,13 +78,19 @@ def unshard(
             f"{arg('x')} has {x.shape[dim]} tokens in dimension {dim}; layout {layout!r} gives rank "
             f"{ranks.rank} of {ranks.world} {tokens_of(shards[ranks.rank])} of {bounds[-1]}"
         )
-    units = places_of(layout, bounds, ranks.world, 1, ranks.rank, 0).units
+    units = _units(shards)
     rows = padded(x.movedim(dim, 0), units.most)
     # Of two dimensions the inner one first: ranks of a unit are beside each other.
     for of_dimension, size in ((ranks.inner, ranks.inner_size), (ranks.outer, ranks.outer_size)):
         if of_dimension is not None:
             rows = start_gather(rows, rows.shape[0], of_dimension, size).wait()
     return rows.index_select(0, token_rows(units, x.device)).movedim(0, dim)
+
+
+@lru_cache(maxsize=4)
+def _units(shards: tuple[Runs, ...]) -> Units:
+    """The same units for the same shards, as caches look them up."""
+    return Units(shards, 0)
 
 
 def positions(

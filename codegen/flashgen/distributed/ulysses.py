@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 
 class Members(NamedTuple):
-    """The runs of the ranks of a unit, in order, and which of them this rank is."""
+    """The runs of the ranks of a unit, in order, and which of them this rank is. ``unit`` are the runs of
+    the unit, in the order of its rows.
+    """
 
     runs: tuple[Runs, ...]
     place: int
+    unit: Runs
 
     # Caches look it up by identity: a hash of all members would take long.
     __hash__ = object.__hash__
@@ -33,12 +36,13 @@ class Members(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def ascending(members: Members, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Which rows to take of those in the order of ranks, so that tokens ascend; and the way back. None where
-    they do.
+def unit_order(members: Members, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Which rows to take of those in the order of ranks, so that they are in the order of the unit; and the
+    way back. None where they are.
     """
     tokens = rank_major([tuple(run) for runs in members.runs for run in runs], device)
-    order = torch.argsort(tokens)
+    of_unit = rank_major([tuple(run) for run in members.unit], device)
+    order = torch.argsort(tokens)[torch.argsort(torch.argsort(of_unit))]
     if bool((order[1:] > order[:-1]).all()):
         return None
     return order, torch.argsort(order)
@@ -53,7 +57,7 @@ def to_heads(x: Tensor, members: Members, group: Any) -> Tensor:
     split = x.view(batch, rows, size, heads // size, width).permute(2, 1, 0, 3, 4)
     send = split.reshape(size * rows, batch, heads // size, width)
     result = exchanged(send, [rows] * size, lengths, group)
-    orders = ascending(members, x.device)
+    orders = unit_order(members, x.device)
     return result if orders is None else result.index_select(0, orders[0])
 
 
@@ -63,7 +67,7 @@ def to_tokens(x: Tensor, members: Members, group: Any) -> Tensor:
     """
     size, lengths = len(members.runs), members.lengths
     rows = lengths[members.place]
-    orders = ascending(members, x.device)
+    orders = unit_order(members, x.device)
     send = x if orders is None else x.index_select(0, orders[1])
     result = exchanged(send.contiguous(), lengths, [rows] * size, group)
     batch, heads, width = result.shape[1:]
