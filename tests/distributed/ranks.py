@@ -57,6 +57,25 @@ def options_of(case):
     return options | ({"dropout_seed": (5, 7)} if "dropout_p" in case else {})
 
 
+def mask_of(case):
+    """The mask of a case, ``(line, sizes)``; an array of integers or bools for each name of sizes."""
+    if "mask" not in case:
+        return None
+    line, sizes = case["mask"]
+    g = torch.Generator().manual_seed(9)
+    params = {}
+    for name, size in sizes.items():
+        if isinstance(size, int):
+            params[name] = size
+        elif name == "keep":
+            params[name] = torch.rand(size, generator=g) < 0.7
+        elif name == "doc":
+            params[name] = torch.randint(0, 5, size, generator=g, dtype=torch.int32).sort(-1).values
+        else:
+            params[name] = torch.randint(0, 90, size, generator=g, dtype=torch.int32)
+    return flashgen.Mask(line, **params)
+
+
 def on_one(case):
     """Results and gradients of the whole call in one process."""
     (q, k, v, dout), dlse, extra = tensors(case)
@@ -72,7 +91,9 @@ def on_one(case):
             "max_seqlen_q": longest,
             "max_seqlen_kv": longest,
         }
-    out, lse = flashgen.attention(q, k, v, **options_of(case), **lengths, **extra, return_lse=True)
+    out, lse = flashgen.attention(
+        q, k, v, mask=mask_of(case), **options_of(case), **lengths, **extra, return_lse=True
+    )
     torch.autograd.backward((out, lse), (dout, dlse))
     sinks = extra.get("sinks")
     return out.detach(), lse.detach(), q.grad, k.grad, v.grad, None if sinks is None else sinks.grad
@@ -95,6 +116,7 @@ def on_ranks(case, world):
         more["cu_seqlens"] = cu
     else:
         more["seqlen"] = case["seqlen"]
+    more["mask"] = mask_of(case)
     out, lse = attention(
         q, k, v, layout=layout, **options_of(case), **more, **extra, **where, return_lse=True
     )
@@ -146,11 +168,11 @@ def compare_forward(world, case):
         lengths = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds.clone()}
         lengths |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
         dim, more = 0, {"cu_seqlens": cu}
-    right = flashgen.attention(q, k, v, **options_of(case), **lengths, return_lse=True)
+    mask = mask_of(case)
+    right = flashgen.attention(q, k, v, mask=mask, **options_of(case), **lengths, return_lse=True)
     shards = (shard(x, dim, layout=layout, cu_seqlens=cu, **where) for x in (q, k, v))
-    ours = attention(
-        *shards, method="gather", layout=layout, **options_of(case), **more, **where, return_lse=True
-    )
+    more |= {"mask": mask, "return_lse": True}
+    ours = attention(*shards, method="gather", layout=layout, **options_of(case), **more, **where)
     dims = dim, ours[1].ndim - 1
     right = (shard(x, d, layout=layout, cu_seqlens=cu, **where) for x, d in zip(right, dims, strict=True))
     return [bool(torch.equal(x, y)) for x, y in zip(ours, right, strict=True)]
@@ -171,6 +193,7 @@ def call(world, case, changes=None):
     }
     if cu:
         arguments["cu_seqlens"] = cu
+    arguments["mask"] = mask_of(case)
     arguments |= {name: x for name, x in changes.items() if name != "tokens"}
     if "seqlen" in arguments and arguments["seqlen"] == "unknown":
         del arguments["seqlen"]
@@ -242,8 +265,10 @@ def compiled(world, case):
     where = place(world, case.get("mesh"))
     q, k, v, dout = (shard(x, 1, **where).contiguous() for x in (q, k, v, dout))
 
+    mask = mask_of(case)
+
     def attend(q, k, v):
-        return attention(q * 2, k, v, causal=True, method=case["method"], **where).sin()
+        return attention(q * 2, k, v, causal=True, mask=mask, method=case["method"], **where).sin()
 
     counter = CompileCounterWithBackend("aot_eager")
     results = []

@@ -18,6 +18,9 @@ WHOLE = {"cu_seqlens": MIXED, "layout": "whole_documents"}
 PLAIN = {"heads": (8, 4), "seqlen": 203, "causal": True}
 GATHER, ULYSSES, SQUARE = ({**PLAIN, "method": x} for x in ("gather", "ulysses", "auto"))
 SQUARE["mesh"] = "square"
+MANY = {"prefix": (2,), "start": (2, 203)}
+HEADS = {"width": (8,), "n": 7}
+BLOCKS = {"keep": (13, 13), "start": (203,)}
 # By what they are: the number of ranks, and the case.
 CASES = {
     "gather": (4, GATHER),
@@ -67,6 +70,62 @@ CASES = {
         GATHER | {"cu_seqlens": [0, 5, 8], "layout": "whole_documents"},
     ),
     "gather, whole documents, one sequence": (2, GATHER | {"layout": "whole_documents", "batch": 2}),
+    "gather, a mask": (
+        4,
+        GATHER | {"causal": False, "mask": ("documents_full", {"doc": (203,)}), "sinks": True},
+    ),
+    "gather, a mask beside causal": (
+        2,
+        GATHER | {"mask": ("kv < prefix[b] or kv >= start[b, q] - 9", MANY), "batch": 2, "softcap": 3.0},
+    ),
+    "gather, a mask beside a window": (
+        4,
+        GATHER | {"causal": False, "window_size": (50, 20), "mask": ("q // n == kv // n", {"n": 37})},
+    ),
+    "gather, a mask of heads": (
+        2,
+        GATHER | {"mask": ("q - kv < width[h] or (kv + h) % n == 0", HEADS), "kv_heads_per_step": 1},
+    ),
+    "gather, a mask of bools": (4, GATHER | {"mask": ("keep[q, kv] or q == kv", {"keep": (203, 203)})}),
+    "gather, a mask of bools of heads": (
+        2,
+        GATHER
+        | {"mask": ("not keep[b, h, q, kv]", {"keep": (2, 8, 203, 203)}), "batch": 2, "layout": "contiguous"},
+    ),
+    "gather, a mask of blocks": (
+        4,
+        GATHER | {"causal": False, "mask": ("keep[q // 16, kv // 16] or start[kv + 1] > q", BLOCKS)},
+    ),
+    "gather, a mask in float16": (
+        2,
+        GATHER | {"mask": ("window_first", {"width": 30, "first": 5}), "dtype": "float16"},
+    ),
+    "gather, documents, a mask": (
+        4,
+        GATHER | {"cu_seqlens": LONG, "layout": "documents", "mask": ("prefix_lm", {"prefix": (4,)})},
+    ),
+    "gather, documents, a mask beside a window": (
+        2,
+        GATHER
+        | {"cu_seqlens": CU, "causal": False, "window_size": (30, 9), "layout": "contiguous"}
+        | {"mask": ("(q + kv + b) % 3 != 0 or doc[b, q] == doc[b, kv]", {"doc": (203,)})},
+    ),
+    "gather, whole documents, a mask": (
+        4,
+        GATHER
+        | WHOLE
+        | {"mask": ("doc[b, q] == doc[b, kv] or kv < width[b, h]", {"doc": (1300,), "width": (7, 8)})}
+        | {"deterministic": True},
+    ),
+    "ulysses, a mask": (4, ULYSSES | {"mask": ("q - kv < width[h] or (kv + h) % n == 0", HEADS)}),
+    "ulysses, documents, a mask": (
+        2,
+        ULYSSES | {"cu_seqlens": CU, "mask": ("documents", {"doc": (203,)}), "layout": "contiguous"},
+    ),
+    "two dimensions, a mask": (
+        4,
+        SQUARE | {"mask": ("q - kv < width[h] or (kv + h) % n == 0", HEADS), "heads": (8, 1), "batch": 2},
+    ),
     "ulysses, whole documents": (4, ULYSSES | WHOLE | {"heads": (8, 2), "sinks": True}),
     "two dimensions, whole documents": (4, SQUARE | WHOLE | {"sinks": True, "deterministic": True}),
     "ulysses": (4, ULYSSES | {"batch": 2, "sinks": True, "alibi": True}),
@@ -128,6 +187,8 @@ def test_two_passes_have_the_same_bits(pool):
         ("sm_90", {"heads": (2, 1), "seqlen": 512, "causal": False, "window_size": (90, 9)}),
         ("sm_90", {"heads": (2, 2), "cu_seqlens": [0, 17, 17, 60, 61, 450], "layout": "documents"}),
         ("sm_90", {"heads": (2, 1), "cu_seqlens": [0, 17, 60, 572, 612], "layout": "whole_documents"}),
+        ("sm_80", {"heads": (2, 1), "seqlen": 512, "mask": ("documents", {"doc": (512,)})}),
+        ("sm_90", {"heads": (2, 1), "seqlen": 512, "mask": ("prefix_lm", {"prefix": (1,)})}),
     ],
 )
 def test_a_gather_has_the_bits_of_one_gpu(pool, arch, case):
@@ -144,7 +205,15 @@ def test_the_gradients_of_a_weight_add_up_over_ranks(pool):
         assert max(pool.run("weight_gradients", method)) < 1e-5
 
 
-@pytest.mark.parametrize("case", [GATHER | {"seqlen": 64}, ULYSSES | {"seqlen": 64}, SQUARE | {"seqlen": 64}])
+@pytest.mark.parametrize(
+    "case",
+    [
+        GATHER | {"seqlen": 64},
+        GATHER | {"seqlen": 64, "mask": ("documents", {"doc": (64,)})},
+        ULYSSES | {"seqlen": 64},
+        SQUARE | {"seqlen": 64},
+    ],
+)
 def test_a_call_is_compiled_as_one_graph(pool, case):
     for difference, graphs in pool.run("compiled", case):
         assert difference == 0
@@ -260,6 +329,7 @@ def test_calls_do_not_share_options(pool):
         ({"method": "ulysses"}, "method"),
         ({"deterministic": True}, "deterministic"),
         ({"kv_heads_per_step": 2}, "kv_heads_per_step"),
+        ({"mask": flashgen.Mask("kv <= q")}, "mask"),
     ],
 )
 def test_ranks_that_differ_get_an_error_on_every_rank(pool, changes, word):
@@ -313,6 +383,27 @@ def test_ranks_that_agree_compute(pool):
         (GATHER, {"softcap": -2.0}, "BadParam", "softcap is -2.0; it must be a number above 0"),
         (GATHER, {"softcap": "much"}, "BadParam", "softcap is 'much'; expected a number"),
         (GATHER | {"cu_seqlens": CU}, {"seqlen": 5}, "BadParam", "make padding a document"),
+        (ULYSSES | {"mask": ("kv <= q", {})}, {"dropout_p": 0.1}, "BadParam", "0.1 and mask was given"),
+        (GATHER | {"mask": ("kv <= q", {}), "alibi": True}, {}, "BadParam", "alibi_slopes and mask were"),
+        (
+            GATHER | {"mask": ("documents", {"doc": (51,)})},
+            {},
+            "BadTensorShape",
+            r"shape \(51,\); expected an element for each of the 203 tokens of all ranks",
+        ),
+        (
+            GATHER | {"mask": ("doc[q - kv] > 0", {"doc": (9,)})},
+            {},
+            "BadParam",
+            r"no rank has the index q - kv",
+        ),
+        (
+            GATHER | {"cu_seqlens": CU, "mask": ("doc[kv // 2] > 0", {"doc": (9,)})},
+            {},
+            "BadParam",
+            r"which reads doc\[kv // 2\]: no rank has the index kv // 2",
+        ),
+        (GATHER, {"mask": "documents"}, "BadParam", "mask has type str; pass a flashgen.Mask"),
     ],
 )
 def test_what_a_method_lacks_is_refused_by_the_name_of_one_that_has_it(pool, case, changes, error, text):

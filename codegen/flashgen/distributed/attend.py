@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from flashgen.call.dropout import seeded
 from flashgen.call.keywords import unexpected
+from flashgen.call.mask import Mask
 from flashgen.call.record import AttentionCall, call_of
 from flashgen.distributed import operators
 from flashgen.distributed.groups import Names, names_of, resolved
@@ -40,6 +41,7 @@ def attention(
     layout: str = "zigzag",
     method: str = "auto",
     causal: bool = False,
+    mask: Mask | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     softcap: float | None = None,
@@ -68,6 +70,8 @@ def attention(
         heads, with the kernel of one GPU, and with its bits where cuts are at whole tiles. "ulysses": ranks
         exchange heads, so each computes all rows of some heads; the number of ranks divides the query heads.
         "auto": the one that `partition` expects to be faster, gather unless the gain is 5 %.
+    mask: a ``flashgen.Mask``, with the arrays of all tokens of the call on every rank. A query sees a key if
+        the line is true and neither causal, nor the window, nor a document hides it.
     causal, window_size, softmax_scale, softcap, alibi_slopes, sinks: as in ``flashgen.attention``. The
         gradient of sinks is what the rows of this rank add to it: like the gradient of a weight, it is to be
         summed over ranks.
@@ -93,6 +97,9 @@ def attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise BadParam(f"{arg(name)} has type {type(x).__name__}; expected a PyTorch tensor")
+    if mask is not None and not isinstance(mask, Mask):
+        what = "is an array" if hasattr(mask, "shape") else f"has type {type(mask).__name__}"
+        raise BadParam(f"{arg('mask')} {what}; pass a flashgen.Mask, for an array Mask.from_array(mask)")
     names = names_of(group, mesh)
     documents = _documents(cu_seqlens)
     left, right = window_of(window_size)
@@ -122,6 +129,7 @@ def attention(
         alibi_slopes,
         documents,
         dropout_seed,
+        [] if mask is None else list(mask.arrays.values()),
         names.outer,
         names.inner,
         layout,
@@ -135,6 +143,8 @@ def attention(
         None if kv_heads_per_step is None else whole("kv_heads_per_step", kv_heads_per_step),
         dropout_p,
         margin_of("sm_margin", sm_margin),
+        "" if mask is None else mask.line,
+        [] if mask is None else list(mask.numbers.values()),
     )
     return (out, lse) if flag("return_lse", return_lse) else out
 

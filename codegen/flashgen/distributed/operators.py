@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor? cu_seqlens, "
-    "Tensor? dropout_seed"
+    "Tensor? dropout_seed, Tensor[] mask_arrays"
 )
 _OPTIONS = (
     "str outer, str inner, str layout, bool causal, SymInt window_left, SymInt window_right, "
     "float? softmax_scale, float? softcap, SymInt? seqlen, bool deterministic, SymInt? kv_heads_per_step, "
-    "float dropout_p, int sm_margin"
+    "float dropout_p, int sm_margin, str mask_line, SymInt[] mask_numbers"
 )
-_COUNT = 7
+_TENSORS = 7
+_COUNT = _TENSORS + 1  # with the arrays of the mask
 
 
 def _of_unit(
-    setting: Setting, arrays: tuple[Tensor, ...], sinks: Any, slopes: Any, dropout_seed: Any
+    setting: Setting, arrays: tuple[Tensor, ...], sinks: Any, slopes: Any, dropout_seed: Any, mask: Any
 ) -> Inputs:
     """The inputs of a unit, of q, k and v as rows (rows, batch, heads, head_dim) or, without an inner
     dimension, as batches.
@@ -49,6 +50,7 @@ def _of_unit(
         None if sinks is None else sinks[heads],
         None if slopes is None else slopes[..., heads],
         dropout_seed,
+        mask,
     )
 
 
@@ -65,9 +67,10 @@ def _batched(x: Tensor, packed: bool) -> Tensor:
 @torch.no_grad()
 def forward(*args: Any) -> tuple[Tensor, ...]:
     """out and lse of a shard; then q, k, v, out and lse of the unit, empty without an inner dimension."""
-    q, k, v, sinks, slopes, _, dropout_seed = args[:_COUNT]
+    q, k, v, sinks, slopes, _, dropout_seed, mask_arrays = args[:_COUNT]
     options = Options(*args[_COUNT:])
-    setting = setting_of(*args[:_COUNT], options)
+    mask = options.mask(mask_arrays)
+    setting = setting_of(*args[:_TENSORS], mask, options)
     packed = setting.packed
     arrays = tuple(_batched(x, packed) for x in (q, k, v))
     group, members = setting.ranks.inner, setting.members
@@ -75,7 +78,7 @@ def forward(*args: Any) -> tuple[Tensor, ...]:
         q4, k4, v4 = arrays
         k4, v4 = (ulysses.for_ranks(x, setting.split) for x in (k4, v4))
         arrays = tuple(ulysses.to_heads(x, members, group) for x in (q4, k4, v4))
-    inputs = _of_unit(setting, arrays, sinks, slopes, dropout_seed)
+    inputs = _of_unit(setting, arrays, sinks, slopes, dropout_seed, mask)
     batch, rows, heads, _ = inputs.q.shape
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
     if group is None:
@@ -95,7 +98,7 @@ def forward(*args: Any) -> tuple[Tensor, ...]:
 
 @forward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    q, k, v, _, _, cu_seqlens, _ = args[:_COUNT]
+    q, k, v, _, _, cu_seqlens, *_ = args[:_COUNT]
     options = Options(*args[_COUNT:])
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
@@ -128,12 +131,13 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 @torch.no_grad()
 def backward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     """dq, dk and dv of a shard, and what its rows add to dsinks; an empty tensor without sinks."""
-    q, k, v, sinks, slopes, _, dropout_seed = args[:_COUNT]
+    q, k, v, sinks, slopes, _, dropout_seed, mask_arrays = args[:_COUNT]
     out, lse, of_unit, *rest = args[_COUNT:]
     options = Options(*rest)
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
-    setting = setting_of(*args[:_COUNT], options, agree=False)
+    mask = options.mask(mask_arrays)
+    setting = setting_of(*args[:_TENSORS], mask, options, agree=False)
     packed, group, members = setting.packed, setting.ranks.inner, setting.members
     dout = _batched(dout, packed)
     dlse = None if dlse is None else dlse[None] if packed else dlse
@@ -147,7 +151,7 @@ def backward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...
         if dlse is not None:
             dlse = ulysses.to_heads(dlse.transpose(1, 2)[..., None].contiguous(), members, group)
             dlse = dlse[..., 0].permute(1, 2, 0)
-    inputs = _of_unit(setting, tuple(arrays), sinks, slopes, dropout_seed)
+    inputs = _of_unit(setting, tuple(arrays), sinks, slopes, dropout_seed, mask)
     results = passes.backward(setting, options, inputs, out, lse, dout, dlse)
     dq, dk, dv = results.dq, results.dk, results.dv
     if group is not None:
@@ -172,19 +176,23 @@ def _(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.options = inputs[_COUNT:]
+    ctx.options, ctx.arrays = inputs[_COUNT:], len(inputs[_TENSORS])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_COUNT], *output)
+    ctx.save_for_backward(*inputs[:_TENSORS], *output, *inputs[_TENSORS])
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    inputs, (out, lse, *of_unit) = saved[:_COUNT], saved[_COUNT:]
+    end = len(saved) - ctx.arrays
+    inputs, (out, lse, *of_unit), mask_arrays = saved[:_TENSORS], saved[_TENSORS:end], saved[end:]
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = backward(dout, dlse, *inputs, out, lse, of_unit, *ctx.options)
+    gradients = backward(dout, dlse, *inputs, list(mask_arrays), out, lse, of_unit, *ctx.options)
     dsinks = None if inputs[3] is None else gradients[3]
-    return *gradients[:3], dsinks, *[None] * (3 + len(ctx.options))
+    *options, numbers = ctx.options
+    # PyTorch takes an empty list for one of tensors, and a list of integers for one argument.
+    of_numbers = None if numbers else []
+    return *gradients[:3], dsinks, *[None] * 3, [None] * ctx.arrays, *[None] * len(options), of_numbers
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

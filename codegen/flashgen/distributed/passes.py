@@ -9,7 +9,7 @@ import torch
 from flashgen.call.compute import compute
 from flashgen.call.kvcache import KVCache
 from flashgen.call.record import AttentionCall, GradientCall, call_of
-from flashgen.call.request import gradients_of, names_of
+from flashgen.call.request import gradients_of, names_of, request_of
 from flashgen.distributed.gather import (
     KeyGradients,
     cu_seqlens_of,
@@ -21,7 +21,8 @@ from flashgen.distributed.gather import (
     token_rows,
 )
 from flashgen.distributed.kernels import attend
-from flashgen.distributed.segments import longest_of
+from flashgen.distributed.masks import mask_of
+from flashgen.distributed.segments import longest_of, visibility
 from flashgen.errors import naming
 from flashgen.operators.dropout import LANES, NO_DROPOUT
 from flashgen.runtime.arrays import kind_of
@@ -31,13 +32,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from flashgen.call.mask import Mask
     from flashgen.distributed.gather import Step, Units
     from flashgen.distributed.segments import Launch
     from flashgen.distributed.setting import Options, PartOfCall, Setting
 
 
 class Inputs(NamedTuple):
-    """The arrays of a unit: (batch, rows, heads, head_dim), and of its query heads sinks and slopes."""
+    """The arrays of a unit: (batch, rows, heads, head_dim), and of its query heads sinks and slopes; the mask
+    is of the call.
+    """
 
     q: Tensor
     k: Tensor
@@ -45,6 +49,7 @@ class Inputs(NamedTuple):
     sinks: Tensor | None
     alibi_slopes: Tensor | None
     dropout_seed: Tensor | None
+    mask: Mask | None
 
     def rows_of(self, part: PartOfCall) -> Inputs:
         """The inputs of a part's rows."""
@@ -100,7 +105,7 @@ def _forward_of_step(call: _Call, inputs: Inputs, step: Step, out: Tensor, lse: 
         keys, values = whole.keys_and_values(launch)
         rows = launch.rows
         arrays = _arrays(
-            setting,
+            part,
             launch,
             q=q[batch, rows, heads],
             k=keys[batch],
@@ -109,9 +114,12 @@ def _forward_of_step(call: _Call, inputs: Inputs, step: Step, out: Tensor, lse: 
         )
         more = _options(call, launch, inputs, heads, batch)
         more["sm_margin"] = options.sm_margin
-        _, some = attend(
-            call_of(AttentionCall, **arrays, **more, return_lse=True), setting.whole, launch.shift
-        )
+        record = call_of(AttentionCall, **arrays, **more, return_lse=True)
+        if inputs.mask is None:
+            _, some = attend(record, setting.whole, launch.shift)
+        else:
+            with naming(names_of(record)):
+                _, some = compute(request_of(record), kind_of(record.q))
         lse[batch, heads, rows] = some
 
 
@@ -182,7 +190,7 @@ def backward(
                 *of_rows[1:3],
                 part.units,
                 part.group,
-                packed=setting.packed,
+                packed=part.packed,
                 deterministic=options.deterministic,
             )
         )
@@ -204,7 +212,7 @@ def _backward_of_step(
     """`backward` of one step of a part, of arrays of its rows: out, lse, dout and dlse. Without ``sums`` the
     one launch of the part writes dk and dv.
     """
-    setting, options, _ = call
+    _, options, part = call
     q, k, v = inputs[:3]
     out, lse, dout, dlse = arrays
     heads = _q_heads(step.heads, q, k)
@@ -214,7 +222,7 @@ def _backward_of_step(
         keys, values = whole.keys_and_values(launch)
         rows = launch.rows
         of_launch = _arrays(
-            setting,
+            part,
             launch,
             q=q[batch, rows, heads],
             k=keys[batch],
@@ -225,14 +233,14 @@ def _backward_of_step(
         )
         for name, x in (("lse", lse), ("dlse", dlse)):
             if x is not None:
-                of_launch[name] = _of_launch(setting, x[batch, heads, rows]).contiguous()
+                of_launch[name] = _of_launch(part, x[batch, heads, rows]).contiguous()
         fp32 = _adds_up(call, q)
-        if fp32 and not setting.packed:  # kernels of sequences with lengths write fp32
+        if fp32 and not part.packed:  # kernels of sequences with lengths write fp32
             of_launch["kv_lengths"] = kv_lengths_of(*keys[batch].shape[:2], q.device)
         of_keys = None
         if sums is None:
             for name, x in (("dk", gradients.dk), ("dv", gradients.dv)):
-                of_launch[name] = _of_launch(setting, x[batch, :, step.heads])
+                of_launch[name] = _of_launch(part, x[batch, :, step.heads])
         else:
             of_keys = sums.of_launch(of_launch["k"], of_launch["v"], fp32)
             of_launch |= {"dk": of_keys[..., : k.shape[-1]], "dv": of_keys[..., k.shape[-1] :]}
@@ -266,7 +274,7 @@ class _Whole(NamedTuple):
     @classmethod
     def of(cls, call: _Call, step: Step, k: Tensor, v: Tensor) -> _Whole:
         part, in_order = call.part, None
-        if not call.setting.packed and part.launches:
+        if not part.packed and part.launches:
             furthest = max(part.launches, key=lambda launch: launch.segments[0].k_end)
             order = key_rows(furthest, part.units, k.device).order
             in_order = keys_and_values(step, k, v, order)
@@ -284,7 +292,8 @@ class _Whole(NamedTuple):
 def _adds_up(call: _Call, q: Tensor) -> bool:
     """Whether dk and dv of a launch are parts of sums, so that kernels write them in fp32."""
     several = call.part.group is not None or call.setting.split.replicated
-    return several and q.dtype.itemsize == 2 and call.options.dropout_p == NO_DROPOUT
+    plain = call.options.dropout_p == NO_DROPOUT and not call.options.mask_line
+    return several and q.dtype.itemsize == 2 and plain
 
 
 def _writes_results(call: _Call, q: Tensor) -> bool:
@@ -320,15 +329,15 @@ def _q_heads(kv_heads: slice, q: Tensor, k: Tensor) -> slice:
     return slice(kv_heads.start * group, min(kv_heads.stop, k.shape[2]) * group)
 
 
-def _of_launch(setting: Setting, x: Tensor) -> Tensor:
+def _of_launch(part: PartOfCall, x: Tensor) -> Tensor:
     """An array as a launch has it: without batch where sequences are packed."""
-    return x[0] if setting.packed else x
+    return x[0] if part.packed else x
 
 
-def _arrays(setting: Setting, launch: Launch, **arrays: Tensor) -> dict[str, Any]:
+def _arrays(part: PartOfCall, launch: Launch, **arrays: Tensor) -> dict[str, Any]:
     """The arrays of a launch, with the lengths of its segments."""
-    result: dict[str, Any] = {name: _of_launch(setting, x) for name, x in arrays.items()}
-    if setting.packed:
+    result: dict[str, Any] = {name: _of_launch(part, x) for name, x in arrays.items()}
+    if part.packed:
         of_q, of_kv = cu_seqlens_of(launch, arrays["q"].device)
         result |= {"cu_seqlens_q": of_q, "cu_seqlens_kv": of_kv}
         result |= dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest_of(launch), strict=True))
@@ -343,7 +352,7 @@ def _options(call: _Call, launch: Launch, inputs: Inputs, heads: slice, batch: s
     if inputs.dropout_seed is not None:
         seed = _dropout_seed(call.setting, inputs.dropout_seed, heads, batch)
         dropout = {"dropout_p": options.dropout_p, "dropout_seed": seed}
-    return dropout | {
+    result = dropout | {
         "causal": options.causal,
         "window_size": (
             left if left < 0 else left + launch.shift,
@@ -354,3 +363,12 @@ def _options(call: _Call, launch: Launch, inputs: Inputs, heads: slice, batch: s
         "sinks": None if inputs.sinks is None else inputs.sinks[heads],
         "alibi_slopes": None if inputs.alibi_slopes is None else inputs.alibi_slopes[..., heads].contiguous(),
     }
+    if inputs.mask is not None:
+        setting, places = call.setting, call.part.places
+        first = setting.q_heads.start
+        of_launch = slice(first + heads.start, first + heads.stop)
+        visible = visibility(options.causal, options.window)
+        result["mask"] = mask_of(inputs.mask, places, visible, setting.packed, of_launch, inputs.q.device)
+        if places is not None:  # its line hides what the options hide
+            result |= {"causal": False, "window_size": (-1, -1)}
+    return result

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from flashgen.call.mask import Mask, rule_of
 from flashgen.distributed.checks import agreed
 from flashgen.distributed.gather import Units
 from flashgen.distributed.groups import Ranks, check_device, ranks_of
 from flashgen.distributed.heads import HeadShares, head_shares
 from flashgen.distributed.kernels import Whole
 from flashgen.distributed.layouts import check_layout, runs_of, shards_of, tokens_of, unit_of
+from flashgen.distributed.masks import Rows, check_mask, rows_of
 from flashgen.distributed.model import bounds_of, heads_per_step
 from flashgen.distributed.parts import Part, parts_of
-from flashgen.distributed.segments import Launch, launches_of, visibility
+from flashgen.distributed.segments import Launch, Segment, launches_of, visibility
 from flashgen.distributed.ulysses import Members
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, DeviceTypeNotSupported, arg
 from flashgen.operators.dropout import NO_DROPOUT, check_bias
@@ -27,6 +29,8 @@ from flashgen.operators.maskoptions import window_of
 from flashgen.runtime.check import enabled
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -48,6 +52,17 @@ class Options(NamedTuple):
     kv_heads_per_step: int | None
     dropout_p: float
     sm_margin: int
+    mask_line: str
+    mask_numbers: tuple[int, ...]
+
+    def mask(self, arrays: Sequence[Tensor]) -> Mask | None:
+        """The mask of the call, which has these arrays; None without a line."""
+        if not self.mask_line:
+            return None
+        rule = rule_of(self.mask_line)
+        named = zip((param.name for param in rule.arrays), arrays, strict=True)
+        numbers = zip((param.name for param in rule.scalars), self.mask_numbers, strict=True)
+        return Mask(self.mask_line, **dict(named), **dict(numbers))
 
     @property
     def window(self) -> tuple[int, int]:
@@ -56,16 +71,20 @@ class Options(NamedTuple):
 
 class PartOfCall(NamedTuple):
     """``rows`` of this rank's unit, and what computes them. ``group`` gathers their keys, ``per_step`` kv
-    heads at a time; None where the unit has the keys. ``tables`` are the forward launches of tables of
-    segments, of one batch entry that is gathered.
+    heads at a time; None where the unit has the keys. ``packed`` is whether launches are of packed
+    sequences; ``tables`` are the forward launches of tables of segments, of one batch entry that is gathered.
+    With a mask all rows are one launch, whose line knows them from ``places``; None where they are all
+    tokens.
     """
 
     rows: slice
     group: Any
     units: Units
+    packed: bool
     launches: tuple[Launch, ...]
     tables: tuple[Launch, ...]
     per_step: int
+    places: Rows | None
 
 
 class Setting(NamedTuple):
@@ -96,6 +115,7 @@ def setting_of(
     alibi_slopes: Tensor | None,
     cu_seqlens: Tensor | None,
     dropout_seed: Tensor | None,
+    mask: Mask | None,
     options: Options,
     agree: bool = True,
 ) -> Setting:
@@ -109,6 +129,9 @@ def setting_of(
         check_device(ranks, q, "q")
         check_options(options, alibi_slopes is not None, cu_seqlens is not None, ranks)
         cu = documents_of(q, cu_seqlens, options, ranks)
+        if mask is not None:
+            moved = cu_seqlens is not None or ranks.outer_size > 1
+            check_mask(mask, cu[-1], cu_seqlens is not None, q.shape[-2], moved)
         check_shard(q, cu, options.layout, ranks)
         head_shares(q.shape[-2], k.shape[-2], ranks.inner_size)
         return {
@@ -122,6 +145,7 @@ def setting_of(
             "sinks": sinks is not None,
             "alibi_slopes": alibi_slopes is not None,
             "cu_seqlens": cu,
+            "mask": mask and (mask.line, options.mask_numbers, [x.shape for x in mask.arrays.values()]),
             "dropout_seed": dropout_seed.tolist() if dropout_seed is not None and enabled() else None,
         } | {
             name: getattr(options, name)
@@ -158,11 +182,13 @@ def setting_of(
                 part.rows,
                 ranks.outer if part.gathers else None,
                 units,
-                launches_of(part.own, part.cu_seqlens, visible, packed),
+                packed and mask is None,
+                launches_of(part.own, part.cu_seqlens, visible, packed) if mask is None else one_launch(part),
                 launches_of(part.own, part.cu_seqlens, visible, packed=True)
-                if part.gathers and values["batch"] == 1
+                if part.gathers and values["batch"] == 1 and mask is None
                 else (),
                 per_step(part),
+                None if mask is None or not (packed or part.gathers) else rows_of(part, cu),
             )
             for part, units in zip(places.parts, places.units, strict=True)
         ),
@@ -176,6 +202,13 @@ def setting_of(
             options.window,
         ),
     )
+
+
+@lru_cache(maxsize=64)
+def one_launch(part: Part) -> tuple[Launch, ...]:
+    """All rows of a part on all keys of its documents; no launch without rows."""
+    rows = part.rows.stop - part.rows.start
+    return (Launch((Segment(0, rows, 0, part.cu_seqlens[-1]),), 0),) if rows else ()
 
 
 class Places(NamedTuple):
@@ -256,6 +289,16 @@ def check_options(options: Options, has_slopes: bool, packed: bool, ranks: Ranks
     per_step = options.kv_heads_per_step
     if per_step is not None and per_step < 1:
         raise BadParam(f"{arg('kv_heads_per_step')} is {per_step}; expected 1 or more, or None")
+    if options.mask_line and options.dropout_p != NO_DROPOUT:
+        raise BadParam(
+            f"{arg('dropout_p')} is {options.dropout_p:g} and {arg('mask')} was given, whose kernels have no "
+            "dropout; leave one out"
+        )
+    if options.mask_line and has_slopes and (packed or ranks.outer_size > 1):
+        raise BadParam(
+            f"{arg('alibi_slopes')} and {arg('mask')} were given; a launch with a mask does not know how far "
+            "a key is: 'ulysses' without cu_seqlens can compute this call"
+        )
     if has_slopes and ranks.outer_size > 1 and not (options.causal or right == 0):
         raise BadParam(
             f"{arg('alibi_slopes')} without causal: {arg('method')} 'gather' aligns positions with the last "
