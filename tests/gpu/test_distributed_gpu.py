@@ -124,6 +124,42 @@ def _whole_documents(q, k, v, dout):
             assert float((x.float() - part).norm() / part.norm()) < 6e-3
 
 
+def _masks(q, k, v, dout):
+    """Masks by a line, of one sequence and of packed documents, beside one GPU."""
+    from flashgen.distributed import attention, shard
+
+    tokens, cu = q.shape[1], (0, 300, 5300, 5301, 8192)
+    doc = torch.arange(tokens, dtype=torch.int32, device=q.device) // 700
+    masks = (
+        flashgen.Mask("documents", doc=doc),
+        flashgen.Mask("kv <= q and (q - kv < width[h] or kv < 64)", width=doc[::1024].contiguous() * 99),
+        flashgen.Mask.from_array(torch.rand(tokens, tokens, device=q.device) < 0.5),
+    )
+    cases = [(mask, None, layout) for mask in masks for layout in ("zigzag", "contiguous")]
+    cases += [(mask, cu, layout) for mask in masks[:2] for layout in ("documents", "whole_documents")]
+    for mask, bounds, layout in cases:
+        # The same mask on both ranks: an array of random numbers is drawn on each.
+        for x in mask.arrays.values():
+            torch.distributed.broadcast(x, 0)
+        axis, lengths = 1 if bounds is None else 0, {}
+        arrays = [x if bounds is None else x[0] for x in (q, k, v, dout)]
+        if bounds is not None:
+            ends = torch.tensor(bounds, dtype=torch.int32).cuda()
+            lengths = {f"cu_seqlens_{side}": ends for side in ("q", "kv")}
+            lengths |= {"max_seqlen_q": 5000, "max_seqlen_kv": 5000}
+        inputs = [x.clone().requires_grad_() for x in arrays[:3]]
+        out = flashgen.attention(*inputs, mask=mask, **lengths)
+        right = torch.autograd.grad(out, inputs, arrays[3])
+        where = {"layout": layout, "cu_seqlens": bounds}
+        shards = [shard(x, axis, **where).requires_grad_() for x in arrays[:3]]
+        for method in ("gather", "ulysses"):
+            ours = attention(*shards, mask=mask, method=method, **where)
+            gradients = torch.autograd.grad(ours, shards, shard(arrays[3], axis, **where).contiguous())
+            for x, y in zip((ours.detach(), *gradients), (out.detach(), *right), strict=True):
+                part = shard(y, axis, **where).float()
+                assert float((x.float() - part).norm() / part.norm()) < 8e-3
+
+
 def _rank(rank, folder):
     """A process of two: `gather`, `ulysses` and their gradients beside one GPU; raises what is wrong."""
     import torch.distributed as dist
@@ -167,6 +203,7 @@ def _rank(rank, folder):
     whole = shard(flashgen.attention(q, k, v, **options), 1)
     assert float((dropped - whole).float().norm() / whole.float().norm()) < 6e-3
     _whole_documents(q.detach()[0], k.detach()[0], v.detach()[0], dout[0])
+    _masks(q.detach(), k.detach(), v.detach(), dout)
     os.environ["FLASHGEN_CHECK"] = "1"
     with pytest.raises(flashgen.BadParam, match="layout differs between ranks"):
         attention(*shards, causal=True, layout=("zigzag", "contiguous")[rank])

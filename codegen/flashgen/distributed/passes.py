@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from flashgen.distributed.gather import (
 )
 from flashgen.distributed.kernels import attend
 from flashgen.distributed.masks import mask_of
-from flashgen.distributed.segments import longest_of, visibility
+from flashgen.distributed.segments import launches_of_documents, longest_of, visibility
 from flashgen.errors import naming
 from flashgen.operators.dropout import LANES, NO_DROPOUT
 from flashgen.runtime.arrays import kind_of
@@ -101,7 +102,7 @@ def _forward_of_step(call: _Call, inputs: Inputs, step: Step, out: Tensor, lse: 
     if part.tables and _forward_of_tables(call, inputs, step, heads, out, lse):
         return
     whole = _Whole.of(call, step, k, v)
-    for launch, batch in _launches(call, q):
+    for launch, batch, number in _launches(call, q):
         keys, values = whole.keys_and_values(launch)
         rows = launch.rows
         arrays = _arrays(
@@ -112,7 +113,7 @@ def _forward_of_step(call: _Call, inputs: Inputs, step: Step, out: Tensor, lse: 
             v=values[batch],
             out=out[batch, rows, heads],
         )
-        more = _options(call, launch, inputs, heads, batch)
+        more = _options(call, launch, inputs, heads, number)
         more["sm_margin"] = options.sm_margin
         record = call_of(AttentionCall, **arrays, **more, return_lse=True)
         if inputs.mask is None:
@@ -218,7 +219,7 @@ def _backward_of_step(
     heads = _q_heads(step.heads, q, k)
     total = None if sums is None else sums.empty(step)
     whole = _Whole.of(call, step, k, v)
-    for launch, batch in _launches(call, q):
+    for launch, batch, number in _launches(call, q):
         keys, values = whole.keys_and_values(launch)
         rows = launch.rows
         of_launch = _arrays(
@@ -247,7 +248,7 @@ def _backward_of_step(
         record = call_of(
             GradientCall,
             **of_launch,
-            **_options(call, launch, inputs, heads, batch),
+            **_options(call, launch, inputs, heads, number),
             deterministic=options.deterministic,
         )
         with naming(names_of(record)):
@@ -301,25 +302,32 @@ def _writes_results(call: _Call, q: Tensor) -> bool:
     and in its dtype.
     """
     fp32 = call.setting.split.replicated
-    return len(call.part.launches) == 1 and (not fp32 or q.dtype.itemsize == 4 or _adds_up(call, q))
+    one = len(call.part.launches) == 1 and not (call.part.packed and call.options.dropout_p != NO_DROPOUT)
+    return one and (not fp32 or q.dtype.itemsize == 4 or _adds_up(call, q))
 
 
-def _launches(call: _Call, q: Tensor) -> Iterator[tuple[Launch, slice]]:
-    """The launches of a step, each with its batch entries: with dropout one entry after another, since the
-    random numbers of an entry depend on the heads of all ranks.
+def _launches(call: _Call, q: Tensor) -> Iterator[tuple[Launch, slice, int]]:
+    """The launches of a step, each with its batch entries, and the number of the first of these or of its
+    document. With dropout it is one entry or document after another, since the random numbers of each depend
+    on the heads of all ranks.
     """
-    entries = [slice(None)]
-    if call.options.dropout_p != NO_DROPOUT:
-        entries = [slice(entry, entry + 1) for entry in range(q.shape[0])]
-    yield from ((launch, batch) for launch in call.part.launches for batch in entries)
+    for launch in call.part.launches:
+        if call.options.dropout_p == NO_DROPOUT:
+            yield launch, slice(None), 0
+        elif call.part.packed:
+            for one in launches_of_documents(launch):
+                document = bisect_right(call.setting.cu_seqlens, one.segments[0].k_begin) - 1
+                yield one, slice(None), document
+        else:
+            yield from ((launch, slice(entry, entry + 1), entry) for entry in range(q.shape[0]))
 
 
-def _dropout_seed(setting: Setting, seed: Tensor, heads: slice, batch: slice) -> Tensor:
-    """Seed and offset with which a launch of some heads of one batch entry draws the random numbers of the
-    whole call.
+def _dropout_seed(setting: Setting, seed: Tensor, heads: slice, number: int) -> Tensor:
+    """Seed and offset with which a launch of some heads of one batch entry or document draws the random
+    numbers of the whole call.
     """
     all_heads = setting.split.q_heads * setting.split.inner
-    place = batch.start * all_heads + setting.q_heads.start + heads.start
+    place = number * all_heads + setting.q_heads.start + heads.start
     return torch.stack((seed[0], seed[1] + place * LANES))
 
 
@@ -344,13 +352,13 @@ def _arrays(part: PartOfCall, launch: Launch, **arrays: Tensor) -> dict[str, Any
     return result
 
 
-def _options(call: _Call, launch: Launch, inputs: Inputs, heads: slice, batch: slice) -> dict[str, Any]:
+def _options(call: _Call, launch: Launch, inputs: Inputs, heads: slice, number: int) -> dict[str, Any]:
     """The options of a launch: a window is moved by its shift, and arrays of heads are of its heads."""
     options = call.options
     left, right = options.window
     dropout: dict[str, Any] = {}
     if inputs.dropout_seed is not None:
-        seed = _dropout_seed(call.setting, inputs.dropout_seed, heads, batch)
+        seed = _dropout_seed(call.setting, inputs.dropout_seed, heads, number)
         dropout = {"dropout_p": options.dropout_p, "dropout_seed": seed}
     result = dropout | {
         "causal": options.causal,

@@ -84,6 +84,12 @@ def longest_of(launch: Launch) -> tuple[int, int]:
     return rows, max(x.k_end - x.k_begin for x in launch.segments)
 
 
+@lru_cache(maxsize=64)
+def launches_of_documents(launch: Launch) -> tuple[Launch, ...]:
+    """A launch for each segment."""
+    return tuple(Launch((x._replace(layer=0),), launch.shift) for x in launch.segments)
+
+
 class Piece(NamedTuple):
     """Rows [begin, end) of a document of ``length`` tokens that starts at the token ``first``."""
 

@@ -279,12 +279,10 @@ def check_options(options: Options, has_slopes: bool, packed: bool, ranks: Ranks
     if options.softcap is not None and not 0 < options.softcap < math.inf:
         raise BadParam(f"{arg('softcap')} is {options.softcap}; it must be a number above 0, or None")
     check_bias(options.dropout_p)
-    if options.dropout_p != NO_DROPOUT and (packed or ranks.outer_size > 1):
-        what = arg("cu_seqlens") + " was given" if packed else arg("method") + " gathers"
+    if options.dropout_p != NO_DROPOUT and ranks.outer_size > 1:
         raise BadParam(
-            f"{arg('dropout_p')} is {options.dropout_p:g} and {what}; random numbers depend on the places of "
-            "rows and documents in the whole call, which a launch of a shard does not know: 'ulysses' "
-            "without documents can compute dropout"
+            f"{arg('dropout_p')} is {options.dropout_p:g} and {arg('method')} gathers; random numbers depend "
+            "on the positions of rows, which a launch of a shard does not know: 'ulysses' can compute dropout"
         )
     per_step = options.kv_heads_per_step
     if per_step is not None and per_step < 1:
