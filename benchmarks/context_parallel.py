@@ -233,6 +233,31 @@ class Bench:
             predicted = (part.forward.total, part.backward.total)
             self.add(Cell(name + _documents(cu_seqlens), tokens, self.world, ms, back, predicted, speedup))
 
+    def masked(self, tokens: int, bounds: list[int]) -> None:
+        """Packed documents as a mask by a line of one sequence: one GPU, and a gather."""
+        doc = torch.zeros(tokens, dtype=torch.int32)
+        doc[bounds[1:-1]] = 1
+        mask = flashgen.Mask("documents", doc=doc.cumsum(0, dtype=torch.int32).to(self.device))
+        alone: tuple[float, float] | None = None
+        for name, ranks in (("one GPU", 1), ("gather", self.world)):
+            *inputs, dout = self.tensors(tokens, 5)
+            if ranks > 1:
+                where = {"mesh": self.meshes[""]}
+                *inputs, dout = (distributed.shard(x, 1, **where).contiguous() for x in (*inputs, dout))
+                options = where | {"mask": mask, "method": "gather", "seqlen": tokens}
+                attend = partial(distributed.attention, *inputs, **options)
+            else:
+                attend = partial(flashgen.attention, *inputs, mask=mask)
+            with torch.no_grad():
+                ms = self.time_ms(attend)
+            for x in inputs:
+                x.requires_grad_()
+            back = self.time_ms(partial(torch.autograd.grad, attend(), inputs, dout, retain_graph=True))
+            alone = alone or (ms, back)
+            speedup = alone[0] / ms, alone[1] / back
+            kind = f", {len(bounds) - 1} documents as a mask"
+            self.add(Cell(name + kind, tokens, ranks, ms, back, None, speedup))
+
     def torch_context_parallel(self, tokens: int) -> None:
         """Both passes of torch's context_parallel with cuDNN, kv heads repeated."""
         if not self.gpu:
@@ -407,6 +432,8 @@ def measure(options: argparse.Namespace, **init: Any) -> None:
     if documents <= lengths[0]:
         bench.alone(documents, bounds)
     bench.measure(documents, bounds)
+    if documents <= lengths[0]:
+        bench.masked(documents, bounds)
     bench.save(options.json)
     for tokens in lengths:
         bench.torch_context_parallel(tokens)
