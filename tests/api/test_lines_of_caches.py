@@ -77,6 +77,12 @@ def test_keys_are_appended_before():
         ("(q - kv) % n == 0 and kv * 2 <= 2 * q + 7", (UNBOUNDED, 3)),
         ("kv <= q or kv < last[b]", (UNBOUNDED, UNBOUNDED)),
         ("kv < q - 5", (UNBOUNDED, 0)),
+        ("q // n == kv // n and kv <= q", (9, 0)),
+        ("kv // n <= q // n", (UNBOUNDED, 9)),
+        ("not (q // 4 > (kv + 1) // 4 or kv > q)", (4, 0)),
+        ("q // n < kv // n and kv // 3 <= q // 3", (0, 2)),
+        ("q // n != kv // n and kv <= q", (UNBOUNDED, 0)),
+        ("q // n == kv // 9 and kv <= q", (UNBOUNDED, 0)),
     ],
 )
 def test_a_line_has_a_window(line, window):

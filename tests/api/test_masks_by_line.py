@@ -303,10 +303,49 @@ def test_a_gpu_refuses_by_name_what_no_kernel_has(fake_gpu):
     from fake_gpu import array
 
     q, seed = array((2, 64, 4, 64)), array((2,), "int64")
-    refused = r"^mask is a Mask, `kv <= q`, and no kernel takes one with "
-    with pytest.raises(DeviceTypeNotSupported, match=f"{refused}dropout_p"):
-        flashgen.attention(q, q, q, mask=Mask("kv <= q"), dropout_p=0.5, dropout_seed=seed)
+    lengths, tokens = array((2,), "int32"), array((128, 4, 64))
+    refused = (
+        "^mask is a Mask, `kv <= q`, of sequences of several lengths, and no kernel takes one with dropout_p"
+    )
+    options = {"mask": Mask("kv <= q"), "dropout_p": 0.5, "dropout_seed": seed}
+    with pytest.raises(DeviceTypeNotSupported, match=refused):
+        flashgen.attention(q, q, q, kv_lengths=lengths, **options)
+    ends = array((3,), "int32")
+    with pytest.raises(DeviceTypeNotSupported, match=refused):
+        flashgen.attention(tokens, tokens, tokens, cu_seqlens_q=ends, cu_seqlens_kv=ends, **options)
     assert not fake_gpu.launches
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_dropout_goes_with_a_line_on_a_gpu(fake_gpu, dropout_p):
+    from fake_gpu import array
+
+    q, doc = array((2, 300, 4, 128)), array((2, 300), "int32")
+    dropout = {"dropout_p": dropout_p, "dropout_seed": array((2,), "int64")} if dropout_p else {}
+    mask = Mask("documents", doc=doc)
+    plan = flashgen.plan(q, q, q, mask=mask, **dropout)
+    assert plan.variant.axis("dropout") == ("dropout" if dropout_p else "none")
+    lse = array((2, 4, 300), "float32")
+    gradients = flashgen.plan_backward(q, q, q, q, q, lse, mask=mask, **dropout)
+    assert gradients.variant.axis("dropout") == ("dropout" if dropout_p else "none")
+
+
+def test_dropout_drops_the_scores_of_the_mask_as_an_array(fresh_seed):
+    """V is the identity: out is 0 for a key that is hidden or dropped."""
+    rng = np.random.default_rng(fresh_seed)
+    q, k = rng.standard_normal((2, 2, 64, 3, 64), np.float32)
+    v = np.broadcast_to(np.eye(64, dtype=np.float32)[:, None], q.shape).copy()
+    doc = documents(64)
+    mask, options = Mask("documents", doc=doc), {"dropout_p": 0.4, "dropout_seed": (11, 5)}
+    hidden = (doc[:, :, None] != doc[:, None]) | ~np.tri(64, dtype=bool)
+    out, lse = flashgen.attention(q, k, v, mask=mask, return_lse=True, **options)
+    right = flashgen.attention(q, k, v, mask=hidden[:, None], **options)
+    assert np.array_equal(out, right)
+    found, expected = (
+        flashgen.attention_backward(out, q, k, v, out, lse, mask=x, **options)
+        for x in (mask, hidden[:, None])
+    )
+    assert all(map(np.array_equal, found, expected))
 
 
 def test_a_gpu_lists_blocks_before_attention(fake_gpu):

@@ -89,6 +89,78 @@ def test_the_kept_scores_show_one_by_one(algorithm, dropout_p):
     assert float(out[kept].float().mean()) == pytest.approx(1 / keys / (1 - dropout_p), rel=5e-3)
 
 
+def masked_by_line(shape, seed):
+    """A mask by a line, documents, and the same as an array."""
+    batch, _, keys, *_ = shape
+    doc = np.sort(np.random.default_rng(seed).integers(0, 6, (batch, keys)))
+    doc = torch.from_numpy(doc.astype(np.int32)).cuda()
+    rows = doc[:, keys - shape[1] :]
+    hidden = (rows[:, :, None] != doc[:, None]) | ~torch.ones(shape[1:3], dtype=torch.bool).tril(
+        keys - shape[1]
+    ).cuda()
+    return flashgen.Mask("documents", doc=doc), hidden[:, None]
+
+
+@pytest.mark.parametrize("algorithm", ["v2", None])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], (2, 300, 500, 4, 2, 64, True)], ids=str)
+def test_a_mask_by_a_line_is_within_the_bound(shape, dtype, algorithm, fresh_seed):
+    q, k, v = inputs(shape, dtype, fresh_seed)
+    mask, hidden = masked_by_line(shape, fresh_seed)
+    options = {"mask": mask, "dropout_p": 0.1, "dropout_seed": SEED}
+    out, lse = flashgen.attention(q, k, v, return_lse=True, algorithm=algorithm, **options)
+    dout = torch.randn_like(out)
+    of_call = dtype, shape[5] ** -0.5, Band(), hidden
+    exact = [x.double() for x in (q, k, v)]
+    right = reference.attention(*exact, *of_call, dropout=drawn(0.1, shape[3]))
+    assert reference.largest(out.double(), right.out, right.out_bound).share <= 1
+    assert reference.largest(lse.double(), right.lse, right.lse_bound).share <= 1
+    expected = gradients.gradients(dout.double(), *exact, *of_call, dropout=drawn(0.1, shape[3]))
+    for deterministic in (False, True):
+        found = flashgen.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
+        for x, name in zip(found, ("dq", "dk", "dv"), strict=True):
+            assert gradients.largest(x.double(), *expected[name]).share <= 1, name
+
+
+@pytest.mark.parametrize("algorithm", ["v2", None])
+@pytest.mark.parametrize("kind", ["line", "blocks"])
+def test_masks_drop_the_scores_of_a_mask_array(kind, algorithm):
+    """With q = 0 and V the identity a result is P of a key, 0 where it is hidden or dropped."""
+    shape = (2, 512, 128, 4, 4, 128, False)
+    q, k, _ = inputs(shape, "bf16")
+    q.zero_()
+    v = torch.eye(128, device="cuda", dtype=torch.bfloat16)[None, :, None].expand_as(k).contiguous()
+    if kind == "line":
+        mask, hidden = flashgen.Mask("kv // 48 <= q // 96"), None
+        at = torch.arange(512, device="cuda")[:, None] - 384, torch.arange(128, device="cuda")
+        hidden = at[1] // 48 > at[0] // 96
+    else:
+        ends = torch.tensor([0, 1, 1, 2, 4], dtype=torch.int32, device="cuda")
+        blocks = torch.tensor([0, 1, 0, 1], dtype=torch.int32, device="cuda")
+        mask = flashgen.BlockMask(ends, blocks, block=(128, 64))
+        hidden = torch.ones(512, 128, dtype=torch.bool, device="cuda")
+        hidden[:128, :64] = hidden[256:384, 64:] = hidden[384:] = False
+    options = {"dropout_p": 0.3, "dropout_seed": SEED}
+    out = flashgen.attention(q, k, v, mask=mask, algorithm=algorithm, **options)
+    right = flashgen.attention(q, k, v, mask=hidden, **options)
+    assert torch.equal(out != 0, right != 0)
+    assert (out != 0).any()
+
+
+def test_autograd_records_a_mask_by_a_line(fresh_seed):
+    shape = (2, 500, 500, 4, 2, 64, True)
+    tensors = [x.requires_grad_() for x in inputs(shape, "bf16", fresh_seed)]
+    mask, hidden = masked_by_line(shape, fresh_seed)
+    results = []
+    for x in (mask, mask.keep_lists(), hidden):
+        torch.manual_seed(fresh_seed % 2**31)
+        out = flashgen.attention(*tensors, mask=x, dropout_p=0.2)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), tensors)))
+    for found in results[:2]:
+        for x, y in zip(found, results[2], strict=True):
+            torch.testing.assert_close(x, y, atol=6e-2, rtol=5e-2)
+
+
 def test_flash_attn_drops_the_same_scores():
     flash_attn = pytest.importorskip("flash_attn.flash_attn_interface")
     q, k, v = inputs(SHAPES[0], "bf16")

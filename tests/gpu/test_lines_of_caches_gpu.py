@@ -19,6 +19,8 @@ SHARES = (1.0, 0.7, 0.3, 0.03, 0.0)
 LINES = {
     "documents": "doc[b, q] == doc[b, kv] and kv <= q",
     "ranges": "kv <= q and kv >= q - far[h] or kv < first[b]",
+    "holes": "kv <= q and (q - kv < 40 or kv < first[b])",
+    "chunks": "q // 700 == kv // 700 and kv <= q",
     "all": "(doc[b, q] == doc[b, kv] or kv < first[b] + far[h]) and kv // 3 <= q + b",
 }
 
@@ -80,6 +82,30 @@ def test_results_are_within_the_bound(shape, dtype, line, kind):
         assert reference.largest(lse[b : b + 1].double(), right.lse, right.lse_bound).share <= 1
     again = flashgen.attention(q, cache, mask=mask, return_lse=True, **options)
     assert torch.equal(out, again[0])
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_hidden_blocks_are_not_read(shape, paged):
+    """KV blocks of at most 256 keys that the line hides from all queries may hold anything."""
+    shape = (shape[0], shape[1] // 16 * 16, *shape[2:])
+    first, last = 300, max(300, shape[1] * 7 // 10 - shape[0] - 300)
+    far = torch.zeros(shape[1], dtype=torch.int32, device="cuda")
+    far[first:last] = 10**6
+    q, _, _, cache = inputs(shape, "bf16", paged)
+    lines = (
+        flashgen.Mask("kv <= q and (kv < first or kv >= last)", first=first, last=last),
+        flashgen.Mask("kv <= q and far[kv] <= q", far=far),
+    )
+    right = [flashgen.attention(q, cache, mask=mask) for mask in lines]
+    hole = slice(first + 255, max(first + 255, last - 255))
+    if paged:
+        pages = cache.pages[:, hole.start // 16 + 1 : hole.stop // 16].long()
+        cache.k[pages] = cache.v[pages] = torch.nan
+    else:
+        cache.k[:, hole] = cache.v[:, hole] = torch.nan
+    for mask, out in zip(lines, right, strict=True):
+        assert torch.equal(flashgen.attention(q, cache, mask=mask), out)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -7,7 +7,8 @@ import pytest
 
 from flashgen.families.masks import rule_of_line
 from flashgen.operators.formula import Node
-from flashgen.operators.keyranges import key_range
+from flashgen.operators.keyranges import key_range, window_of_line
+from flashgen.operators.rules import RuleOfCall
 from operators.lines import BATCH, HEADS, arrays, random_line, visibility_of_line
 
 RANGES = (
@@ -59,3 +60,21 @@ def test_random_lines(fresh_seed):
     rng = np.random.default_rng(fresh_seed)
     for _ in range(300):
         check(random_line(rng, 20), arrays(rng, 20) | {"n": int(rng.integers(1, 9))}, 15, 20)
+
+
+QUOTIENTS = (
+    *("q // n == kv // n", "kv // n <= q // n and kv > q - 9", "not (q // 4 > (kv + 1) // 4 or kv > q)"),
+    *("q // n != kv // n", "(q + 3) // n < kv // n", "not q // 5 == kv // 5 or kv == q"),
+)
+
+
+def test_a_window_has_all_keys_of_a_line(fresh_seed):
+    rng, keys = np.random.default_rng(fresh_seed), 20
+    distance = np.arange(keys)[:, None] - np.arange(keys)
+    at = np.ix_(*map(np.arange, (BATCH, HEADS, keys, keys)))
+    for line in (*QUOTIENTS, *(random_line(rng, keys) for _ in range(100))):
+        values = arrays(rng, keys) | {"n": int(rng.integers(1, 9))}
+        (visibility,) = visibility_of_line(line, values, keys, keys)
+        numbers = tuple(visibility.numbers[param.name] for param in visibility.rule.scalars)
+        left, right = window_of_line(RuleOfCall(visibility.rule, numbers))
+        assert (visibility.hides(*at) | (distance <= left) & (-distance <= right)).all(), line

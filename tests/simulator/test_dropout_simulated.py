@@ -23,6 +23,7 @@ MAIN = {
 RAGGED = Shape(70, 100, 2, 2, batch=2)
 GROUPS = Shape(70, 100, 4, 2, batch=2)
 SEQUENCES = Shape(40, 90, 4, 2, batch=4)
+LISTED = Shape(200, 300, 4, 2, batch=2, window=(-1, 0))
 FORWARD = (
     ("flash_fwd_hdim32_fp16_causal_dropout_m64_sm80", RAGGED),
     ("flash_fwd_hdim32_bf16_dense_sink_dropout_gqa_sm80", GROUPS),
@@ -36,6 +37,8 @@ FORWARD = (
     ("flash_fwd_varlen_hdim32_fp16_causal_dropout_m64_gqa_sm80", SEQUENCES),
     ("flash_fwd_varlen_hdim32_bf16_dropout_gqa_sm90", SEQUENCES),
     ("flash_fwd_varlen_hdim64_fp16_causal_dropout_gqa_sm90", SEQUENCES),
+    ("flash_fwd_hdim32_fp16_blocks_dropout_gqa_sm80", LISTED),
+    ("flash_fwd_hdim64_bf16_blocks_sink_dropout_m64_gqa_sm90", LISTED),
 )
 BACKWARD = (
     ("flash_bwd_hdim32_fp16_causal_dropout_gqa_sm80", GROUPS),
@@ -52,6 +55,8 @@ BACKWARD = (
     ("flash_bwd_varlen_hdim32_fp16_causal_dropout_gqa_sm80", SEQUENCES),
     ("flash_bwd_varlen_hdim128_bf16_dropout_gqa_sm90", SEQUENCES),
     ("flash_bwd_varlen_hdim192_128_fp16_causal_dropout_gqa_sm90", SEQUENCES),
+    ("flash_bwd_hdim64_bf16_blocks_dropout_n64_gqa_sm80", LISTED),
+    ("flash_bwd_hdim128_fp16_blocks_dropout_gqa_sm90", LISTED),
 )
 CALLS = FORWARD + BACKWARD
 

@@ -4,14 +4,17 @@ faults.
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from flashgen.call.mask import rule_of
 from flashgen.families.load import load_specs
+from flashgen.operators.rules import RuleOfCall
+from flashgen.operators.sequences import sequences
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
-from simulator.calls import check_on, first_check
+from simulator.calls import check_on, first_check, simulated
 from simulator.edits import replace
 from simulator.faults import BOUNDS, WRONG
 
@@ -45,6 +48,9 @@ CASES = (
     ("flash_varlen_decode_hdim32_bf16_local_paged_packgqa_sm90", BY_ALL, FEW),
     ("flash_varlen_decode_hdim64_fp16_local_paged_e4m3_packgqa_sm80", "padding", FEW),
     ("flash_fwd_varlen_hdim32_bf16_local_paged_e4m3_m64_packgqa_sm80", BY_TOKEN, CHUNKS),
+    ("flash_varlen_decode_hdim32_bf16_local_paged_packgqa_sm90", BY_TOKEN, FEW),
+    ("flash_fwd_varlen_hdim32_fp16_local_m64_gqa_sm80", BY_TOKEN, CHUNKS),
+    ("flash_fwd_varlen_hdim64_bf16_local_paged_gqa_sm90", BY_TOKEN, CHUNKS),
 )
 
 
@@ -67,10 +73,53 @@ def test_results_are_within_the_bound(name, line, shape, compiler, fresh_seed):
         assert check_on(variant, make(variant, shape, seed), seed, device=device_of(variant)) is None
 
 
+# Keys that no query sees, said by numbers and by an array, and those in KV blocks of which no query sees any.
+HOLE, WHOLE_BLOCKS = (200, 900), slice(328, 768)
+BY_NUMBERS, BY_ARRAY = "(kv < first or kv >= last) and kv <= q", "far[kv] <= q and kv <= q"
+SKIPPING = (
+    ("flash_fwd_varlen_hdim32_fp16_local_m64_gqa_sm80", CHUNKS),
+    ("flash_fwd_varlen_hdim64_fp16_local_e4m3_m64_packgqa_sm80", CHUNKS),
+    ("flash_fwd_varlen_hdim32_fp16_local_packgqa_sm90", CHUNKS),
+    ("flash_fwd_varlen_hdim64_fp16_local_m64_gqa_sm90", CHUNKS),
+    ("flash_varlen_split_hdim64_fp16_local_packgqa_sm90", CHUNKS),
+    ("flash_varlen_decode_hdim32_fp16_local_packgqa_sm80", FEW),
+    ("flash_varlen_decode_hdim32_fp16_local_packgqa_sm90", FEW),
+)
+
+
+def with_hole(variant, line, shape, seed):
+    """An example whose mask hides `HOLE`, and the keys and values of `WHOLE_BLOCKS`."""
+    shape = dataclasses.replace(shape, seqlen_kv=1100)
+    example = make(variant, shape, seed)
+    if line == BY_ARRAY:
+        far = example.others["mask_far"]
+        far[...] = 0
+        far[slice(*HOLE)] = 10**6
+    else:
+        rule = RuleOfCall(example.problem.rule.rule, HOLE)
+        example = dataclasses.replace(example, problem=dataclasses.replace(example.problem, rule=rule))
+    parts = sequences(example.problem, example.lengths)
+    return example, [part.keys(x)[WHOLE_BLOCKS] for part in parts for x in (example.k, example.v)]
+
+
+@pytest.mark.parametrize("line", [BY_NUMBERS, BY_ARRAY])
+@pytest.mark.parametrize(("name", "shape"), SKIPPING, ids=[name for name, _ in SKIPPING])
+def test_hidden_blocks_are_not_read(name, shape, line, compiler, fresh_seed):
+    variant = variant_of(name, line)
+    example, hidden = with_hole(variant, line, shape, fresh_seed)
+    for x in hidden:
+        x.view(np.uint8)[...] = 0xFF  # NaN
+    simulated(variant, example, fresh_seed, device=device_of(variant))
+    for x in hidden:
+        x.view(np.uint8)[...] = 0
+    assert example.judge().ok, f"{variant}: {example.judge()}"
+
+
 ROWS, HOPPER, PACKED, SPLIT, DECODE, CLUSTER = (CASES[i] for i in (0, 5, 3, 6, 7, 9))
 HEAD = "const int head = tile.head + row - query * params.group_size; const LineHead of_head"
 HALF, LANE_KEY = "8 * (i % 2) + lane / 4);", "first_key + lane % 4 * 2"
 END = "line_range(params, rows[i].head, rows[i].row); hidden[i] = bits_from(keys.end"
+SEEK = "fetch = seek(of_sequence(params, place.sequence, place.lengths), place, fetch.index, group);"
 FAULTS = {
     "the row before": (*ROWS, "params, of_head, query)}", "params, of_head, max(0, query - 1))}"),
     "the first head of a group": (*PACKED, HEAD, "const int head = tile.head; const LineHead of_head"),
@@ -95,6 +144,48 @@ FAULTS = {
         "hide_by_line(params, tile, scores,",
         "if (first_key < 64) hide_by_line(params, tile, scores,",
     ),
+    "a block taken for the one after": (*CASES[8], "fetch.seen >> (kStages - 1) & 1", "fetch.seen & 1"),
+    "the rows of the tile before": (
+        *CASES[8],
+        f"{SEEK} fetch.seen = before; note_rows(params, fetch);",
+        f"const RowsOfLine of_rows = fetch.of_rows; {SEEK} fetch.seen = before; fetch.of_rows = of_rows;",
+    ),
+    "blocks that the first row sees": (
+        *CASES[12],
+        "rows_of_line(params, start.tile, start.tile.first_row, kBlockM);",
+        "rows_of_line(params, start.tile, start.tile.first_row, 1);",
+    ),
+    "the least element of keys as the largest": (
+        *SPLIT,
+        "keys.doc_high = kLanes == 32 ? warp_largest(doc_high) : doc_high;",
+        "keys.doc_high = keys.doc_low;",
+    ),
+    "full blocks without their rows": (
+        *CASES[13],
+        "doc_high = max(doc_high, element); } of_rows.rows.doc_low",
+        "} of_rows.rows.doc_low",
+    ),
+    "a run without its other blocks": (*CASES[13], "run.first = next; } main_loop", "} main_loop"),
+    "blocks of a full run in a partial one": (
+        *CASES[13],
+        "visited.by_line = next < blocks.first || seen_blocks.may_hide(next);",
+        "visited.by_line = false;",
+    ),
+    "a partial block shown as a whole": (
+        *CASES[14],
+        "full >> (newest - block) & 1",
+        "seen >> (newest - block) & 1",
+    ),
+    "runs without their last block": (
+        *CASES[13],
+        "if (next < blocks.first) run.last = next - 1;",
+        "run.last = next - 1;",
+    ),
+    "blocks that a producer takes and consumers do not": (
+        *SPLIT,
+        "kv_block = seen_blocks.before(of_tile, tile_of_sequence, kv_block)) {",
+        "--kv_block) {",
+    ),
     "a range that ends a key late": (*CASES[4], END, f"{END} + 1"),
     "a range from the first key": (*CASES[10], "step < begin || step >= end", "step >= end"),
 }
@@ -110,4 +201,4 @@ def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
 
     seeds = range(fixed_seed, fixed_seed + 10)
     check = first_check(variant, shape, seeds, planted, device=device_of(variant))
-    assert check in {WRONG, *BOUNDS}
+    assert check in {WRONG, "race", "deadlock", *BOUNDS}

@@ -57,6 +57,15 @@ RESULTS = (
     ("flash_bwd_hdim128_bf16_blocks_sm90", PADDED, FEW),
     ("flash_bwd_hdim64_bf16_blocks_ordered_sm90", "chunks", WHOLE),
     ("flash_bwd_hdim128_fp16_blocks_sm90", "documents_full", FEW),
+    ("flash_fwd_hdim32_bf16_blocks_dropout_m64_gqa_sm80", BY_HEAD, CAUSAL),
+    ("flash_fwd_hdim32_fp32_blocks_sink_dropout_gqa_sm80", "window_first", WINDOW),
+    ("flash_fwd_hdim64_fp16_blocks_dropout_sm90", "documents", WHOLE),
+    ("flash_fwd_hdim128_bf16_blocks_dropout_n64_gqa_sm90", ARRAY, CAUSAL),
+    ("flash_bwd_hdim32_fp16_blocks_dropout_gqa_sm80", "documents", GROUPS),
+    ("flash_bwd_hdim32_bf16_blocks_dropout_ordered_n64_gqa_sm80", BY_HEAD, CAUSAL),
+    ("flash_bwd_hdim64_bf16_blocks_dropout_gqa_sm90", BY_HEAD, CAUSAL),
+    ("flash_bwd_hdim96_fp16_blocks_dropout_ordered_sm90", "chunks", FEW),
+    ("flash_bwd_hdim128_fp16_blocks_dropout_sm90", PADDED, FEW),
 )
 
 
@@ -98,6 +107,12 @@ FWD80, FWD90, BWD80, BWD90 = (
     "flash_fwd_hdim64_bf16_blocks_n64_gqa_sm90",
     "flash_bwd_hdim32_bf16_blocks_n64_gqa_sm80",
     "flash_bwd_hdim32_fp16_blocks_gqa_sm90",
+)
+DROP_FWD80, DROP_FWD90, DROP_BWD80, DROP_BWD90 = (
+    "flash_fwd_hdim32_bf16_blocks_dropout_m64_gqa_sm80",
+    "flash_fwd_hdim64_bf16_blocks_dropout_n64_gqa_sm90",
+    "flash_bwd_hdim32_bf16_blocks_dropout_n64_gqa_sm80",
+    "flash_bwd_hdim32_fp16_blocks_dropout_gqa_sm90",
 )
 FAULTS = {
     "a partial block shown as a whole": (
@@ -195,6 +210,26 @@ FAULTS = {
         *(BWD90, ARRAY, "main"),
         "head.b * params.mask_hidden_batch_stride",
         "0 * params.mask_hidden_batch_stride",
+    ),
+    "scores dropped by the place in the list": (
+        *(DROP_FWD80, "documents", "main"),
+        "first_row_of(warp), block * kBlockN); };",
+        "first_row_of(warp), (visits.last - block) * kBlockN); };",
+    ),
+    "scores dropped as of the first KV block": (
+        *(DROP_FWD90, "documents", "main"),
+        "params.keep_threshold, first_row, kv_block * kBlockN); if (moved)",
+        "params.keep_threshold, first_row, 0); if (moved)",
+    ),
+    "scores dropped by the number of the step": (
+        *(DROP_BWD80, "documents", "main"),
+        "params.keep_threshold, first_query + warp_query,",
+        "params.keep_threshold, left * kBlockM + warp_query,",
+    ),
+    "scores dropped as of the first queries": (
+        *(DROP_BWD90, BY_HEAD, "main"),
+        "params.keep_threshold, step.block * kBlockM,",
+        "params.keep_threshold, 0,",
     ),
     "the lists of an earlier call": (*(FWD80, "documents", "main"), "griddepcontrol_wait();", ""),
 }

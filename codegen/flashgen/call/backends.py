@@ -103,11 +103,11 @@ def _refuse_line(problem: Problem) -> None:
     """Raise DeviceTypeNotSupported for a mask by a line beside what no kernel has with one."""
     if problem.rule is None:
         return
-    if problem.has("dropout_seed"):
+    if problem.has("dropout_seed") and problem.lengths_on_device:
         raise DeviceTypeNotSupported(
-            f"{arg('mask')} is a Mask, {problem.rule.rule.title}, and no kernel takes one with "
-            f"{arg('dropout_p')}: the CPU path does, for arrays in host memory; on a GPU leave one out, or "
-            f"pass an array as {arg('mask')}, which is true where a key is hidden"
+            f"{arg('mask')} is a Mask, {problem.rule.rule.title}, of sequences of several lengths, and no "
+            f"kernel takes one with {arg('dropout_p')}: the CPU path does, for arrays in host memory; on a "
+            "GPU leave one out, or pass sequences of one length, whose line says where they begin and end"
         )
     if problem.lengths_on_device and problem.operator.differentiates:
         from flashgen.call.packedmask import refuse_gradients

@@ -70,7 +70,7 @@ RESERVED = frozenset(
         *("score", "score_functions", "score_has_offset", "score_has_derivative", "has_tree"),
         *("score_loads_by_key", "score_staged"),
         *("rule", "rule_functions", "range_function", "verdict_functions"),
-        *("row_spans", "key_spans", "block_spans", "line_arrays"),
+        *("row_spans", "key_spans", "block_spans", "skips_by_line", "line_arrays"),
     )
 )
 

@@ -47,7 +47,6 @@ PAIRS = (
         Pair("dropout", name, "dropout is for training: leave one of the two out")
         for name in ("index", "pages", "splits")
     ),
-    Pair("dropout", "BlockMask", _ALONE),
     Pair("dropout", "kv_starts", _ALONE),
     Pair("fp32_dkv", "kv_starts", _ALONE),
     Pair("fp32_dkv", "dropout", _ALONE),

@@ -72,7 +72,35 @@ def _by_distance(node: Node) -> Node:
     """The formula with ``kv`` written as q + (kv - q), so that q cancels where only the distance matters."""
     if node.op == "name" and node.value == "kv":
         return _int("+", Node("name", (), "q", "int"), _DISTANCE)
-    return Node(node.op, tuple(map(_by_distance, node.args)), node.value, node.type)
+    own = by_distance = Node(node.op, tuple(map(_by_distance, node.args)), node.value, node.type)
+    for follows in _of_quotients(own, node.op):
+        by_distance = Node("and", (by_distance, follows), None, "bool")
+    for follows in _of_quotients(own, _NEGATED.get(node.op, "")):
+        by_distance = Node("or", (by_distance, Node("not", (follows,), None, "bool")), None, "bool")
+    return by_distance
+
+
+def _of_quotients(node: Node, sign: str) -> tuple[Node, ...]:
+    """What follows for x - y where x // size compares with y // size by ``sign``, of which ``node`` is a
+    comparison by any sign: x exceeds y by less than ``size`` if its quotient is not larger.
+    """
+    if node.op not in _TURNED or {arg.op for arg in node.args} != {"//"}:
+        return ()
+    (one, size), (other, same) = (arg.args for arg in node.args)
+    if size != same:
+        return ()
+
+    def exceeds_by_less(x: Node, y: Node, than: Node) -> Node:
+        return Node("<", (_int("-", x, y), than), None, "bool")
+
+    of_sign = {
+        "==": (exceeds_by_less(one, other, size), exceeds_by_less(other, one, size)),
+        "<=": (exceeds_by_less(one, other, size),),
+        ">=": (exceeds_by_less(other, one, size),),
+        "<": (exceeds_by_less(one, other, number(0)),),
+        ">": (exceeds_by_less(other, one, number(0)),),
+    }
+    return of_sign.get(sign, ())
 
 
 def _least(shows_beyond: Callable[[int], bool]) -> int:

@@ -15,8 +15,9 @@ left to the row, and ``score_has_derivative``, whether the kernel has a derivati
 ``score_staged`` (the array whose elements it copies to shared memory, if any), ``staged_dtype`` and
 ``staged_row_stride``; of a mask by a line ``rule`` (its name, or None), ``rule_functions``,
 ``range_function`` and ``verdict_functions``, ``row_spans``, ``key_spans`` and ``block_spans``, the arrays of
-whose blocks there are bounds (`source.verdicts`), and ``line_arrays``, its arrays with an element for each
-token of queries (``q``) or keys (``kv``).
+whose blocks there are bounds (`source.verdicts`), ``skips_by_line``, whether a kernel with lengths has
+verdicts of KV blocks, and ``line_arrays``, its arrays with an element for each token of queries (``q``) or
+keys (``kv``).
 """
 
 from __future__ import annotations
@@ -308,7 +309,14 @@ def _of_score(form: Variant) -> dict[str, Any]:
 
 def _of_rule(form: Variant) -> dict[str, Any]:
     of_spans = "row_spans", "key_spans", "block_spans"
-    from_line = ("rule_functions", "range_function", "verdict_functions", *of_spans, "is_pack")
+    from_line = (
+        "rule_functions",
+        "range_function",
+        "verdict_functions",
+        *of_spans,
+        "is_pack",
+        "skips_by_line",
+    )
     rule = form.rule
     if rule is None and form.operator != "mask_lists":
         return {"rule": None, "line_arrays": {"q": (), "kv": ()}, **dict.fromkeys(from_line, "")}
@@ -318,13 +326,16 @@ def _of_rule(form: Variant) -> dict[str, Any]:
 
     if rule is None:  # kernels that make lists have a line, if need be this one
         rule = rule_of_line("kv <= q")
-    spans = spans_of(rule)
+    spans = spans_of(rule, not form.has_lengths)
+    # Rows of a tile are of one query head, or the line is the same for all.
+    one_line = form.axis_values.get("gqa") != "packed" or "h" not in rule.tree.reads()
     values = (
         rule_functions(rule, packed_heads=form.has_lengths),
         range_function(rule),
-        verdict_functions(rule),
+        verdict_functions(rule, not form.has_lengths),
         *([span for span in spans if span.position == position] for position in ("q", "kv", "block")),
         rule.pack is not None,
+        form.has_lengths and one_line,
     )
     of_tokens: dict[str, list[str]] = {"q": [], "kv": []}
     for array in rule.arrays:

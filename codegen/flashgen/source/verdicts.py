@@ -11,7 +11,8 @@ Of an array that the line reads by query and key, a[q, kv], a block of scores ha
     BlockVerdict line_verdict(params, head, rows, keys, block)
 
 ``line_verdict`` is `intervals` as C++, in 64-bit integers. It needs what `rules` writes. Of a rule with a
-``pack``, ``rows`` and ``keys`` are of one sequence, ``rows.b``.
+``pack``, ``rows`` and ``keys`` are of one sequence, ``rows.b``. Without bounds of blocks of scores, a[q, kv]
+may be any element.
 """
 
 from __future__ import annotations
@@ -56,16 +57,18 @@ class Span(NamedTuple):
         return text(self.node)
 
 
-def verdict_functions(rule: Rule) -> str:
-    """``line_verdict`` and what it needs, after `rule_functions`. No final newline."""
-    return _Verdicts(rule).functions()
+def verdict_functions(rule: Rule, of_scores: bool = True) -> str:
+    """``line_verdict`` and what it needs, after `rule_functions`; ``of_scores`` is whether blocks of scores
+    have bounds. No final newline.
+    """
+    return _Verdicts(rule, of_scores).functions()
 
 
-def spans_of(rule: Rule) -> tuple[Span, ...]:
-    """The arrays whose bounds blocks of rows, of keys and of scores have."""
+def spans_of(rule: Rule, of_scores: bool = True) -> tuple[Span, ...]:
+    """The arrays whose bounds blocks of rows, of keys and, with ``of_scores``, of scores have."""
     spans: list[Span] = []
     arrays = {param.name: param for param in rule.arrays}
-    for position in ("q", "kv", "block"):
+    for position in ("q", "kv", "block") if of_scores else ("q", "kv"):
         names: list[str] = []
         for node in loads_by(rule, position):
             names.append(fresh_name(str(node.value), names))
@@ -77,8 +80,8 @@ def spans_of(rule: Rule) -> tuple[Span, ...]:
 
 
 class _Verdicts:
-    def __init__(self, rule: Rule) -> None:
-        self._rule, self._spans = rule, spans_of(rule)
+    def __init__(self, rule: Rule, of_scores: bool) -> None:
+        self._rule, self._spans = rule, spans_of(rule, of_scores)
         self._writer = RuleWriter(rule, None if rule.pack is None else _NAMES_OF_BLOCK)
 
     def functions(self) -> str:
