@@ -73,6 +73,7 @@ LISTS = Shape(200, 500, 2, batch=2)
 FEW_QUERIES = Shape(40, 300, 8, 2, batch=2)
 # Rows g and g + 8, and g and g + 16, are of different heads.
 MANY_HEADS, THREE_HEADS = Shape(10, 300, 32, 2, batch=2), Shape(40, 300, 6, 2, batch=2)
+MANY_TILES = Shape(20, 64, 64, 32, batch=5)  # more than a GPU has multiprocessors
 IN_PAGES = Shape(100, 400, 8, 2, batch=3)
 BEFORE = Shape(200, 500, 4, 2, batch=2, window=(-1, 0))
 
@@ -492,7 +493,7 @@ FAULTS = {
         HEADS_CAPPED, MANY_HEADS, NUMBERS, "row_scales.of_half[i % 4 / 2]", "row_scales.of_half[0]",
     ),
     "scales of the tile before": (
-        HEADS_CAPPED, Shape(300, 200, 8, 2, batch=2), NUMBERS,
+        HEADS_CAPPED, MANY_TILES, NUMBERS,
         "row_scales = RowScales(params, tile, tile.first_row + warp_row + lane / 4);", "",
     ),
     "out_scale of a group's first head": (
@@ -523,7 +524,8 @@ FAULTS = {
         "scale_of_values(params, tile_of_row(params, tile, row))", "scale_of_values(params, tile)",
     ),
     "V past the end of a sequence, of mma.sync": (
-        ADA_PACKED, SEVERAL, NUMBERS, "const bool valid = rows_left.has(first) &&", "const bool valid =",
+        ADA_PACKED, SEVERAL, NUMBERS | {"global bounds"},
+        "const bool valid = rows_left.has(first) &&", "const bool valid =",
     ),
     "scales of the first sequence, of mma.sync": (
         ADA_PACKED, SEVERAL, NUMBERS, "min(tile.batch, batch_entries - 1)", "0",

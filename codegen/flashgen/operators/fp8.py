@@ -234,7 +234,8 @@ def _refuse_scales_of_rows(scales: Mapping[str, ArrayView], inputs: Mapping[str,
         if len(shape) > 2 and shape[:2] != (1, 1):
             raise BadTensorShape(
                 f"{arg(name)} has shape {shape}, with scales of rows or tokens of the cache; under "
-                f"{arg('q')} of e4m3 pass (), (num_heads_kv,) or (batch, num_heads_kv), or {arg('q')} of 16 bits"
+                f"{arg('q')} of e4m3 pass (), (num_heads_kv,) or (batch, num_heads_kv), or else pass "
+                f"{arg('q')} of 16 bits"
             )
 
 
