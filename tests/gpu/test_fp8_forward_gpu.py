@@ -163,6 +163,100 @@ def test_packed_and_padded_sequences_are_calls_of_each_alone(width, options):
     assert torch.equal(out, flashgen.attention(*arrays, **named, **options, kv_lengths=used))
 
 
+# Few queries of many heads: dispatch packs heads into rows, and a lane's rows are of different heads.
+GROUPED = (64, 16, 600, 32, 2)
+BANDS = ({}, {"causal": True}, {"window_size": (100, 20)})
+
+
+def grouped_inputs(width):
+    generator = torch.Generator("cuda").manual_seed(width)
+    arrays = inputs(GROUPED, width, generator, 2.0)
+    of_q = torch.rand(64, 32, device="cuda", generator=generator) * 2 + 0.1
+    of_k, of_v = (torch.rand(64, 2, device="cuda", generator=generator) + 0.5 for _ in "kv")
+    return arrays, (of_q, of_k, of_v)
+
+
+def within_the_bound(arrays, scale, out, lse, entry, keys=None, **options):
+    """Of one batch entry, with its first keys."""
+    of_entry = slice(entry, entry + 1)
+    q, k, v = (x[of_entry] for x in arrays)
+    cut = q, k[:, :keys], v[:, :keys]
+    scale = [x[of_entry] for x in scale]
+    verdict = fp8_reference.judge(*on_host(*cut, out[of_entry], lse[of_entry], scale, **options))
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("algorithm", [None, "v2"])
+@pytest.mark.parametrize("mask", BANDS, ids=str)
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+def test_rows_of_packed_heads_have_the_scales_of_their_heads(width, mask, algorithm):
+    arrays, scale = grouped_inputs(width)
+    named = dict(zip(SCALES, scale, strict=True))
+    options = {**mask, "return_lse": True, "algorithm": algorithm}
+    assert flashgen.plan(*arrays, **named, **options).variant.gqa == "packed"
+    out, lse = flashgen.attention(*arrays, **named, **options)
+    for entry in (0, 63):
+        within_the_bound(arrays, scale, out, lse, entry, **mask)
+    named["q_scale"] = scale[0][:, ::16].contiguous()  # of each kv head
+    out, lse = flashgen.attention(*arrays, **named, **options)
+    within_the_bound(arrays, (named["q_scale"], *scale[1:]), out, lse, 5, **mask)
+
+
+# On Hopper pages of 24 keys, and rows that batch entries share, take the kernels for Ada.
+@pytest.mark.parametrize("page_size", [None, 16, 24, "shared"])
+@pytest.mark.parametrize("mask", BANDS, ids=str)
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+def test_caches_of_codes_under_q_of_codes_are_within_the_bound(width, mask, page_size):
+    """What is past a length may be NaN."""
+    (q, k, v), scale = grouped_inputs(width)
+    named = {"q_scale": scale[0], **mask, "return_lse": True}
+    lengths = torch.arange(64, dtype=torch.int32, device="cuda") * 9 + 10
+    if page_size == "shared":
+        k, v = (x[:1].expand(64, -1, -1, -1) for x in (k, v))
+        lengths = torch.full_like(lengths, 600)
+    else:
+        for x in (k, v):
+            unused = torch.arange(600, device="cuda") >= lengths[:, None]
+            x.view(torch.uint8)[unused] = 0x7F
+    cached = {}
+    rows = k, v
+    if page_size in (16, 24):
+        count = 624 // page_size
+        order = torch.randperm(64 * count, device="cuda")
+        pages = order.argsort().to(torch.int32).view(64, count)
+
+        def paged(x):
+            whole = torch.full((64, 624, 2, width), 0x7F, dtype=torch.uint8, device="cuda")
+            whole[:, :600] = x.view(torch.uint8)
+            return whole.view(64 * count, page_size, 2, width)[order].view(torch.float8_e4m3fn)
+
+        rows, cached = (paged(k), paged(v)), {"pages": pages}
+    cache = flashgen.KVCache(*rows, lengths, k_scale=scale[1], v_scale=scale[2], **cached)
+    out, lse = flashgen.attention(q, cache, **named)
+    for entry in (0, 40, 63):
+        within_the_bound((q, k, v), scale, out, lse, entry, int(lengths[entry]), **mask)
+    assert torch.equal(out, flashgen.attention(q, cache, **named)[0])
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_a_dense_mask_of_padded_sequences_is_a_call_of_each_alone(width):
+    arrays, scale = grouped_inputs(width)
+    named = dict(zip(SCALES, scale, strict=True))
+    generator = torch.Generator("cuda").manual_seed(8)
+    mask = torch.rand(64, 1, 16, 600, device="cuda", generator=generator) < 0.5
+    lengths = torch.arange(64, dtype=torch.int32, device="cuda") * 9 + 10
+    out = flashgen.attention(*arrays, **named, mask=mask, kv_lengths=lengths, max_seqlen_kv=600)
+    for entry in (0, 63):
+        keys, of_entry = int(lengths[entry]), slice(entry, entry + 1)
+        right = flashgen.attention(
+            arrays[0][of_entry],
+            *(x[of_entry, :keys] for x in arrays[1:]),
+            **{name: x[of_entry] for name, x in named.items()},
+            mask=mask[of_entry, :, :, :keys].contiguous(),
+        )
+        torch.testing.assert_close(out[of_entry], right, rtol=2e-2, atol=2e-3)
+
+
 @pytest.mark.parametrize("width", [64, 256])
 def test_a_result_of_codes_is_within_its_bound(width):
     generator = torch.Generator("cuda").manual_seed(width)

@@ -18,6 +18,7 @@ from flashgen.errors import (
     BadTensorStrides,
     DeviceTypeNotSupported,
     FlashgenError,
+    NullPointer,
 )
 from flashgen.operators import fp8_reference
 from flashgen.operators.fp8 import SCALES, normalise
@@ -192,6 +193,100 @@ def test_the_bound_ends_where_sums_are_never_promoted():
     bounds = {x: judged(x, **sizes)[2].out.bound for x in ("promoted", "fast")}
     assert np.isfinite(bounds["promoted"])
     assert np.isinf(bounds["fast"])
+
+
+def of_cache(name, **fields):
+    """A cache of three sequences, and what its keys and values are of each."""
+    rng = np.random.default_rng(5)
+    q, k, v = (codes(rng, *size) for size in ((3, 5, 4, 64), (4, 40, 2, 64), (4, 40, 2, 64)))
+    lengths = np.array([7, 0, 40], np.int32)
+    if name == "pages":
+        k, v = (x.reshape(8, 20, 2, 64) for x in (k, v))
+        pages = np.array([[3, 1], [0, 0], [2, 0]], np.int32)
+        named, rows = {"pages": pages}, [[x[list(row)].reshape(40, 2, 64) for row in pages] for x in (k, v)]
+    else:
+        named, rows = {"index": np.array([2, 0, 3], np.int32)}, [x[[2, 0, 3]] for x in (k, v)]
+    keys, values = ([x[b][:count] for b, count in enumerate(lengths)] for x in rows)
+    return q, flashgen.KVCache(k, v, lengths, **named, **fields), keys, values
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 0)}], ids=len)
+@pytest.mark.parametrize("name", ["rows", "pages"])
+def test_a_cache_of_codes_is_a_call_of_each_sequence(name, options):
+    rng = np.random.default_rng(6)
+    of_q, of_k, of_v = ((rng.random(size) + 0.5).astype(np.float32) for size in ((3, 4), (3, 2), (2,)))
+    q, cache, keys, values = of_cache(name, k_scale=of_k, v_scale=of_v)
+    options = options | {"out_dtype": "fp16", "return_lse": True}
+    out, lse = flashgen.attention(q, cache, q_scale=of_q, **options)
+    assert not out[1].any()
+    assert (lse[1] == -np.inf).all()
+    for b in (0, 2):
+        own = {"q_scale": of_q[b : b + 1], "k_scale": of_k[b : b + 1], "v_scale": of_v}
+        right = flashgen.attention(q[b : b + 1], keys[b][None], values[b][None], **own, **options)
+        np.testing.assert_array_equal(out[b], right[0][0])
+        np.testing.assert_array_equal(lse[b], right[1][0])
+    plan = flashgen.plan(q, cache, q_scale=of_q, **options)
+    arrays = {"q": q, "k": cache.k, "v": cache.v, "kv_lengths": cache.lengths, "q_scale": of_q}
+    arrays |= {x: getattr(cache, x) for x in ("pages", "index", "k_scale", "v_scale")}
+    again, _ = plan(**{x: array for x, array in arrays.items() if array is not None})
+    np.testing.assert_array_equal(again, out)
+
+
+def test_a_cache_of_bytes_has_codes_by_its_kv_dtype():
+    q, cache, *_ = of_cache("rows")
+    in_bytes = dataclasses.replace(cache, k=cache.k.view(np.uint8), v=cache.v.view(np.uint8), kv_dtype="e4m3")
+    out = flashgen.attention(q.view(np.uint8), in_bytes, q_scale=SCALE, out_dtype="fp16")
+    right = flashgen.attention(q, cache, dtype="e4m3", q_scale=SCALE, out_dtype="fp16")
+    np.testing.assert_array_equal(out, right)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "error", "message"),
+    [
+        ({}, {}, BadTensorDtype, "q has dtype e4m3, .* or e4m3 with q_scale or dtype='e4m3'"),
+        (
+            {"k_scale": np.ones((4, 40, 2), np.float32)},
+            {"q_scale": SCALE},
+            BadTensorShape,
+            r"k_scale has shape \(4, 40, 2\), with scales of rows or tokens",
+        ),
+        ({}, {"k_scale": SCALE}, BadParam, "k_scale was given with a KVCache, which has its own scales"),
+        ({"starts": np.zeros(3, np.int32)}, {"dtype": "e4m3"}, BadParam, "starts and dtype were given"),
+        (
+            {"v": None, "head_dim_v": 32, "index": None},
+            {"dtype": "e4m3"},
+            BadParam,
+            "k is a latent cache and",
+        ),
+        ({}, {"dtype": "e4m3", "splits": 3}, BadParam, "splits is 3 and dtype was given"),
+        ({}, {"q_scale": SCALE, "append": (None, None)}, BadParam, "append and q_scale were given; .* first"),
+        ({"lengths": None}, {"dtype": "e4m3"}, NullPointer, "lengths of the KVCache is None"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_a_cache_of_codes_may_not_have_is_refused_by_name(fields, options, error, message):
+    q, cache, *_ = of_cache("rows")
+    with pytest.raises(error, match=message):
+        flashgen.attention(q, dataclasses.replace(cache, **fields), **options)
+
+
+def test_kernels_of_caches_and_packed_heads():
+    lengths = {"lengths": (64,)}
+    few = (64, 16, 32, 128)
+
+    def taken(k, arch, **options):
+        return flashgen.explain(few, k, dtype="e4m3", q_scale=(64, 32), arch=arch, **options).variant.name
+
+    rows, pages, small = (64, 608, 2, 128), (640, 32, 2, 128), (640, 24, 2, 128)
+    assert taken(rows, "sm_90") == "flash_fwd_fp8_hdim128_e4m3_promoted_packgqa_sm90"
+    assert taken(rows, "sm_89") == "flash_fwd_fp8_hdim128_e4m3_promoted_packgqa_sm89"
+    family = "flash_fwd_varlen_fp8_hdim128_e4m3_promoted"
+    assert taken(flashgen.KVCache(rows, rows, **lengths), "sm_90") == f"{family}_packgqa_sm90"
+    for size, arch in ((pages, "sm_90"), (small, "sm_89"), (pages, "sm_89")):
+        cache = flashgen.KVCache(size, size, **lengths, pages=(64, 20))
+        assert taken(cache, arch) == f"{family}_paged_packgqa_{arch.replace('_', '')}"
+    cache = flashgen.KVCache(small, small, **lengths, pages=(64, 20))
+    assert taken(cache, "sm_90") == f"{family}_paged_packgqa_sm89"
 
 
 BAD = (

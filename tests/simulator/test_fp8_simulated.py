@@ -48,8 +48,16 @@ def with_score(name, score):
     return variant.name
 
 
+# Heads packed into rows, whose scales differ from row to row.
+HEADS = f"{FAMILY}_hdim128_e4m3_promoted_causal_packgqa_sm90"
+HEADS_TO_CODES = f"{FAMILY}_hdim256_e4m3_promoted_codes_packgqa_sm90"
+PAGED = f"{SEQUENCES}_hdim128_e4m3_promoted_causal_paged_packgqa_sm90"
 ADA = f"{FAMILY}_hdim128_e4m3_promoted_sm89"
+ADA_HEADS = f"{FAMILY}_hdim64_e4m3_promoted_causal_packgqa_sm89"
+ADA_PACKED = f"{SEQUENCES}_hdim64_e4m3_promoted_sm89"
+ADA_PAGED = f"{SEQUENCES}_hdim128_e4m3_promoted_local_paged_sink_packgqa_sm89"
 ADA_CAPPED = with_score(f"{FAMILY}_hdim64_e4m3_promoted_causal_gqa_sm89", "softcap")
+HEADS_CAPPED = with_score(f"{FAMILY}_hdim64_e4m3_promoted_packgqa_sm90", "softcap")
 CAPPED, BIASED = with_score(PROMOTED, "softcap"), with_score(CAUSAL, "bias")
 PACKED_ALIBI = with_score(f"{SEQUENCES}_hdim64_e4m3_promoted_causal_gqa_sm90", "alibi")
 # More KV blocks than stages, several tiles to a thread block; rows that see nothing; scores that spread.
@@ -62,6 +70,11 @@ SEVERAL = Shape(150, 300, 2, batch=4)
 WINDOWS = Shape(150, 400, 4, 2, batch=4, window=(100, 20))
 MASKED = Shape(130, 500, 2, window=(100, 20))
 LISTS = Shape(200, 500, 2, batch=2)
+FEW_QUERIES = Shape(40, 300, 8, 2, batch=2)
+# Rows g and g + 8, and g and g + 16, are of different heads.
+MANY_HEADS, THREE_HEADS = Shape(10, 300, 32, 2, batch=2), Shape(40, 300, 6, 2, batch=2)
+MANY_TILES = Shape(20, 64, 64, 32, batch=5)  # more than a GPU has multiprocessors
+IN_PAGES = Shape(100, 400, 8, 2, batch=3)
 BEFORE = Shape(200, 500, 4, 2, batch=2, window=(-1, 0))
 
 
@@ -203,6 +216,20 @@ def test_mma_sync_keeps_13_bits_of_sums(fresh_seed):
         (f"{SEQUENCES}_hdim256_e4m3_promoted_sm90", SEVERAL),
         (f"{SEQUENCES}_hdim256_e4m3_promoted_local_gqa_sm90", WINDOWS),
         (f"{SEQUENCES}_hdim256_e4m3_fast_causal_sm90", SEVERAL),
+        (HEADS, FEW_QUERIES),
+        (HEADS_CAPPED, THREE_HEADS),
+        (HEADS_TO_CODES, FEW_QUERIES),
+        (f"{FAMILY}_hdim64_e4m3_promoted_dense_packgqa_sm90", FEW_QUERIES),
+        (f"{FAMILY}_hdim96_e4m3_promoted_packgqa_sm90", FEW_QUERIES),
+        (f"{SEQUENCES}_hdim64_e4m3_promoted_packgqa_sm90", Shape(50, 300, 6, 2, batch=3)),
+        (PAGED, IN_PAGES),
+        (f"{SEQUENCES}_hdim256_e4m3_promoted_local_paged_sink_codes_gqa_sm90", WINDOWS),
+        (ADA_HEADS, BLIND),
+        (f"{FAMILY}_hdim128_e4m3_promoted_dense_codes_packgqa_sm89", FEW_QUERIES),
+        (ADA_PACKED, SEVERAL),
+        (ADA_PAGED, WINDOWS),
+        (f"{SEQUENCES}_hdim96_e4m3_fast_dense_paged_gqa_sm89", GROUPED),
+        (f"{SEQUENCES}_hdim256_e4m3_promoted_causal_codes_gqa_sm89", Shape(150, 300, 4, 2, batch=3)),
     ],
 )
 def test_results_are_within_the_bound(name, shape, fresh_seed):
@@ -453,6 +480,58 @@ FAULTS = {
     ),
     "products of codes in a softcap of mma.sync": (
         ADA_CAPPED, GROUPED, NUMBERS, "scale_scores(scores, tile_scale);", "",
+    ),
+    "scales of a group's first head": (
+        HEADS, FEW_QUERIES, NUMBERS,
+        "of_row.head += some_row - query_of_row(params, some_row) * params.group_size;", "",
+    ),
+    "scales of the first of a lane's rows": (
+        HEADS, MANY_HEADS, NUMBERS,
+        "tile_of_row(params, tile, row + 8 * half)", "tile_of_row(params, tile, row)",
+    ),
+    "scales of a lane's first row in a softcap": (
+        HEADS_CAPPED, MANY_HEADS, NUMBERS, "row_scales.of_half[i % 4 / 2]", "row_scales.of_half[0]",
+    ),
+    "scales of the tile before": (
+        HEADS_CAPPED, MANY_TILES, NUMBERS,
+        "row_scales = RowScales(params, tile, tile.first_row + warp_row + lane / 4);", "",
+    ),
+    "out_scale of a group's first head": (
+        HEADS_TO_CODES, FEW_QUERIES, NUMBERS,
+        "scale_of_values(params, tile_of_row(params, tile, row))", "scale_of_values(params, tile)",
+    ),
+    "boxes written over while they are read": (
+        PAGED, IN_PAGES, PHASES,
+        "shared.boxes(), tile.kv_head); } __syncwarp(); ring.advance();",
+        "shared.boxes(), tile.kv_head); } ring.advance();",
+    ),
+    "boxes loaded before they are written": (
+        PAGED, IN_PAGES, PHASES,
+        "mbarrier_wait(empty, parity); __syncwarp();", "mbarrier_wait(empty, parity);",
+    ),
+    "boxes of the KV block before": (
+        PAGED, IN_PAGES, PHASES,
+        "if (lane < kBoxes) keys.store(params, shared.boxes() + lane * sizeof(Box)); "
+        "keys.step_down(params, block_pages, block_rows, lane);",
+        "keys.step_down(params, block_pages, block_rows, lane); "
+        "if (lane < kBoxes) keys.store(params, shared.boxes() + lane * sizeof(Box));",
+    ),
+    "scales of a warp's first MMA tile": (
+        ADA_HEADS, THREE_HEADS, NUMBERS, "row + kRowTileStep * i + 8 * row8)", "row + 8 * row8)",
+    ),
+    "v_scale of a group's first head, of mma.sync": (
+        f"{FAMILY}_hdim128_e4m3_promoted_dense_codes_packgqa_sm89", FEW_QUERIES, NUMBERS,
+        "scale_of_values(params, tile_of_row(params, tile, row))", "scale_of_values(params, tile)",
+    ),
+    "V past the end of a sequence, of mma.sync": (
+        ADA_PACKED, SEVERAL, NUMBERS | {"global bounds"},
+        "const bool valid = rows_left.has(first) &&", "const bool valid =",
+    ),
+    "scales of the first sequence, of mma.sync": (
+        ADA_PACKED, SEVERAL, NUMBERS, "min(tile.batch, batch_entries - 1)", "0",
+    ),
+    "pages of the first sequence": (
+        ADA_PAGED, WINDOWS, PHASES, "own.pages += sequence * params.pages_batch_stride;", "",
     ),
     "a warp of V that has no columns": (
         PACKED, SEVERAL, PHASES, "transpose_v(shared, warp - 2);", "transpose_v(shared, 0);",

@@ -12,7 +12,7 @@ from flashgen.api.queue_both import queue_both
 from flashgen.call.compute import are_all, make_plan, ready
 from flashgen.call.kvcache import FIELDS, KVCache, Rotary
 from flashgen.call.record import AppendCall
-from flashgen.call.request import Request, request_of
+from flashgen.call.request import Request, refuse_beside_codes, request_of
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, FlashgenError, NullPointer, arg
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag, length_bound, shown
@@ -188,6 +188,8 @@ def append_call(call: Call) -> Call:
     be rotated, and for packed queries that are not as many as the new tokens.
     """
     q, cache, rotary, cu_seqlens_q = call.q, call.k, call.rotary, call.cu_seqlens_q
+    if call.has_codes():
+        refuse_beside_codes(call)
     if call.append is None:
         raise BadParam(
             f"{arg('rotary')} was given without append; it rotates what goes into a cache, and the queries"

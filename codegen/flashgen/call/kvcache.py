@@ -51,7 +51,7 @@ class KVCache(ShapesShown):
 
     k, v: (rows, capacity, num_heads_kv, head_dim), for v with head_dim_v: a row for each sequence. With pages
         (num_pages, page_size, num_heads_kv, head_dim). Of the dtype of q; or e4m3 (float8_e4m3fn) under q of
-        fp16 or bf16, with head dims that are multiples of 16. Any strides, but the last dimension is
+        fp16, bf16 or e4m3, with head dims that are multiples of 16. Any strides, but the last dimension is
         contiguous and rows are 16-byte aligned.
     lengths: int32 (batch,), contiguous, on the device of k: the tokens that each sequence has in the cache.
         No call changes it.

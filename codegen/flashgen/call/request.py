@@ -215,7 +215,7 @@ def request_of(call: Call) -> Request:
         call = call.normalised()
     if not is_plain and call.has_codes():
         refuse_beside_codes(call)
-        return _requested(call, is_plain, _FP8)
+        return _requested(_of_cache_of_codes(call) if isinstance(call.k, KVCache) else call, is_plain, _FP8)
     operators = _ATTENTION
     if isinstance(call.k, KVCache):
         call = of_cache(call)
@@ -286,7 +286,13 @@ def _requested(call: Call, is_plain: bool, operators: _Operators) -> Request:
 def refuse_beside_codes(call: Call) -> None:
     """Raise BadParam for what no call with `OF_CODES` has."""
     first = next(name for name in OF_CODES if getattr(call, name) is not None)
-    refuse_features(call, codes=Feature(first))
+    others = {"codes": Feature(first)}
+    if isinstance(call.k, KVCache):
+        if call.k.head_dim_v is not None:
+            others["latent"] = Feature("k", "is a latent cache")
+        if call.k.starts is not None:
+            others["kv_starts"] = Feature("starts")
+    refuse_features(call, **others)
     if isinstance(call.mask, Mask):
         lengths = [name for name in LENGTHS if getattr(call, name) is not None]
         if lengths:
@@ -315,6 +321,20 @@ def of_cache(call: Call) -> Call:
     if keys.head_dim_v is not None:
         other.head_dim_v = latent.width_of_values(keys)
     other.k_scale, other.v_scale, other.kv_dtype = keys.k_scale, keys.v_scale, kv_dtype_of(keys)
+    return other
+
+
+def _of_cache_of_codes(call: Call) -> Call:
+    """`of_cache` of a call whose q is e4m3, too. Raises BadParam and NullPointer."""
+    for name in ("k_scale", "v_scale"):
+        if getattr(call, name) is not None:
+            raise BadParam(
+                f"{arg(name)} was given with a KVCache, which has its own scales; pass "
+                f"KVCache(..., {name}=...)"
+            )
+    other = of_cache(call)
+    if other.dtype is None and other.kv_dtype == "e4m3":
+        other.dtype = other.kv_dtype  # for a cache in uint8
     return other
 
 

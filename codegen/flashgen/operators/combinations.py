@@ -31,8 +31,8 @@ _ONE_LENGTH = "there are weights of sequences of one length alone: {}, or leave 
 _GRADIENT = "there are gradients of arrays of a score {}, or detach {{first}}".format
 _ALONE = "no kernel has both: leave one of the two out"
 _OF_CODES = (
-    "attention of e4m3 codes has {causal}, {window_size}, masks, scores, sinks, and packed or padded "
-    "sequences: leave {first} out, or pass {q}, {k} and {v} of 16 bits"
+    "attention of e4m3 codes has {causal}, {window_size}, masks, scores, sinks, packed or padded "
+    "sequences, and caches: leave {first} out, or pass {q}, {k} and {v} of 16 bits"
 )
 _OF_LATENT = (
     "no kernel reads it with such a cache: leave {first} out, or expand the cache into keys and values"
@@ -101,7 +101,14 @@ PAIRS = (
     Pair("pages", "index", "each row of {first} is a sequence's already"),
     *(
         Pair(name, "codes", _OF_CODES)
-        for name in (*("kv_starts", "dropout", "dropout_seed", "splits", "tree", "KVCache", "indices"),)
+        for name in ("kv_starts", "dropout", "dropout_seed", "splits", "tree", "indices")
+    ),
+    Pair("latent", "codes", "queries of a latent cache have 16 bits: leave {second} out, and pass such {q}"),
+    Pair(
+        "append",
+        "codes",
+        "q of such a call has 16 bits: call append() first, and then attention over the cache with {q} of "
+        "e4m3",
     ),
     Pair("Mask", "codes_of_lengths", "no kernel has both: pass q, k and v of one length, or of 16 bits"),
     *(

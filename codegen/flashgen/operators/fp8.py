@@ -144,6 +144,7 @@ def normalise(
     if accumulate not in ACCUMULATE:
         allowed = " or ".join(map(repr, ACCUMULATE))
         raise BadParam(f"{arg('accumulate')} is {shown(accumulate)}; expected {allowed}")
+    _refuse_scales_of_rows(scales, others)
     forward = attention.normalise(**views, out=out, of_codes=True, **others)
     extents = {name: _scale_extents(name, view, forward.sizes) for name, view in scales.items()}
     return _with_scales(forward, extents, out_dtype, accumulate)
@@ -222,6 +223,20 @@ def _out_dtype(out: ArrayView | None, out_dtype: str | None) -> tuple[str, Array
     if named not in (None, out.dtype):
         raise BadParam(f"{arg('out_dtype')} is {named} but {arg('out')} has dtype {out.dtype}; leave one out")
     return out.dtype, out
+
+
+def _refuse_scales_of_rows(scales: Mapping[str, ArrayView], inputs: Mapping[str, Any]) -> None:
+    """Raise BadTensorShape for scales of the rows of a cache, which may not be rows of sequences."""
+    if all(inputs.get(name) is None for name in ("pages", "index")):
+        return
+    for name in ("k_scale", "v_scale"):
+        shape = tuple(scales[name].shape) if name in scales else ()
+        if len(shape) > 2 and shape[:2] != (1, 1):
+            raise BadTensorShape(
+                f"{arg(name)} has shape {shape}, with scales of rows or tokens of the cache; under "
+                f"{arg('q')} of e4m3 pass (), (num_heads_kv,) or (batch, num_heads_kv), or else pass "
+                f"{arg('q')} of 16 bits"
+            )
 
 
 def _scale_extents(name: str, view: ArrayView, sizes: Mapping[str, int]) -> tuple[int, int]:

@@ -76,7 +76,8 @@ def kv_dtype_of(views: Mapping[str, ArrayView], kv_dtype: str | None, has_length
         return None  # `contract.check_dtypes` names the scales that such a call needs
     if dtype not in ("fp16", "bf16"):
         raise BadTensorDtype(
-            f"{arg('q')} has dtype {dtype}, and {arg('k')} and {arg('v')} are e4m3; expected fp16 or bf16"
+            f"{arg('q')} has dtype {dtype}, and {arg('k')} and {arg('v')} are e4m3; expected fp16 or bf16, "
+            f"or e4m3 with {arg('q_scale')} or {arg('dtype')}={E4M3!r}"
         )
     if not has_lengths:
         raise BadTensorDtype(

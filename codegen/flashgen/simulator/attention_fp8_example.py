@@ -55,6 +55,8 @@ def make(variant: Variant, shape: Shape, seed: int) -> Fp8Example:
     if variant.has_lengths:
         q, k, v, out, lse, lengths, *_ = random_sequences(rng, variant, shape, "e4m3", out_dtype)
         options = {"window_size": window_for(variant, shape), "max_seqlen_kv": expected_keys(rng, shape)}
+        if variant.mask_type == "dense":  # a mask has a column for each key of that many
+            options["max_seqlen_kv"] = shape.seqlen_kv
         if variant.score is not None:  # its arrays may have an element for each query or key
             options |= {"max_seqlen_q": shape.seqlen_q, "max_seqlen_kv": shape.seqlen_kv}
     else:

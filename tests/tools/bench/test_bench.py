@@ -1309,8 +1309,8 @@ DECLINED = {
     "flashgen-v1": {"window", "dense", "fp32", "grouped", "192/128", *LENGTHS, *BACKWARD},
     "flashgen-v2": {*LENGTHS, *BACKWARD},
     "flashgen-v3": {"fp32", *LENGTHS, *BACKWARD},
-    "flashgen-fp8": {"window", "fp32", "softcap", "alibi", *CACHES, *BACKWARD},
-    "flashgen-fp8-fast": {"window", "fp32", "softcap", "alibi", *CACHES, *BACKWARD},
+    "flashgen-fp8": {"window", "fp32", "softcap", "alibi", "append", "append pages", *BACKWARD},
+    "flashgen-fp8-fast": {"window", "fp32", "softcap", "alibi", "append", "append pages", *BACKWARD},
 }
 
 

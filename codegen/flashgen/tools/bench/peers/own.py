@@ -264,26 +264,35 @@ class FlashgenFp8:
         return Flashgen().unavailable()
 
     def declines(self, case: Case) -> str | None:
-        plain = (case.lengths == "none" or case.is_packed) and case.score == "none" and not case.sinks
-        masks = ("none", "causal") if case.is_packed else ("none", "causal", "random", "blocks", "line")
+        plain = case.score == "none" and not (case.sinks or case.codes or case.latent)
+        plain = plain and not (case.appends or case.left_padding)
+        masks = (
+            ("none", "causal") if case.lengths != "none" else ("none", "causal", "random", "blocks", "line")
+        )
         if case.is_backward or not (plain and case.mask in masks):
-            return "forward, packed or of one length, without windows and scores only"
+            return "forward, without windows, scores and what a cache of 16 bits alone has"
         return "fp16 and bf16 only" if case.dtype == "fp32" else None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        from flashgen import KVCache, quantize
         from flashgen import plan as make_plan
-        from flashgen import quantize
 
         calls = []
         for inputs in sets:
             pairs = [quantize(x) for x in (inputs.q, inputs.k, inputs.v)]
             scales = dict(zip(("q_scale", "k_scale", "v_scale"), (scale for _, scale in pairs), strict=True))
             lengths = ("cu_seqlens_q", "cu_seqlens_kv") if case.is_packed else ()
+            if case.lengths == "cache":
+                lengths = ("kv_lengths", "pages")
             scales |= {name: getattr(inputs, name) for name in lengths}
             calls.append(([codes for codes, _ in pairs], scales | {"out": inputs.out}))
         codes, named = calls[0]
         longest = max(case.sequences) if case.is_packed else (None, None)
-        options = {"causal": case.is_causal} if case.is_packed else _options(case, sets[0])
+        options = _options(case, sets[0]) if case.lengths == "none" else {"causal": case.is_causal}
+        if case.lengths == "cache":
+            cache = {name: named[name] for name in ("pages", "k_scale", "v_scale")}
+            keys = KVCache(*codes[1:], named["kv_lengths"], kv_dtype="e4m3", **cache)
+            codes, named = [codes[0], keys], {name: named[name] for name in ("q_scale", "out")}
         plan = make_plan(
             *codes,
             **named,
