@@ -34,14 +34,18 @@ class Parts(NamedTuple):
     rows: str  # what a row of a tile is: a query, or where heads are packed a pair of query and head
     heads_of_grid: str  # the parameter that counts them: heads of keys where query heads are packed
     derivative: str  # of a backward step: whether scores have a derivative to multiply by
+    score_offset: str  # whether a part of a score modification is left to the row: some or none
+    elements: str  # how elements of a score modification come: loaded, or staged in shared memory
     visits: str  # of Hopper's forward kernels, the KV blocks of a tile: all, those of a list, or of a range
     schedule: str  # of Hopper's consumers
     store: str  # how O leaves Hopper's consumers
     release_q: str  # when Hopper's consumers release Q
 
 
-def parts_of(form: Variant, has_derivative: bool) -> Parts:
-    """The parts of a kernel; ``has_derivative`` is whether scores have a derivative to multiply by."""
+def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
+    """The parts of a kernel. ``has_derivative`` is whether scores have a derivative to multiply by,
+    ``has_offset`` whether a part of the score modification is left to the row.
+    """
     axes, features = form.axis_values, form.features
     mask_type = axes.get("mask_type")
     packed = axes.get("gqa") == "packed"
@@ -59,6 +63,8 @@ def parts_of(form: Variant, has_derivative: bool) -> Parts:
         rows="pairs" if packed else "queries",
         heads_of_grid="num_heads_kv" if packed else "num_heads_q",
         derivative="derivative" if has_derivative else "plain",
+        score_offset="some" if has_offset else "none",
+        elements="staged" if _stages(form) else "loaded",
         visits=visits,
         schedule=schedule,
         store="by_tma" if by_tma else "from_registers",
@@ -72,6 +78,11 @@ def some_headers(form: Variant) -> tuple[str, ...]:
     takes = {
         HALF: score is not None and score.reads_half,
         DROPOUT: form.axis_values.get("dropout") == "dropout",
-        STAGED: score is not None and score.staged is not None and STAGES_SCORES in form.features,
+        STAGED: _stages(form),
     }
     return tuple(name for name in SOME_HEADERS if takes[name])
+
+
+def _stages(form: Variant) -> bool:
+    """Whether the kernel copies elements of a score modification to shared memory."""
+    return form.score is not None and form.score.staged is not None and STAGES_SCORES in form.features

@@ -242,7 +242,7 @@ def _context(form: Variant) -> dict[str, Any]:
         **_of_tree(form),
         **dict(form.tile),
         **of_score,
-        "parts": parts_of(form, of_score["score_has_derivative"]),
+        "parts": parts_of(form, of_score["score_has_derivative"], of_score["score_has_offset"]),
         **_of_rule(form),
         "variant": form,
         "name": form.name,
