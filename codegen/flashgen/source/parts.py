@@ -36,6 +36,10 @@ class Parts(NamedTuple):
     derivative: str  # of a backward step: whether scores have a derivative to multiply by
     score_offset: str  # whether a part of a score modification is left to the row: some or none
     elements: str  # how elements of a score modification come: loaded, or staged in shared memory
+    loop: str  # of mma.sync's forward kernels
+    copy: str  # how they copy K and V: rows, rows of pages, or codes
+    lane_address: str  # how a lane's addresses are computed: a sum after the XOR of the swizzle, or none
+    query_steps: str  # of a backward kernel: by lists, or by the order of dQ and the heads of a step
     visits: str  # of Hopper's forward kernels, the KV blocks of a tile: all, those of a list, or of a range
     schedule: str  # of Hopper's consumers
     store: str  # how O leaves Hopper's consumers
@@ -50,6 +54,9 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
     mask_type = axes.get("mask_type")
     packed = axes.get("gqa") == "packed"
     visits = _VISITS.get(str(mask_type), "range")
+    # fp32 adds nothing after the XOR. With plain addresses ptxas would write other code for it, which has not
+    # been timed.
+    with_offset = dict(form.tile).get("loop") in ("halves", "turns") or form.dtype == "fp32"
     by_tma = "tma_stores" in features
     if visits != "range":
         schedule = visits
@@ -65,11 +72,29 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         derivative="derivative" if has_derivative else "plain",
         score_offset="some" if has_offset else "none",
         elements="staged" if _stages(form) else "loaded",
+        loop=_loop(form),
+        copy=_copy(form),
+        lane_address="with_offset" if with_offset else "plain",
+        query_steps="listed" if visits == "listed" else f"{axes.get('dq_order')}_{axes.get('gqa')}",
         visits=visits,
         schedule=schedule,
         store="by_tma" if by_tma else "from_registers",
         release_q="after_store" if by_tma else "after_qk",
     )
+
+
+def _loop(form: Variant) -> str:
+    """The main loop of mma.sync's forward kernels: of a list, of a dense mask, or the one of the tile."""
+    loop = str(dict(form.tile).get("loop"))
+    return {"blocks": "listed", "dense": f"{loop}_dense"}.get(str(form.axis_values.get("mask_type")), loop)
+
+
+def _copy(form: Variant) -> str:
+    """How mma.sync's forward kernels copy K and V."""
+    axes = form.axis_values
+    if axes.get("kv_dtype", "none") == "e4m3" and form.dtype != "e4m3":
+        return "codes"
+    return "pages" if form.has_lengths and axes.get("pages") == "paged" else "rows"
 
 
 def some_headers(form: Variant) -> tuple[str, ...]:

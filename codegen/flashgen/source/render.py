@@ -238,6 +238,7 @@ def _context(form: Variant) -> dict[str, Any]:
     of_score = _of_score(form)
     return {
         "score": None,
+        "cluster": 1,  # of kernels whose tiles say nothing of clusters
         **form.axis_values,
         **_of_tree(form),
         **dict(form.tile),
