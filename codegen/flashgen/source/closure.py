@@ -50,9 +50,7 @@ def spec_file(variant: Variant) -> str:
     return str(Path(variant.spec_dir, f"{variant.spec}.yaml"))
 
 
-def closure(
-    template: str, headers: Sequence[str], spec: str, folders: tuple[str, ...]
-) -> dict[str, str]:
+def closure(template: str, headers: Sequence[str], spec: str, folders: tuple[str, ...]) -> dict[str, str]:
     """Templates and headers that rendering and compiling a kernel may read, by name. ``headers`` are those
     that it names by `source.parts`, ``spec`` is its file.
     """

@@ -39,8 +39,8 @@ class Parts(NamedTuple):
     loop: str  # of mma.sync's forward kernels
     copy: str  # how they copy K and V: rows, rows of pages, or codes
     lane_address: str  # how a lane's addresses are computed: a sum after the XOR of the swizzle, or none
-    query_steps: str  # of a backward kernel: by lists, or by the order of dQ and the heads of a step
-    visits: str  # of Hopper's forward kernels, the KV blocks of a tile: all, those of a list, or of a range
+    query_steps: str  # of backward kernels: by lists, or by the order of dQ and the heads of a step
+    visits: str  # which KV blocks Hopper's forward kernels visit: of a range, a list, or a dense mask
     schedule: str  # of Hopper's consumers
     store: str  # how O leaves Hopper's consumers
     release_q: str  # when Hopper's consumers release Q
@@ -98,7 +98,7 @@ def _copy(form: Variant) -> str:
 
 
 def some_headers(form: Variant) -> tuple[str, ...]:
-    """The names of a kernel's headers after that of its family."""
+    """The headers that a kernel includes after the header of its family."""
     score = form.score
     takes = {
         HALF: score is not None and score.reads_half,

@@ -428,7 +428,9 @@ def unused_overrides(specs: Iterable[Spec]) -> list[Path]:
         names = used.setdefault(folders, {*SOME_HEADERS})
         for step in spec.content.steps:
             try:
-                names.update(closure(step.template, (spec.content.family["header"],), str(spec.path), folders))
+                names.update(
+                    closure(step.template, (spec.content.family["header"],), str(spec.path), folders)
+                )
             except (InternalError, SpecError):
                 incomplete.add(folders)
     unused = []
