@@ -22,20 +22,20 @@
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread
 //     thread 0             produce(): loads Q and dO of each step by TMA
-//     other warps          idle, or they clear dQ, count, keep turns or pack a mask: see the kernel, after consume()
+//     other warps          idle, or helpers of the producer and the consumers: the branch of warpgroup 0 in the kernel names their jobs
 //   warpgroups 1, 2      consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
 //
 //   SharedStorage        bytes
-//   k                    32768        K; at the end dK, on its way to TMA
-//   v                    32768        V; at the end dV
-//   q                    16384  x 2   Q of a step
-//   dout                 16384  x 2   dO of a step
-//   ds                   16384  x 2   dS^T of a step, and of the step before
-//   lse_log2, delta      256    x 2   of the queries of a step
+//   k                    32768  x 1  K; at the end dK, on its way to TMA
+//   v                    32768  x 1  V; at the end dV, on its way to TMA
+//   q                    16384  x 2  Q of a step
+//   dout                 16384  x 2  dO of a step
+//   ds                   16384  x 2  dS^T of a step, and of the step before
+//   lse_log2, delta      256    x 2  of the queries of a step
 //
 //   barrier              arrivals of a phase                                          who waits
 //   q_full, dout_full    1: the producer, and the bytes of TMA                        consumers
-//   empty                4 kConsumers: lane 0 of each warp, after its last MMA        producer warpgroup
+//   empty                4 kConsumers: lane 0 of each warp, after its MMAs of a step  producer
 //   ds_ready             4 kConsumers: lane 0 of each warp, new dS written, old read  consumers
 //   other barriers       see NamedBarrier and Mbarriers
 
@@ -62,7 +62,7 @@ constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and dO
 
 enum NamedBarrier : int {  // __syncthreads() has the number 0
-    kStoreBarrier = 1,  // + consumer: the consumer has staged its dK or dV in k or v, for TMA. Its 128 threads
+    kStoreBarrier = 1,  // + consumer: its 128 threads have staged dK or dV in k or v, for TMA
     kStartBarrier = 3,  // + consumer: the other consumer has issued its S and dP, so this consumer may issue its S and dP. 256 threads
     kAddedBarrier = 5,  // all dQ is added. Consumers arrive, count_added() waits: kAddedThreads
 };
@@ -233,7 +233,8 @@ struct RingPosition {
     }
 };
 
-__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+// The wgmma descriptor of an operand in shared memory
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
@@ -280,7 +281,7 @@ __device__ int rows_of_head(const Params& params);  // Rows of dq_accum of a hea
 __device__ void clear_ahead(const Params& params, const KeyBlock& block, int lane);
 __device__ void await_cleared(const Params& params, const KeyBlock& block);  // Waits until dq_accum of the head is clear
 
-constexpr int kAddedThreads = 128 * kConsumers + 32;  // at kAddedBarrier
+constexpr int kAddedThreads = 128 * kConsumers + 32;  // at kAddedBarrier: the consumers, and the warp of count_added()
 
 __device__ void count_added(const Params& params, const KeyBlock& block, int lane);  // Counts the thread block when all its dQ is added
 // The blocks of queries that a thread block goes through
@@ -306,7 +307,7 @@ __device__ void load_q(const Params& params, const StepRows& rows, shared_addres
 __device__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
     int more = 0);
 
-// What arrives with the first dO: V.
+// Bytes that the barrier of the first dO also counts: V.
 constexpr int kBytesWithDout = kVBytes;
 
 // Starts the first loads of a thread block
@@ -670,7 +671,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 
 #endif
 
-// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// The wgmma descriptor of an operand in shared memory: its address, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
 // atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
@@ -803,11 +804,6 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
 }
 
 // The index of a block's head in the grid, over all batch entries.
-// dq_accum must be 0 before dQ is added to it. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. CTAs of head
-// h clear head h + clear_distance, one part each, while they compute.
-// clear_distance is more than a group of heads that share L2, so the CTAs that clear have lower indices in the grid than the CTAs that wait, and
-// clearing waits for nothing. So there is no deadlock if the hardware starts CTAs by increasing index. It does, but CUDA does not promise it.
-// clear_distance is little more than such a group, so that most zeros are still in L2 when dQ is added to them.
 __device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock& block) {
     return block.batch * params.num_heads_kv + block.kv_head;
 }
@@ -820,6 +816,11 @@ __device__ __forceinline__ int rows_of_head(const Params& params) { return unit_
 
 // Clears this thread block's part of dq_accum of a later head.
 // A warp of the producer warpgroup calls it. A part is whole rows of tiles.
+// dq_accum must be 0 before dQ is added to it. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. CTAs of head
+// h clear head h + clear_distance, one part each, while they compute.
+// clear_distance is more than a group of heads that share L2, so the CTAs that clear have lower indices in the grid than the CTAs that wait, and
+// clearing waits for nothing. So there is no deadlock if the hardware starts CTAs by increasing index. It does, but CUDA does not promise it.
+// clear_distance is little more than such a group, so that most zeros are still in L2 when dQ is added to them.
 __device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock& block, int lane) {
     const int head = head_of_grid(params, block) + params.clear_distance;
     if (head >= num_heads_of_grid(params)) return;

@@ -260,7 +260,8 @@ constexpr int kVectorBytes = 4 * sizeof(float);
 
 __device__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem);  // Stores P for the consumer of dK
 __device__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem);  // Reads P that the consumer of dV has stored
-__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+// The wgmma descriptor of an operand in shared memory
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
 
 // Rows of K or V of a consumer warpgroup, operand A. The first kHeld columns are in registers: a wgmma of 64 columns takes 48 clocks with A in
@@ -325,7 +326,7 @@ __device__ int rows_of_head(const Params& params);  // Rows of dq_accum of a hea
 __device__ void clear_ahead(const Params& params, const KeyBlock& block, int lane);
 __device__ void await_cleared(const Params& params, const KeyBlock& block);  // Waits until dq_accum of the head is clear
 
-constexpr int kAddedThreads = 128 * kConsumers + 32;  // at kAddedBarrier
+constexpr int kAddedThreads = 128 * kConsumers + 32;  // at kAddedBarrier: the consumers, and the warp of count_added()
 
 __device__ void count_added(const Params& params, const KeyBlock& block, int lane);  // Counts the thread block when all its dQ is added
 __device__ int num_steps(const Params&, const QueryBlocks& queries);  // The number of steps of a thread block
@@ -349,7 +350,7 @@ __device__ void load_q(const Params& params, const StepRows& rows, shared_addres
 __device__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
     int more = 0);
 
-// What arrives with the first dO: V, and the peer's K for dQ.
+// Bytes that the barrier of the first dO also counts: V, and the peer's K for dQ.
 constexpr int kBytesWithDout = kVBytes + kPeerKBytes;
 
 // Starts the first loads of a thread block
@@ -907,7 +908,7 @@ __device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const u
 
 #endif
 
-// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// The wgmma descriptor of an operand in shared memory: its address, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
 // atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
@@ -1035,11 +1036,6 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
 }
 
 // The index of a block's head in the grid, over all batch entries.
-// dq_accum must be 0 before dQ is added to it. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. CTAs of head
-// h clear head h + clear_distance, one part each, while they compute.
-// clear_distance is more than a group of heads that share L2, so the CTAs that clear have lower indices in the grid than the CTAs that wait, and
-// clearing waits for nothing. So there is no deadlock if the hardware starts CTAs by increasing index. It does, but CUDA does not promise it.
-// clear_distance is little more than such a group, so that most zeros are still in L2 when dQ is added to them.
 __device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock& block) {
     return block.batch * params.num_heads_kv + block.kv_head;
 }
@@ -1052,6 +1048,11 @@ __device__ __forceinline__ int rows_of_head(const Params& params) { return unit_
 
 // Clears this thread block's part of dq_accum of a later head.
 // A warp of the producer warpgroup calls it. A part is whole rows of tiles.
+// dq_accum must be 0 before dQ is added to it. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. CTAs of head
+// h clear head h + clear_distance, one part each, while they compute.
+// clear_distance is more than a group of heads that share L2, so the CTAs that clear have lower indices in the grid than the CTAs that wait, and
+// clearing waits for nothing. So there is no deadlock if the hardware starts CTAs by increasing index. It does, but CUDA does not promise it.
+// clear_distance is little more than such a group, so that most zeros are still in L2 when dQ is added to them.
 __device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock& block, int lane) {
     const int head = head_of_grid(params, block) + params.clear_distance;
     if (head >= num_heads_of_grid(params)) return;

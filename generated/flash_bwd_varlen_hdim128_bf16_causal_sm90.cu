@@ -23,20 +23,20 @@
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread
 //     thread 0             produce(): loads Q and dO of each step by TMA
-//     other warps          idle, or they clear dQ, count, keep turns or pack a mask: see the kernel, after consume()
+//     other warps          idle, or helpers of the producer and the consumers: the branch of warpgroup 0 in the kernel names their jobs
 //   warpgroups 1, 2      consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
 //
 //   SharedStorage        bytes
-//   k                    32768        K; at the end dK, on its way to TMA
-//   v                    32768        V; at the end dV
-//   q                    16384  x 2   Q of a step
-//   dout                 16384  x 2   dO of a step
-//   ds                   16384  x 2   dS^T of a step, and of the step before
-//   lse_log2, delta      256    x 2   of the queries of a step
+//   k                    32768  x 1  K; at the end dK, on its way to TMA
+//   v                    32768  x 1  V; at the end dV, on its way to TMA
+//   q                    16384  x 2  Q of a step
+//   dout                 16384  x 2  dO of a step
+//   ds                   16384  x 2  dS^T of a step, and of the step before
+//   lse_log2, delta      256    x 2  of the queries of a step
 //
 //   barrier              arrivals of a phase                                          who waits
 //   q_full, dout_full    1: the producer, and the bytes of TMA                        consumers
-//   empty                4 kConsumers: lane 0 of each warp, after its last MMA        producer warpgroup
+//   empty                4 kConsumers: lane 0 of each warp, after its MMAs of a step  producer
 //   ds_ready             4 kConsumers: lane 0 of each warp, new dS written, old read  consumers
 //   other barriers       see NamedBarrier and Mbarriers
 
@@ -254,7 +254,8 @@ struct RingPosition {
     }
 };
 
-__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+// The wgmma descriptor of an operand in shared memory
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
@@ -330,7 +331,7 @@ __device__ void load_q(const Params& params, const StepRows& rows, shared_addres
 __device__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
     int more = 0);
 
-// What arrives with the first dO: V.
+// Bytes that the barrier of the first dO also counts: V.
 constexpr int kBytesWithDout = kVBytes;
 
 // Starts the first loads of a thread block
@@ -707,7 +708,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 
 #endif
 
-// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// The wgmma descriptor of an operand in shared memory: its address, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
 // atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes

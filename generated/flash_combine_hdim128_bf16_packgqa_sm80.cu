@@ -83,7 +83,7 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 // A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares a head of K and V
+    int head;  // query head; if heads are packed, the first of the group
     int first_row;  // the first tile of a head may begin before row 0
 };
 

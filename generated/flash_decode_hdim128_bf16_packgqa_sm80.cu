@@ -10,14 +10,14 @@
 // template  flash_decode_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
-// Attention of few query rows over many keys, which is bound by the bandwidth of global memory. So each thread block keeps copies of K and V in
-// flight, and all thread blocks have equal shares of the pieces of all tiles: of KV blocks, or of splits where the call fixes them.
+// Attention of few query rows over many keys is bound by the bandwidth of global memory. So each thread block keeps copies of K and V in flight,
+// and thread blocks split the KV blocks of all tiles evenly. If the call fixes the splits of a sequence, they split these evenly instead.
 // For each KV block:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
-// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. Where a thread block
-// has all KV blocks of a tile, it divides O by row_sum in the end. Other parts go to the workspace, and the next kernel combines them.
+// row_max tracks the largest score of each row (online softmax). When it rises, row_sum and O are rescaled. A thread block that has all KV blocks
+// of a tile divides O by row_sum at the end. Otherwise each part goes to the workspace, and the next kernel combines the parts of a tile.
 //
 // Map
 //   warps             kWarps = 4, in groups of kGroupWarps = 1. A group copies its own keys of each KV block and computes their S and P V
@@ -107,30 +107,30 @@ struct Params {
 // A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares a head of K and V
+    int head;  // query head; if heads are packed, the first of the group
     int kv_head;
     int first_row;  // the first tile of a head may begin before row 0
 };
 
-// What a thread block computes: the numbers [begin, end). find_share() says what is numbered, one tile after the other. Shares are equal.
+// The work of a thread block: items [begin, end). The items, KV blocks or splits, are numbered tile after tile: see find_share().
 struct Share {
     int begin;
     int end;
 };
 
-// A part of a tile that a thread block computes at a time: KV blocks [first, end) of the sequence.
+// What a thread block computes of one tile: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // its number: in the sequence where the device has lengths, else in all of them
+    int tile;  // its number: within its sequence if the device has lengths, else among all tiles
     int first;
     int end;
-    int slot;  // of the workspace; below 0 where this is all of the tile
+    int slot;  // of the workspace; below 0 if the part is the whole tile
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
 
 // The heads of the grid form 1, 2 or 4 sets: head h is in set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
 // and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
-// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
+// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows are adjacent in memory.
 
 __device__ int share_of(const Params& params, int thread_block);  // The number of a thread block's share in its set
 // Head number `nth_head` of a thread block's set, in the grid
@@ -192,7 +192,7 @@ __device__ int swizzle_key(int row);  // The number by which the chunks of a row
 // The address of a lane's part of the first MMA fragment in a row. Adding an offset to it must not change the bits that step_address() XORs.
 using LaneAddress = shared_address;
 
-__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);  // The address of a 16-byte chunk of a row
 // The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
 __device__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair);
 __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
@@ -216,7 +216,7 @@ struct Fetch {
     const element* v;
 };
 
-__device__ Fetch seek(const Params& params, int index, int group);
+__device__ Fetch seek(const Params& params, int index, int group);  // The Fetch of a group that begins with KV block `index`
 // Prefetches the next KV block into L2, if the share has one left
 __device__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch);
 // Starts the copies of the next KV block, if the share has one left
@@ -345,8 +345,8 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
         clear(rows);
 
         for (int block = part.first; block < part.end; ++block) {
-            // 1. Wait for the group's keys of this KV block: each thread for its own copies, sync_group() for the copies of the other lanes and warps. The
-            // group has finished with the previous KV block: start the copy of a later one into that stage.
+            // 1. Wait for the group's keys of this KV block: cp_async_wait() for the thread's copies, sync_group() for the copies of other threads. By then
+            // the group has finished with the previous KV block: start the copy of a later KV block into its stage.
             cp_async_wait<kStages - 2>();
             sync_group(group);
             fetch_next(params, share, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
@@ -504,6 +504,7 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
+// The address of a 16-byte chunk of a row.
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
@@ -515,8 +516,7 @@ __device__ __forceinline__ shared_address step_address(LaneAddress lane, int row
     return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
-// For ldmatrix of Q and, transposed, of V: the four 8x8 matrices of 16-bit halves are rows 0-7 and 8-15 of the left chunk, then of the right
-// one.
+// For ldmatrix of Q and, transposed, of V: the four 8x8 matrices of 16-bit halves are rows 0-7 and 8-15 of the left chunk, then of the right.
 __device__ __forceinline__ LaneAddress qv_lane_address(shared_address block, int lane) {
     return lane_address(block, lane % 16, lane / 16);
 }
@@ -604,6 +604,7 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
     cp_async_commit();
 }
 
+// The Fetch of a group that begins with KV block `index`.
 __device__ __forceinline__ Fetch seek(const Params& params, int index, int group) {
     const int tile_index = divide(index, params.kv_blocks_per_tile_divisor);
     const int block = index - tile_index * params.kv_blocks_per_tile;

@@ -10,12 +10,12 @@
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// A tile is kBlockM rows of queries that attend to the keys of one kv head. A thread block takes tile after tile through the KV blocks that
-// its rows attend to, the last one first:
+// A tile is kBlockM rows of queries that attend to the keys of one kv head. Thread blocks are persistent: each computes one tile after another.
+// For each KV block that the tile's rows attend to, from the last to the first:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
-// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by row_sum.
+// row_max tracks the largest score of each row (online softmax). When it rises, row_sum and O are rescaled. At the end O is divided by row_sum.
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 32 a thread
@@ -138,7 +138,7 @@ struct Params {
 // A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
-    int head;
+    int head;  // query head; if heads are packed, the first of the group
     int kv_head;
     int first_row;  // the first tile of a head may begin before row 0
 };
@@ -186,7 +186,7 @@ struct RingPosition {
     }
 };
 
-__device__ void init_barriers(const SharedAddresses& shared);  // Initialises the barriers with the arrivals that complete a phase of each
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
@@ -215,7 +215,8 @@ template <int kPanelCount> __device__ void load_kv_block(shared_address destinat
 // Loads K and V of a KV block, each when its buffer is empty
 __device__ void produce_kv(const Params& params, const Tile& tile, int kv_block, const SharedAddresses& shared,
     RingPosition<kStages>& ring);
-__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+// The wgmma descriptor of an operand in shared memory
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
@@ -274,8 +275,8 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
 __device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
-struct RowState {
-    float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain; rows g and g + 8 of the warp's 16
+struct RowState {  // of a lane's two rows: g and g + 8 of the warp's 16, where g = lane / 4
+    float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain
     float row_sum[2] = {0.0f, 0.0f};            // this lane's share of the sum of P
     float correction[2];                        // of O, if row_max has moved
 };
@@ -284,7 +285,7 @@ struct RowState {
 __device__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2);
 __device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);  // Multiplies O by the factors by which row_max has moved
 __device__ bool is_row(const Params& params, int row);  // Whether a row of a tile has a query
-// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE
+// Completes row_sum of the lane's two rows, and writes their LSE
 __device__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane, float (&factor)[2]);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
 // Normalises O, rounds it and lets TMA write it
@@ -302,7 +303,7 @@ __device__ __forceinline__ void produce(const Params& params, const SharedAddres
         load_q(params, tile, shared.q(q_ring.stage), shared.q_full(q_ring.stage));
         q_ring.advance();
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
-#pragma unroll 1  // it waits for copies, and unrolled it takes longer to compile
+#pragma unroll 1  // it waits for copies: unrolled it would not be faster, and take longer to compile
         for (int kv_block = blocks.last; kv_block >= blocks.first; --kv_block) produce_kv(params, tile, kv_block, shared, ring);
     }
 }
@@ -320,7 +321,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
     // Consumers take turns at issuing MMAs, so that the MMAs of one run while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
-    if (consumer == kConsumers - 1) end_turn();
+    if (consumer == kConsumers - 1) end_turn();  // consumer 0 has the first turn
 
     // O of a tile is stored through the buffer of its Q. The buffer is empty once TMA has read O. The thread that started the stores waits for TMA
     // while the next tile's first MMA runs. This delays the load of Q of the tile after the next one, which no consumer needs yet.
@@ -352,7 +353,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         mma_qk(scores, q_smem, shared.k(k_ring.stage));
         end_turn();
     };
-    // Every score passes here once, between Q K^T and softmax.
+    // Finishes the scores of a KV block: once for each KV block, between Q K^T and softmax.
     auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
     };
     // Hides the keys past the sequence in the last KV block, which is the first to be visited. No other block needs a mask.
@@ -465,8 +466,8 @@ flash_fwd_hdim128_fp16_sm90(const __grid_constant__ Params params) {
 
 // The tile with number `index` in launch order.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in L2 groups: tiles of a head, which share K and V in L2, run at about the same time. Within an L2 group row blocks come
-    // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
+    // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
+    // row block of each head comes first. Under a diagonal it is the longest, so the grid ends with short tiles and few SMs are idle.
     const int num_heads = params.num_heads_q;
     const int l2_group = min(index / (params.heads_per_l2_group * params.num_row_blocks), params.num_l2_groups - 1);
     const int first_head = l2_group * params.heads_per_l2_group;
@@ -496,9 +497,8 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
-// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
-// once unrolled.
+// Visits the scores that a lane holds of a KV block: visit(row, key, score). `row` is 0 or 8, counted from the warp's first row + lane / 4. `key`
+// is 8 j or 8 j + 1, counted from the block's first key + lane % 4 * 2. Both are constants after unrolling.
 template <typename Visit>
 __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit) {
 #pragma unroll
@@ -552,7 +552,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 }
 // ====
 
-// Initialises the barriers with the arrivals that complete a phase of each. One thread calls it, before any other uses them.
+// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
 __device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
     for (int stage = 0; stage < kQStages; ++stage) {
         mbarrier_init(shared.q_full(stage), 1);
@@ -657,7 +657,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_fp16_rs(float (&d)[64], const u
 
 #endif
 
-// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// The wgmma descriptor of an operand in shared memory: its address, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
 // atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
@@ -767,7 +767,7 @@ __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
 
-// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. Sets `factor` to 1 / row_sum; the caller multiplies O by it.
+// Completes row_sum of the lane's two rows, and writes their LSE. Sets `factor` to 1 / row_sum; the caller multiplies O by it.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll

@@ -15,7 +15,7 @@
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
-// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by row_sum.
+// row_max tracks the largest score of each row (online softmax). When it rises, row_sum and O are rescaled. At the end O is divided by row_sum.
 //
 // Map
 //   warps             kWarps = 8. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
@@ -94,7 +94,7 @@ struct Params {
 // A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
-    int head;
+    int head;  // query head; if heads are packed, the first of the group
     int kv_head;
     int first_row;  // the first tile of a head may begin before row 0
 };
@@ -407,8 +407,8 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
 
 // The tile with number `index` in launch order.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in L2 groups: tiles of a head, which share K and V in L2, run at about the same time. Within an L2 group row blocks come
-    // one after another for all heads, the last first: under a diagonal it is the longest, and short tiles at the end leave few SMs idle.
+    // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
+    // row block of each head comes first. Under a diagonal it is the longest, so the grid ends with short tiles and few SMs are idle.
     const int num_heads = params.num_heads_q;
     const int l2_group = min(divide(index, params.l2_group_tiles_divisor), params.num_l2_groups - 1);
     const int first_head = l2_group * params.heads_per_l2_group;
@@ -532,8 +532,7 @@ __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, 
            step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
-// For ldmatrix of Q and, transposed, of V: the four 8x8 matrices of 16-bit halves are rows 0-7 and 8-15 of the left chunk, then of the right
-// one.
+// For ldmatrix of Q and, transposed, of V: the four 8x8 matrices of 16-bit halves are rows 0-7 and 8-15 of the left chunk, then of the right.
 __device__ __forceinline__ LaneAddress qv_lane_address(shared_address block, int lane) {
     return lane_address(block, lane % 16, lane / 16);
 }

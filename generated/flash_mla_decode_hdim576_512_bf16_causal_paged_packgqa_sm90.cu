@@ -217,23 +217,23 @@ struct Params {
 // A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares a head of K and V
+    int head;  // query head; if heads are packed, the first of the group
     int kv_head;
     int first_row;  // the first tile of a head may begin before row 0
 };
 
-// What a thread block computes: the numbers [begin, end). find_share() says what is numbered, one tile after the other. Shares are equal.
+// The work of a thread block: items [begin, end). The items, KV blocks or splits, are numbered tile after tile: see find_share().
 struct Share {
     int begin;
     int end;
 };
 
-// A part of a tile that a thread block computes at a time: KV blocks [first, end) of the sequence.
+// What a thread block computes of one tile: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // its number: in the sequence where the device has lengths, else in all of them
+    int tile;  // its number: within its sequence if the device has lengths, else among all tiles
     int first;
     int end;
-    int slot;  // of the workspace; below 0 where this is all of the tile
+    int slot;  // of the workspace; below 0 if the part is the whole tile
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
@@ -278,7 +278,7 @@ __device__ Tiles tiles_of(const Params& params);  // The tiles of a sequence
 
 // The heads of the grid form 1, 2 or 4 sets: head h is in set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
 // and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
-// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
+// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows are adjacent in memory.
 
 __device__ int share_of(const Params& params, int thread_block);  // The number of a thread block's share in its set
 // Head number `nth_head` of a thread block's set, in the grid
@@ -365,7 +365,8 @@ __device__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& fou
 __device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found);  // The KV blocks that the thread block visits of a tile
 // Turns a tile of its sequence into the same one of the whole array, as TMA takes it
 __device__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile);
-__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+// The wgmma descriptor of an operand in shared memory
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 // Starts S (64 x kBlockN) = Q . K^T, group of columns after group in the order in which they are loaded
 __device__ void mma_qk(float (&scores)[kBlockN / 2], const SharedAddresses& shared, const RingPosition<kStages>& ring);
 
@@ -421,8 +422,8 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
 __device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
-struct RowState {
-    float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain; rows g and g + 8 of the warp's 16
+struct RowState {  // of a lane's two rows: g and g + 8 of the warp's 16, where g = lane / 4
+    float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain
     float row_sum[2] = {0.0f, 0.0f};            // this lane's share of the sum of P
     float correction[2];                        // of O, if row_max has moved
 };
@@ -430,7 +431,7 @@ struct RowState {
 // Turns S of a KV block into P and adds it to row_sum
 __device__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2);
 __device__ bool is_row(const Params& params, int row);  // Whether a row of a tile has a query
-// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE
+// Completes row_sum of the lane's two rows, and writes their LSE
 __device__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane, float (&factor)[2]);
 // Transposes a 4x4 matrix of words, a row in each of four neighbouring lanes
 __device__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four);
@@ -610,9 +611,9 @@ __device__ __forceinline__ void consume_scores(const Params& all, const SharedAd
         for (int half = 0; half < 2; ++half) {
             if (!is_row(params, first_row + 8 * half + lane / 4)) rows.row_max[half] = INFINITY;
         }
-        // Most blocks need no mask for a warp's 16 rows. first_row is clamped because all rows of a warp may be past the last row.
+        // The keys that all 16 rows of the warp see: KV blocks within them need no mask. All rows of a warp may be past the last one, so clamp first_row.
         const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
-        // Every score passes here once, between Q K^T and softmax.
+        // Finishes the scores of a KV block: once for each KV block, between Q K^T and softmax.
         auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
             const bool whole = (kv_block + 1) * kBlockN <= seen_by_all.end;
             if (!whole) apply_mask(params, scores, first_row, kv_block * kBlockN, lane);
@@ -971,9 +972,8 @@ __device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile
     return tile;
 }
 
-// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
-// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
-// once unrolled.
+// Visits the scores that a lane holds of a KV block: visit(row, key, score). `row` is 0 or 8, counted from the warp's first row + lane / 4. `key`
+// is 8 j or 8 j + 1, counted from the block's first key + lane % 4 * 2. Both are constants after unrolling.
 template <typename Visit>
 __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit) {
 #pragma unroll
@@ -1149,7 +1149,7 @@ __device__ __forceinline__ void wgmma_m64n256k16_bf16_rs(float (&d)[128], const 
 
 #endif
 
-// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// The wgmma descriptor of an operand in shared memory: its address, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
 // atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
@@ -1257,7 +1257,7 @@ __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
 
-// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. Sets `factor` to 1 / row_sum; the caller multiplies O by it.
+// Completes row_sum of the lane's two rows, and writes their LSE. Sets `factor` to 1 / row_sum; the caller multiplies O by it.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll

@@ -96,7 +96,7 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 // A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares a head of K and V
+    int head;  // query head; if heads are packed, the first of the group
     int first_row;  // the first tile of a head may begin before row 0
 };
 
@@ -142,7 +142,7 @@ __device__ Tiles tiles_of(const Params& params);  // The tiles of a sequence
 
 // The heads of the grid form 1, 2 or 4 sets: head h is in set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
 // and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
-// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
+// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows are adjacent in memory.
 
 __device__ int share_of(const Params& params, int thread_block);  // The number of a thread block's share in its set
 // Head number `nth_head` of a thread block's set, in the grid

@@ -16,8 +16,8 @@
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
-// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. A thread block that
-// has a whole tile divides O by row_sum in the end. Others leave their parts in the workspace, and the next kernel combines them.
+// row_max tracks the largest score of each row (online softmax). When it rises, row_sum and O are rescaled. A thread block that
+// has a whole tile divides O by row_sum at the end. Otherwise it writes its part to the workspace, and the next kernel combines the parts.
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 56 a thread
@@ -216,23 +216,23 @@ struct Params {
 // A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares a head of K and V
+    int head;  // query head; if heads are packed, the first of the group
     int kv_head;
     int first_row;  // the first tile of a head may begin before row 0
 };
 
-// What a thread block computes: the numbers [begin, end). find_share() says what is numbered, one tile after the other. Shares are equal.
+// The work of a thread block: items [begin, end). The items, KV blocks or splits, are numbered tile after tile: see find_share().
 struct Share {
     int begin;
     int end;
 };
 
-// A part of a tile that a thread block computes at a time: KV blocks [first, end) of the sequence.
+// What a thread block computes of one tile: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // its number: in the sequence where the device has lengths, else in all of them
+    int tile;  // its number: within its sequence if the device has lengths, else among all tiles
     int first;
     int end;
-    int slot;  // of the workspace; below 0 where this is all of the tile
+    int slot;  // of the workspace; below 0 if the part is the whole tile
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
@@ -339,7 +339,7 @@ struct RingPosition {
     }
 };
 
-__device__ void init_barriers(const SharedAddresses& shared);  // Initialises the barriers with the arrivals that complete a phase of each
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
@@ -350,7 +350,8 @@ struct KvBlocks {
 // The KV blocks that rows [first_row, first_row + count) attend to
 __device__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count);
 __device__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full);  // Loads Q of a tile
-__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);  // A matrix descriptor
+// The wgmma descriptor of an operand in shared memory
+__device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
@@ -408,8 +409,8 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 __device__ float quad_max(float value);  // The maximum over the four lanes of a quad
 __device__ float quad_sum(float value);  // The sum over the four lanes of a quad
 
-struct RowState {
-    float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain; rows g and g + 8 of the warp's 16
+struct RowState {  // of a lane's two rows: g and g + 8 of the warp's 16, where g = lane / 4
+    float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain
     float row_sum[2] = {0.0f, 0.0f};            // this lane's share of the sum of P
     float correction[2];                        // of O, if row_max has moved
 };
@@ -418,7 +419,7 @@ struct RowState {
 __device__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2);
 __device__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows);  // Multiplies O by the factors by which row_max has moved
 __device__ bool is_row(const Params& params, int row);  // Whether a row of a tile has a query
-// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE
+// Completes row_sum of the lane's two rows, and writes their LSE
 __device__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane, float (&factor)[2]);
 // Transposes a 4x4 matrix of words, a row in each of four neighbouring lanes
 __device__ uint4 transpose_4x4(const uint32_t (&mine)[4], int lane_of_four);
@@ -610,7 +611,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
     // Consumers take turns at issuing MMAs, so that the MMAs of one run while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(kTurnBarrier + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
-    if (consumer == kConsumers - 1) end_turn();
+    if (consumer == kConsumers - 1) end_turn();  // consumer 0 has the first turn
     int clear_parity = 0;
     while (true) {
         mbarrier_wait(shared.tile_full(q_ring.stage), q_ring.parity);
@@ -655,9 +656,9 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         }
 
         if (!visible) release(shared.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
-        // Most blocks need no mask for a warp's 16 rows. first_row is clamped because all rows of a warp may be past the last row.
+        // The keys that all 16 rows of the warp see: KV blocks within them need no mask. All rows of a warp may be past the last one, so clamp first_row.
         const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
-        // Every score passes here once, between Q K^T and softmax.
+        // Finishes the scores of a KV block: once for each KV block, between Q K^T and softmax.
         auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
             const bool whole = (kv_block + 1) * kBlockN <= seen_by_all.end;
             if (!whole) apply_mask(params, scores, first_row, kv_block * kBlockN, lane);
@@ -954,9 +955,8 @@ __device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile
     return tile;
 }
 
-// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
-// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
-// once unrolled.
+// Visits the scores that a lane holds of a KV block: visit(row, key, score). `row` is 0 or 8, counted from the warp's first row + lane / 4. `key`
+// is 8 j or 8 j + 1, counted from the block's first key + lane % 4 * 2. Both are constants after unrolling.
 template <typename Visit>
 __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit) {
 #pragma unroll
@@ -1021,7 +1021,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 }
 // ====
 
-// Initialises the barriers with the arrivals that complete a phase of each. One thread calls it, before any other uses them.
+// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
 __device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
     for (int stage = 0; stage < kQStages; ++stage) {
         mbarrier_init(shared.q_full(stage), 1);
@@ -1103,7 +1103,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 
 #endif
 
-// A matrix descriptor: where an operand is in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
+// The wgmma descriptor of an operand in shared memory: its address, the stride byte offset (SBO) and the leading byte offset (LBO) between its swizzle
 // atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
@@ -1227,7 +1227,7 @@ __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
 
-// Completes row_sum of rows g and g + 8 of the warp's 16, and writes their LSE. Sets `factor` to 1 / row_sum; the caller multiplies O by it.
+// Completes row_sum of the lane's two rows, and writes their LSE. Sets `factor` to 1 / row_sum; the caller multiplies O by it.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll

@@ -34,7 +34,7 @@ def fault(name, variant, scores, old, new, caught=(WRONG,)):
     return ScoreFault(name, variant, "main", shape, caught, old, new, scores)
 
 
-SCORE = "score = modified.score + offset;"
+SCORE = "score = offset.add_to(modified.score);"
 GUARD = "== 0.0f ? 0.0f : "
 
 FAULTS = (

@@ -50,7 +50,7 @@ MASK_SM80 = "    apply_mask(params, tile, scores, tile.first_row + row_in_tile, 
 MASK_DENSE = "    apply_mask(mask, scores, tile.first_row + row_in_tile, first_key, lane);\n"
 ROWS_SM90 = "rows[1] = score_row_of(params, head, row + 8);"
 POSITION = "row.q = query + params.seqlen_kv - params.seqlen_q;"
-OFFSET_SM80 = "const float offset = score_offset(params, of_row, lane_key);"
+OFFSET_SM80 = "const ScoreOffset offset = offset_of_row(params, of_row, lane_key);"
 
 FAULTS = (
     fault("modification left out", STAGES, "softcap", MODIFY_SM80, ""),
@@ -75,13 +75,13 @@ FAULTS = (
     fault("scores not scaled", STAGES, "alibi", "fmaf(product, params.softmax_scale,", "fmaf(product, 1.0f,"),
     fault("position of the query not aligned", STAGES, "alibi", POSITION, "row.q = query;"),
     fault("position a row late", STAGES, "alibi", POSITION, POSITION.replace("query +", "query + 1 +")),
-    fault("offset left out", STAGES, "alibi", "score) + offset;", "score);"),
+    fault("offset left out", STAGES, "alibi", "return score + value;", "return score;"),
     fault(
         "offset of the wrong row",
         STAGES,
         "alibi",
         OFFSET_SM80,
-        "const float offset = score_offset(params, score_row_of(params, head, row ^ 8), lane_key);",
+        "const ScoreOffset offset = offset_of_row(params, score_row_of(params, head, row ^ 8), lane_key);",
     ),
     fault(
         "offset of the block's first key",

@@ -121,7 +121,8 @@ def test_the_digest_of_a_kernel_that_reads_16_bit_arrays_has_their_header(monkey
     score = score_of_formula("score + a[h]", {"a": "bf16"}, keywords=()).with_respect_to("a")
     variant = dataclasses.replace(variant, score=score)
     before = source_digest(variant)
-    monkeypatch.setattr("flashgen.source.render._HALF", "flashgen/types.cuh")
+    monkeypatch.setattr("flashgen.source.parts.HALF", "flashgen/types.cuh")
+    monkeypatch.setattr("flashgen.source.parts.SOME_HEADERS", ("flashgen/types.cuh",))
     assert source_digest(variant) != before
 
 

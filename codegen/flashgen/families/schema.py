@@ -66,7 +66,7 @@ RESERVED = frozenset(
     (
         *("variant", "name", "header", "params_struct", "param_names", "target"),
         *("element_bytes", "threads", "smem_bytes", "max_smem", "min", "max"),
-        *("efficiency", "no_spills", "tile", "step", "features"),
+        *("efficiency", "no_spills", "tile", "step", "features", "parts"),
         *("score", "score_functions", "score_has_offset", "score_has_derivative", "has_tree"),
         *("score_loads_by_key", "score_staged"),
         *("rule", "rule_functions", "range_function", "verdict_functions"),

@@ -22,7 +22,7 @@ REFERENCE = re.compile(r"^[ \t]*//%[-+]?[ \t]*(?:include|import|from|extends)\b[
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
 # Headers that the compiler would look for in the current directory.
 _OTHER_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"((?!flashgen/|\$\{)[^"\n]*)"', re.MULTILINE)
-PRINTED = re.compile(r"\$\{\s*(\w+)\s*\}")
+PRINTED = re.compile(r"\$\{\s*([\w.]+)\s*\}")
 # What most templates lack, so that they need no other search.
 _ANY_INCLUDE = re.compile(r"#[ \t]*include\b")
 
@@ -50,8 +50,10 @@ def spec_file(variant: Variant) -> str:
     return str(Path(variant.spec_dir, f"{variant.spec}.yaml"))
 
 
-def closure(template: str, header: str, spec: str, folders: tuple[str, ...]) -> dict[str, str]:
-    """Templates and headers that rendering and compiling a kernel may read, by name. ``spec`` is its file."""
+def closure(template: str, headers: Sequence[str], spec: str, folders: tuple[str, ...]) -> dict[str, str]:
+    """Templates and headers that rendering and compiling a kernel may read, by name. ``headers`` are those
+    that it names by `source.parts`, ``spec`` is its file.
+    """
     texts: dict[str, str] = {}
     included: list[tuple[str, str]] = []
     listings: dict[str, list[str]] = {}
@@ -75,7 +77,7 @@ def closure(template: str, header: str, spec: str, folders: tuple[str, ...]) -> 
                 names = _names(match[1][1:-1], folders, listings)
                 waiting += [(included_name, here) for included_name in names]
         included += included_by(text, str(path))
-    included.append((header, spec))
+    included += [(header, spec) for header in headers]
     return texts | headers_of(included, files.including(folders))
 
 

@@ -7,7 +7,8 @@ first comment), ``params_struct`` (the C struct), ``param_names`` (the names of 
 ``has_lengths`` (the device has the length of each sequence), ``layout`` (``sequences`` if so, else ``batch``:
 a part of names of templates), ``computes_gradients``, ``target``, ``element_bytes``, ``kv_element`` (the C++
 type of K and V in global memory), ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its
-family), ``features`` (the names of its features) and ``variant``; of a score modification ``score`` (its
+family), ``features`` (the names of its features), ``parts`` (the files of which one of several is taken,
+`source.parts`) and ``variant``; of a score modification ``score`` (its
 name, or None), ``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`),
 ``gradient_dtype`` (of the array that it is differentiated by), ``score_has_offset``, whether a part of it is
 left to the row, and ``score_has_derivative``, whether the kernel has a derivative of it to multiply by
@@ -47,6 +48,7 @@ from flashgen.source.closure import (
     spec_file,
 )
 from flashgen.source.params import struct_text
+from flashgen.source.parts import SOME_HEADERS, parts_of, some_headers
 
 if TYPE_CHECKING:
     import os
@@ -59,9 +61,6 @@ if TYPE_CHECKING:
 
 # The line of the header comment by which a rendered file is known.
 RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this file."
-
-# The header of 16-bit loads and stores, for kernels with a modification that reads such arrays alone.
-_HALF = "flashgen/half.cuh"
 
 # Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
 _SPACES = " \t"
@@ -148,22 +147,11 @@ def _rendered(variant: Variant, marked: bool) -> str:
     except Exception as error:
         where = files.template_line(error, folders) or variant.template
         raise files.wrong(where, f"{error} (rendering {variant.name})") from error
-    if _reads_half(form):
-        text = text.replace(_include(form.header), _include(form.header) + _include(_HALF), 1)
     text = re.sub(_BLANK_LINES, "\n\n", text).strip("\n") + "\n"
     if not text.startswith(header_comment(form)):
         where = str(files.find(variant.template, folders))
         raise files.wrong(where, "a template starts with ${ header }; this one does not")
     return text
-
-
-def _include(header: str) -> str:
-    return f'#include "{header}"\n'
-
-
-def _reads_half(form: Variant) -> bool:
-    """Whether the kernel reads or writes arrays of 16-bit elements of a score modification."""
-    return form.score is not None and form.score.reads_half
 
 
 def header_comment(variant: Variant) -> str:
@@ -240,21 +228,23 @@ def source_digest(variant: Variant) -> str:
     # The C++ of a score modification, or of a mask by a line, follows from its text as `operators` say.
     plain = variant.score is None and variant.rule is None
     digest.update(code_digest("source") if plain else code_digest("source", "operators"))
-    for name, text in closure(variant.template, variant.header, spec_file(variant), folders).items():
+    headers = (variant.header, *some_headers(form))
+    for name, text in closure(variant.template, headers, spec_file(variant), folders).items():
         digest.update(f"\0{name}\0{len(text)}\0".encode())
         digest.update(text.encode())
-    if _reads_half(form):
-        digest.update(files.read(files.find(_HALF, files.include_folders(None))).encode())
     return digest.hexdigest()
 
 
 def _context(form: Variant) -> dict[str, Any]:
+    of_score = _of_score(form)
     return {
         "score": None,
+        "cluster": 1,  # of kernels whose tiles say nothing of clusters
         **form.axis_values,
         **_of_tree(form),
         **dict(form.tile),
-        **_of_score(form),
+        **of_score,
+        "parts": parts_of(form, of_score["score_has_derivative"], of_score["score_has_offset"]),
         **_of_rule(form),
         "variant": form,
         "name": form.name,
@@ -446,10 +436,12 @@ def unused_overrides(specs: Iterable[Spec]) -> list[Path]:
     incomplete = set()
     for spec in specs:
         folders = folders_for(str(spec.path.parent))
-        names = used.setdefault(folders, set())
+        names = used.setdefault(folders, {*SOME_HEADERS})
         for step in spec.content.steps:
             try:
-                names.update(closure(step.template, spec.content.family["header"], str(spec.path), folders))
+                names.update(
+                    closure(step.template, (spec.content.family["header"],), str(spec.path), folders)
+                )
             except (InternalError, SpecError):
                 incomplete.add(folders)
     unused = []
@@ -471,7 +463,7 @@ def check_files(specs: Iterable[Spec]) -> None:
     for spec in specs:
         for step in spec.content.steps:
             folders = folders_for(str(spec.path.parent))
-            texts = closure(step.template, spec.content.family["header"], str(spec.path), folders)
+            texts = closure(step.template, (spec.content.family["header"],), str(spec.path), folders)
             for name, text in texts.items():
                 if not name.endswith(".cuh"):  # headers are not rendered
                     refuse_foreign(re.sub(_COMMENT, "", text), str(files.find(name, folders)))
