@@ -789,7 +789,7 @@ def test_what_is_wrong_with_packed_sequences_is_named():
         ):
             flash_attn_varlen_func(q, k[None], k[None], cu, cu.astype(dtype), 21, 21, **paged)
     with pytest.raises(
-        errors.BadParam, match=r"^diff\(cu_seqlens_k\)\[1\] is 21; expected 0 to 20, the room in k"
+        errors.BadParam, match=r"^diff\(cu_seqlens_k\)\[1\] is 21; expected 0 to 20, the capacity of k"
     ):
         flash_attn_varlen_func(
             q, k[None, :20], k[None, :20], cu, cu, 21, 21, block_table=np.zeros((2, 1), np.int32)
