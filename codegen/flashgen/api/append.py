@@ -123,7 +123,7 @@ def _arrays_and_options(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     if isinstance(q_positions, str) and q_positions == "first":
         if q is None:
             raise BadParam(
-                f"{arg('q_positions')} is 'first' but {arg('q')} is None; pass "
+                f"{arg('q_positions')} is 'first' and {arg('q')} is None; pass "
                 f"{arg('q')}, or leave {arg('q_positions')} out"
             )
         if rotary.positions is not None:

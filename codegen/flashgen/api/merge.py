@@ -111,7 +111,7 @@ def _pairs(parts: Any, what: str) -> list[tuple[Any, Any]]:
 def check_list(parts: Any, what: str) -> None:
     """That there are parts. Raises BadParam; ``what`` says of what the list should be."""
     if not isinstance(parts, (list, tuple)) or not parts:
-        raise BadParam(f"parts is {_short(parts)}; expected a list of at least one {what}")
+        raise BadParam(f"parts is {_short(parts)}; expected a list of {what}, at least one")
 
 
 def check_pair(index: int, pair: Any, what: str) -> None:
