@@ -35,7 +35,7 @@ from flashgen.errors import FlashgenError
 from flashgen.families.load import load_specs
 from flashgen.families.params import CTYPES
 from flashgen.families.schema import BUFFER, DISPATCH, FILE, GRID, PARAM, RESERVED, STEP, TARGET, VISITS
-from flashgen.families.scores import load_scores, read_scores, reserved_names
+from flashgen.families.scores import CPP_WORDS, load_scores, read_scores, reserved_names
 from flashgen.host.paths import cache_dir
 from flashgen.operators import OPERATORS
 from flashgen.operators.lowering import CONSTANT
@@ -516,13 +516,23 @@ def test_the_reference_has_the_types_and_the_reserved_names():
 
 def test_the_page_of_scores_has_the_names_that_no_parameter_may_have():
     text = section("Reserved names", SCORES).split("The name of a kernel's own")[0]
-    assert set(re.findall(r"`([a-z0-9_]+)`", text)) == reserved_names() | PLAN_KEYWORDS | {CONSTANT}
+    listed = set(re.findall(r"`([a-z0-9_]+)`", text))
+    assert listed == (reserved_names() | PLAN_KEYWORDS | {CONSTANT}) - CPP_WORDS
 
 
-def test_the_reference_has_the_tile_keys_of_the_shipped_spec():
-    described = first_cells(section("Tiles"))
+def test_the_specs_explain_their_tile_keys():
+    """In a comment ``# KEY  what it is``, of the spec or of the one with whose keys it shares templates."""
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "specs").glob("*.yaml")))
+    rows = re.findall(r"^# ((?:\w+, )*\w+)  +\S", text, re.M)
+    explained = {key for row in rows for key in row.split(", ")}
     for spec in load_specs():
-        assert {key for key, _ in spec.variants()[0].tile} <= described
+        assert {key for key, _ in spec.variants()[0].tile} <= explained
+    described = first_cells(section("Tiles"))
+    assert {key for key, _ in load_spec_of("flash_fwd_sm80").variants()[0].tile} <= described
+
+
+def load_spec_of(name):
+    return next(spec for spec in load_specs() if spec.name == name)
 
 
 def test_the_main_loops_are_those_of_the_shipped_specs():

@@ -143,8 +143,7 @@ class naming:  # a generator of contextlib costs four times as much
 
 
 class BadParam(FlashgenError, ValueError):
-    """A scalar argument or a combination of arguments has no meaning, such as a NaN scale or a window with a
-    mask."""
+    """A scalar argument or a combination of arguments has no meaning, for example a NaN scale."""
 
 
 class BadTensorShape(FlashgenError, ValueError):
@@ -165,15 +164,15 @@ class NullPointer(FlashgenError, ValueError):
 
 
 class InsufficientWorkspace(FlashgenError, ValueError):
-    """The workspace that the caller passed is smaller than the plan asks for."""
+    """The workspace that the caller passed is smaller than the plan needs."""
 
 
 class DeviceTypeNotSupported(FlashgenError, RuntimeError):
-    """The arrays live on a device, or on a mix of devices, that no kernel serves."""
+    """No kernel serves the device of the arrays, or the arrays are on several devices."""
 
 
 class InternalError(FlashgenError, RuntimeError):
-    """Something flashgen should have prevented, such as a kernel that does not compile."""
+    """Something that flashgen should have prevented, for example a kernel that does not compile."""
 
 
 class CompileError(InternalError):
@@ -189,7 +188,7 @@ class NoCompilerError(InternalError):
 
 
 class NoBindingError(InternalError):
-    """The driver makes no tensor maps, so no kernel that reads by them can be launched."""
+    """The driver cannot make tensor maps, so kernels that need them cannot be launched."""
 
 
 class NoHostCompilerError(InternalError):
@@ -238,20 +237,20 @@ class SpecError(FlashgenError, ValueError):
 
 
 class CacheWarning(UserWarning):
-    """The disk cache is damaged or cannot be used; results stay right, only slower to come by."""
+    """The disk cache is damaged or cannot be used. Results stay correct, but kernels are compiled again."""
 
 
 class CompileWarning(UserWarning):
-    """A call compiles a kernel, of which FLASHGEN_COMPILE=warn or ``compiling("warn")`` tells."""
+    """A call compiles a kernel, and FLASHGEN_COMPILE=warn or ``compiling("warn")`` asks for a warning."""
 
 
 class GatherWarning(UserWarning):
-    """A program of JAX on several devices has a call outside of ``jax.shard_map``: XLA gathers its arrays."""
+    """A JAX program on several devices has a call outside of ``jax.shard_map``: XLA gathers its arrays."""
 
 
 class TemplateWarning(UserWarning):
-    """A template that a user has put beside specs is used by none of their kernels."""
+    """No kernel of a user's specs uses a template that is beside these specs."""
 
 
 class TunedWarning(UserWarning):
-    """A tile that was tuned on this machine no longer fits; what is shipped serves instead."""
+    """A tile that was tuned on this machine no longer fits; flashgen uses the shipped tile."""

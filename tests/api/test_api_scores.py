@@ -309,7 +309,7 @@ def test_results_are_within_the_bound_of_float64(dtype, is_causal):
         ({"params": CAP}, errors.BadParam, "params has cap, but no score was given"),
         ({"score": "softcap", "params": CAP, "softcap": 3.0}, errors.BadParam, "score is 'softcap' and"),
         ({"score": "softcap", "params": CAP, "alibi_slopes": 1}, errors.BadParam, "name all in score"),
-        ({"score": ("softcap", "softcap"), "params": CAP}, errors.BadParam, "each a parameter cap"),
+        ({"score": ("softcap", "softcap"), "params": CAP}, errors.BadParam, "each have a parameter cap"),
         ({"score": ()}, errors.BadParam, r"score is \(\)"),
     ],
 )  # fmt: skip

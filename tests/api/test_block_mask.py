@@ -121,7 +121,7 @@ def wrong_calls():
         "not in order": (attend(indptr, unsorted), "in ascending order"),
         "past the last block": (attend(indptr, outside), "is 6; expected a block of keys, 0 to 5"),
         "below 0": (attend(indptr, below), "is -1; expected a block of keys"),
-        "a falling indptr": (attend(falling, indices), "it must not fall"),
+        "a falling indptr": (attend(falling, indices), "it must not decrease"),
         "past the end of indices": (attend(indptr, indices[:-1]), "the length of"),
         "a dense mask type": (attend(indptr, indices, mask_type="dense"), "mask is a BlockMask"),
         "lengths": (

@@ -180,7 +180,7 @@ def test_a_cache_of_pages_has_arrays_over_logical_keys():
 def test_it_does_not_change_and_update_gives_another():
     doc = documents(20)
     mask = Mask("documents", doc=doc)
-    with pytest.raises(AttributeError, match="does not change"):
+    with pytest.raises(AttributeError, match="cannot be changed"):
         mask.line = "kv <= q"
     with pytest.raises(TypeError):
         mask.arrays["doc"] = doc

@@ -142,7 +142,7 @@ def test_a_tree_of_more_than_64_drafts_or_without_lengths_is_refused():
     with pytest.raises(errors.BadTensorShape, match="up to 65 queries; a tree has at most 64 drafts"):
         flashgen.attention(q, KVCache(k, v, lengths), tree=tree)
     packed = {"cu_seqlens_q": np.array([0, 65], np.int32), "tree": tree[0], "max_seqlen_q": 64}
-    with pytest.raises(errors.BadParam, match="sequence 0 has length 65; max_seqlen_q says"):
+    with pytest.raises(errors.BadParam, match="sequence 0 has length 65; the bound max_seqlen_q is "):
         flashgen.attention(q[0], KVCache(k, v, lengths), **packed)
     with pytest.raises(errors.BadParam, match=r"^tree was given without lengths; pass a KVCache"):
         flashgen.attention(q[:, :64], k, v, tree=tree[:, :64])

@@ -214,7 +214,7 @@ def test_an_error_is_one_of_xla_with_our_message(qkv):
     where = [[(x.ctypes.data, x.shape) for x in arguments] for arguments in (arrays, (out,))]
     assert not xla.call(handler.ON_HOST, text, *where)
     ((message, code),) = xla.errors
-    assert message == "flashgen: BadParam: kv_lengths[1] is 99; expected 0 to 17, the room in k"
+    assert message == "flashgen: BadParam: kv_lengths[1] is 99; expected 0 to 17, the capacity of k"
     assert code == structs.INVALID_ARGUMENT
     assert np.isnan(out).all()
 

@@ -481,7 +481,7 @@ def test_parts_of_a_packed_array_are_named_by_it():
     packed = X.reshape(18, 3, 4, 32)
     with pytest.raises(errors.BadTensorDtype, match=r"^cu_seqlens has dtype int64"):
         flash_attn_varlen_qkvpacked_func(packed, ENDS.astype(np.int64), 9)
-    with pytest.raises(errors.BadParam, match=r"^sequence 1 has length 12; max_seqlen says"):
+    with pytest.raises(errors.BadParam, match=r"^sequence 1 has length 12; the bound max_seqlen is "):
         flash_attn_varlen_qkvpacked_func(packed, np.array([0, 6, 18], np.int32), 9)
 
 
@@ -723,7 +723,7 @@ def test_more_queries_than_the_bound_allows_are_all_computed(array):
     for bound in (0, 16, 28):
         found = flash_attn_varlen_func(*given, bound, 1, causal=True)
         np.testing.assert_array_equal(np.asarray(found), np.asarray(right))
-    with pytest.raises(errors.BadParam, match=r"^sequence 0 has length 50; max_seqlen_q says"):
+    with pytest.raises(errors.BadParam, match=r"^sequence 0 has length 50; the bound max_seqlen_q is "):
         flash_attn_varlen_func(*given, 29, 50, causal=True)
 
 
@@ -789,7 +789,7 @@ def test_what_is_wrong_with_packed_sequences_is_named():
         ):
             flash_attn_varlen_func(q, k[None], k[None], cu, cu.astype(dtype), 21, 21, **paged)
     with pytest.raises(
-        errors.BadParam, match=r"^diff\(cu_seqlens_k\)\[1\] is 21; expected 0 to 20, the room in k"
+        errors.BadParam, match=r"^diff\(cu_seqlens_k\)\[1\] is 21; expected 0 to 20, the capacity of k"
     ):
         flash_attn_varlen_func(
             q, k[None, :20], k[None, :20], cu, cu, 21, 21, block_table=np.zeros((2, 1), np.int32)

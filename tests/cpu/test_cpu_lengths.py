@@ -145,11 +145,11 @@ def test_a_dense_mask_beside_a_cache_in_pages(seed, lengths, options, axes):
 def test_a_length_that_contradicts_the_cache_is_named_before_anything_is_written():
     q, k = np.ones((2, 1, 2, 8), np.float32), np.ones((2, 4, 2, 8), np.float32)
     out = np.full_like(q, np.nan)
-    with pytest.raises(errors.BadParam, match=r"kv_lengths\[0\] is 99; expected 0 to 4, the room in k"):
+    with pytest.raises(errors.BadParam, match=r"kv_lengths\[0\] is 99; expected 0 to 4, the capacity of k"):
         flashgen.attention(
             q[:, :0], k, k, kv_lengths=np.array([99, -4], np.int32)
         )  # no query has a use for it
-    with pytest.raises(errors.BadParam, match=r"kv_lengths\[1\] is 5; expected 0 to 4, the room in k"):
+    with pytest.raises(errors.BadParam, match=r"kv_lengths\[1\] is 5; expected 0 to 4, the capacity of k"):
         flashgen.attention(q, k, k, kv_lengths=np.array([2, 5], np.int32), out=out)
     assert np.isnan(out).all()
 

@@ -423,7 +423,7 @@ def test_what_a_method_lacks_is_refused_by_the_name_of_one_that_has_it(pool, cas
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"queries": 2}, "BadTensorShape", "one query sees all tokens"),
+        ({"queries": 2}, "BadTensorShape", "one query a sequence"),
         ({"causal": True}, "BadParam", "causal was given"),
         ({"window_size": (5, 0)}, "BadParam", "window_size was given"),
         ({"pages": 1}, "TypeError", "unexpected keyword argument 'pages'"),

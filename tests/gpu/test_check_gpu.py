@@ -41,7 +41,9 @@ def test_what_queued_work_writes_is_what_is_checked(cache, busy):
     busy(stream)
     with stream:
         cache.lengths[2] = 65
-        with pytest.raises(errors.BadParam, match=r"^lengths\[2\] is 65; expected 0 to 64, the room in k"):
+        with pytest.raises(
+            errors.BadParam, match=r"^lengths\[2\] is 65; expected 0 to 64, the capacity of k"
+        ):
             flashgen.attention(q, cache)
         cache.lengths[2] = 64
         cache.pages[0, 2] = 20

@@ -302,7 +302,7 @@ def lengths(**given):
 @pytest.mark.parametrize(
     ("given", "arrays", "message"),
     [
-        (PADDED, {"kv_lengths": [1, 8, 2]}, r"kv_lengths\[1\] is 8; expected 0 to 7, the room in k"),
+        (PADDED, {"kv_lengths": [1, 8, 2]}, r"kv_lengths\[1\] is 8; expected 0 to 7, the capacity of k"),
         (PADDED, {"kv_lengths": [1, 2, -1]}, r"kv_lengths\[2\] is -1"),
         (
             PACKED,
@@ -312,7 +312,7 @@ def lengths(**given):
         (
             PACKED,
             {"cu_seqlens_q": [0, 4, 5, 21], "cu_seqlens_kv": [0, 1, 2, 3]},
-            "must not fall, nor pass the 20 tokens",
+            "must not decrease, or exceed the 20 tokens",
         ),
         (
             PACKED,
@@ -332,7 +332,7 @@ def test_lengths_that_the_host_can_read_are_checked(given, arrays, message):
 
 
 def test_a_bound_below_a_length_and_a_wrong_row_of_a_cache_are_found():
-    with pytest.raises(errors.BadParam, match="sequence 2 has length 6; max_seqlen_kv says"):
+    with pytest.raises(errors.BadParam, match="sequence 2 has length 6; the bound max_seqlen_kv is 5"):
         sequences(call(PADDED, max_seqlen_kv=5), lengths(kv_lengths=[5, 0, 6]))
     with pytest.raises(errors.BadParam, match=r"index\[0\] is 3; k has 3 rows"):
         sequences(call(PADDED, index=integers(3)), lengths(kv_lengths=[5, 0, 6], index=[3, 0, 0]))

@@ -69,7 +69,7 @@ def test_a_chain_takes_what_the_one_before_made():
     assert text(chained([ALIBI, SOFTCAP]).tree).count("slope") == 1
     assert chained([SOFTCAP]) is SOFTCAP
     assert chained([SOFTCAP, ALIBI]) == both != chained([ALIBI, SOFTCAP])
-    with pytest.raises(BadParam, match="alibi, alibi_symmetric have each a parameter slope"):
+    with pytest.raises(BadParam, match="alibi, alibi_symmetric each have a parameter slope"):
         chained([ALIBI, SYMMETRIC])
 
 

@@ -39,7 +39,7 @@ def paged(lengths, pages):
 @pytest.mark.parametrize(
     ("lengths", "pages", "message"),
     [
-        ([17, 33], [[0, 1], [2, 3]], r"^lengths\[1\] is 33; expected 0 to 32, the room in k"),
+        ([17, 33], [[0, 1], [2, 3]], r"^lengths\[1\] is 33; expected 0 to 32, the capacity of k"),
         ([-1, 3], [[0, 1], [2, 3]], r"^lengths\[0\] is -1"),
         ([17, 3], [[0, 6], [2, 3]], r"pages\[0, 1\] is 6; there are 6 pages"),
     ],
@@ -61,7 +61,7 @@ def test_packed_sequences_in_the_simulator(simulated):
     for cu_seqlens, message in (
         ([0, 9, 8, 20], "cu_seqlens_q goes from 9 to 8 in sequence 1"),
         ([0, 9, 12, 21], "cu_seqlens_q goes from 12 to 21 in sequence 2"),
-        ([0, 12, 13, 20], "sequence 0 has length 12; max_seqlen_q says that none is above 11"),
+        ([0, 12, 13, 20], "sequence 0 has length 12; the bound max_seqlen_q is 11"),
     ):
         cu = np.array(cu_seqlens, np.int32)
         with pytest.raises(errors.BadParam, match=message):
@@ -106,7 +106,7 @@ def test_the_variable_is_read_when_a_plan_is_made(simulated, monkeypatch):
 def test_a_cache_without_pages_is_not_read_and_has_room_for_no_key(simulated, forget_plans, monkeypatch):
     q, k = normal(2, 1, HEADS, WIDTH), normal(0, 16, HEADS, WIDTH)
     cache = flashgen.KVCache(k, k, np.array([5, 0], np.int32), pages=np.zeros((2, 4), np.int32))
-    with pytest.raises(errors.BadParam, match=r"^lengths\[0\] is 5; expected 0 to 0, the room in k"):
+    with pytest.raises(errors.BadParam, match=r"^lengths\[0\] is 5; expected 0 to 0, the capacity of k"):
         flashgen.attention(q, cache)
     monkeypatch.delenv(check.SWITCH)
     forget_plans()

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 def _append(call: Call) -> tuple[Any, Any]:
     """Write new keys and values into a cache, after the keys of each sequence.
 
-    cache: a ``KVCache``. The call writes to its k and v, and to scales of tokens, not to its lengths. New
+    cache: a ``KVCache``. The call writes to its k and v, and to scales of tokens, but not to its lengths. New
         token i of sequence b goes to position lengths[b] + i. Other tokens of the cache do not change.
     k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim), for v_new with head_dim_v; strides as in
         ``attention``. A latent cache has one row for each token and no values: v_new is None.
-    rotary: rotates each new key to its position; in a latent cache the last elements of its row, and of q.
+    rotary: rotates each new key to its position; in a latent cache the last elements of a row and of q.
     q: (batch, seqlen_q, num_heads_q, head_dim), to be rotated as well; only with ``rotary``.
     q_positions: "each" rotates query i to position lengths[b] + i, for causal attention and windows, or to
         its entry in the ``positions`` of ``rotary``. "first" rotates all queries of a sequence to lengths[b];
@@ -46,13 +46,13 @@ def _append(call: Call) -> tuple[Any, Any]:
     lengths plus the new tokens, at most the capacity; q_rotated is None without q. Inside jax.jit, where
     arrays cannot be written to, the new KVCache is a third result.
 
-    The host does not read the lengths on a GPU. So a GPU leaves out a token whose position is at or past the
-    capacity, or past the rows of cos, or whose page or row does not exist, and such a query of q_rotated. If
-    two tokens have the same place, one of them is written, or parts of both. On the CPU all this is an error.
+    The host does not read the lengths on a GPU. So a GPU does not write a token, or its query in q_rotated,
+    if its position is at or past the capacity or the rows of cos, or if its page or row does not exist. If
+    two tokens go to the same slot, one of them is written, or parts of both. On the CPU all this is an error.
 
     Raises, before anything is queued or written, BadParam, NullPointer, BadTensorShape, BadTensorDtype,
     BadTensorStrides or DeviceTypeNotSupported for arguments that do not fit; BadParam also for a tensor that
-    requires a gradient, which append does not compute.
+    requires a gradient.
     """
     try:
         request = requested(call)
@@ -119,11 +119,11 @@ def _arrays_and_options(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     if rotary is not None and rotary.cos is None and rotary.sin is None:
         raise NullPointer(f"{arg('cos')} is None and {arg('sin')} is None; rotation takes both")
     if q is not None and rotary is None:
-        raise BadParam(f"{arg('q')} was given without rotary, which alone changes it; pass both, or neither")
+        raise BadParam(f"{arg('q')} was given without rotary; append only rotates q: pass both, or neither")
     if isinstance(q_positions, str) and q_positions == "first":
         if q is None:
             raise BadParam(
-                f"{arg('q_positions')} is 'first' and {arg('q')} is None, which it is about; pass "
+                f"{arg('q_positions')} is 'first' and {arg('q')} is None; pass "
                 f"{arg('q')}, or leave {arg('q_positions')} out"
             )
         if rotary.positions is not None:

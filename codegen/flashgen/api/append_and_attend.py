@@ -192,7 +192,7 @@ def append_call(call: Call) -> Call:
         refuse_beside_codes(call)
     if call.append is None:
         raise BadParam(
-            f"{arg('rotary')} was given without append; it rotates what goes into a cache, and the queries"
+            f"{arg('rotary')} was given without append; pass append=(k_new, v_new), the new tokens"
         )
     if not isinstance(cache, KVCache):
         raise BadParam(
@@ -228,7 +228,7 @@ def _check_bound(max_seqlen_kv: Any, k_new: Any) -> None:
     if len(shape) > 2 and most < shape[-3]:
         raise BadParam(
             f"{arg('max_seqlen_kv')} is {most} but {arg('k_new')} has {shape[-3]} tokens of each sequence; "
-            "it counts the new keys as well"
+            "it includes the new keys"
         )
 
 

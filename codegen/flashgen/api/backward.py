@@ -65,10 +65,10 @@ _attention_backward.__doc__ = f"""The gradients of ``attention`` in {listed(DIFF
         and device of q; any strides, but the last dimension is contiguous and rows are 16-byte aligned.
     {", ".join(DIFFERENTIABLE)}, and all options up to max_seqlen_kv: as in the call of ``attention``.
         With packed queries dout is (tokens, num_heads_q, head_dim_v), and lse (num_heads_q, tokens).
-    out, lse: what ``attention(..., return_lse=True)`` returned for them. lse is contiguous.
-    dlse: the gradient of lse, where it has one: fp32, of the shape of lse, contiguous.
+    out, lse: what ``attention(..., return_lse=True)`` returned. lse is contiguous.
+    dlse: the gradient of lse, if the loss depends on it: fp32, of the shape of lse, contiguous.
     {", ".join(GRADIENTS)}: the results are written here: of the shape and dtype of
-        {listed(DIFFERENTIABLE)}, in memory that no other argument touches. Not for JAX, whose arrays cannot
+        {listed(DIFFERENTIABLE)}, in memory that no other argument uses. Not for JAX, whose arrays cannot
         be written to. With kv_lengths or cu_seqlens_kv, dk and dv of 16-bit calls may both be fp32, for sums
         over several calls; not with kv_starts or dropout_p.
     deterministic: return the same bits each time. Otherwise thread blocks of a GPU may add to dq in any
@@ -78,8 +78,8 @@ _attention_backward.__doc__ = f"""The gradients of ``attention`` in {listed(DIFF
     dparams: names of arrays of the score modification whose gradients are returned as well, for example
         ``("bias",)`` or ``("alibi_slopes",)``: of the shape and dtype of the array, summed over the
         dimensions that it broadcasts, the same bits each time. Not with lengths.
-    workspace: memory for the call, as for a plan, which says how much it needs (`Plan.__call__`); None: it is
-        allocated. On the CPU it is checked, but not used.
+    workspace: memory for the call, as for a plan, whose ``workspace_bytes`` says how much; None: the call
+        allocates it. On the CPU it is checked, but not used.
     stream, backend: as in ``attention``.
 
     Returns ({", ".join(GRADIENTS)}), and then the gradients of dparams, of the kind of dout: new arrays, or
@@ -88,7 +88,7 @@ _attention_backward.__doc__ = f"""The gradients of ``attention`` in {listed(DIFF
     torch.compile sees an operator; for tensors on meta the results are on meta.
 
     Raises the errors of ``attention``, before anything is queued or written; BadParam for numbers in dparams
-    and calls with a KV cache, which have no gradient; InsufficientWorkspace.
+    and for calls with a KV cache; InsufficientWorkspace.
     """
 
 

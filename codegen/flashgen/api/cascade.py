@@ -74,22 +74,21 @@ def cascade(
         KVCache with one length, is shared by all batch entries of q: it is read once, because the queries of
         all entries form one long sequence. This copies q once, unless its strides already describe one
         sequence.
-    causal: in the last part hide key j from query i unless j <= i + seqlen_kv - seqlen_q, with the seqlen_kv
-        of that part, in a KVCache of each sequence; all queries see all keys of the other parts. If the last
-        part has seqlen_q keys or more, this is causal attention over all keys. With several queries the last
-        part must not be a KVCache that the batch shares.
+    causal: in the last part hide key j from query i unless j <= i + seqlen_kv - seqlen_q, where seqlen_kv is
+        the number of keys of that part, in a KVCache of each sequence. All queries see all keys of the other
+        parts. If the last part has seqlen_q keys or more, this is causal attention over all keys. With
+        several queries the last part must not be a KVCache that the batch shares.
     sinks: as in ``attention``. Only the last part includes them, so they count once.
     softmax_scale, softcap, out, return_lse, stream, backend: as in ``attention``.
-    mask, mask_type, window_size, alibi_slopes, score, params: only values that have no effect, because
-        positions count from the beginning of a part.
+    mask, mask_type, window_size, alibi_slopes, score, params: must have no effect, because positions count
+        from the beginning of a part.
 
     Returns ``out``, or ``(out, lse)``, as ``attention``. Parts are merged as by ``merge``, each result
     rounded to the dtype.
 
-    Raises what ``attention`` raises, with ``parts[i]`` in front of an error about a part; BadParam for an
+    Raises what ``attention`` raises; an error about a part begins with ``parts[i]``. Raises BadParam for an
     empty list, for a part that is neither a pair nor a KVCache, for a KVCache of one length that the batch
-    cannot share, for a mask, a window, slopes or a score, and for a tensor that requires a gradient, which
-    cascade does not compute.
+    cannot share, for a mask, a window, slopes or a score, and for a tensor that requires a gradient.
     """
     for name, value in positional.items():
         if name not in _POSITIONAL:

@@ -88,13 +88,12 @@ def explain(
         or its usual name, for example "float16".
     arch: the architecture to explain for, for example "sm_90"; None: this machine's GPU. For any other
         architecture a well-known GPU is assumed: an H100 for sm_90.
-    operator: the function that is called: "attention", "attention_backward" or "append". A call of
-        ``attention`` with append= is one of ``append`` and one of ``attention``, each explained by itself.
-        With return_weights it is one of "attention" and one of "attention_weights", which has the same
-        options.
-    options: any other argument of it. Arrays, for example mask, may be shapes as well, also in a ``KVCache``
-        or a ``Rotary``, whose cos and sin are then fp32. Required inputs, for example dout, have by default
-        the shapes that follow from the others.
+    operator: the function that is called: "attention", "attention_backward" or "append". ``attention`` with
+        append= calls ``append`` and ``attention``: explain each by itself. With return_weights it calls
+        "attention" and "attention_weights", which has the same options.
+    options: any other argument of that function. Arrays, for example mask, may be shapes as well, also in a
+        ``KVCache`` or a ``Rotary``, whose cos and sin are then fp32. Required inputs, for example dout, have
+        by default the shapes that follow from the other arguments.
 
     ``explain(...).variant`` is the kernel, ``steps`` and ``workspace_bytes`` are as in a plan; printed, the
     result says why. Raises BadParam for an unknown option, operator or architecture, SpecError for a spec
@@ -128,8 +127,8 @@ def warmup(
         GPU 0 of this machine.
     jobs: how many kernels to compile at once; by default one for each processor.
 
-    Returns the name of the kernel that each call takes. Afterwards the first call of such a shape only makes
-    its plan. Raises what such calls raise: BadParam, BadTensorShape, CompileError, ...
+    Returns the name of the kernel that each call takes. Afterwards the first call of such a shape compiles
+    nothing. Raises what such calls raise: BadParam, BadTensorShape, CompileError, ...
     """
     from flashgen.schedule.dispatch import offers, select
     from flashgen.toolchain.parallel import in_parallel

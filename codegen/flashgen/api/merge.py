@@ -26,7 +26,7 @@ def _merge(call: Call) -> tuple[Any, Any]:
         contiguous, natural logarithm. All parts are of one shape, dtype, device and library. A row of a part
         that saw no key has lse -inf or, as in flash-attn, +inf; its o is ignored.
     out, lse_out: the results are written here; of the shape and dtype of an o and an lse, in memory that no
-        other argument touches.
+        other argument uses.
     stream, backend: as in ``attention``.
 
     Returns (out, lse) of the kind of the first o: new arrays, or the arrays passed. A row without keys in all
@@ -34,9 +34,9 @@ def _merge(call: Call) -> tuple[Any, Any]:
     rounded to the dtype: parts[0] with parts[1], then with parts[2], ... For one part its two arrays are
     returned.
 
-    Raises, before anything is queued or written, BadParam for a list that is empty or no list of pairs, and
-    for a tensor that requires a gradient, as there is none; what ``attention`` raises for arrays that do not
-    fit. Messages call arrays as Python does: o of parts[0], lse of parts[1].
+    Raises, before anything is queued or written, BadParam for an empty list, for a part that is not a pair,
+    and for a tensor that requires a gradient; and what ``attention`` raises for arrays that do not fit.
+    Messages name arrays, for example, o of parts[0] and lse of parts[1].
     """
     out, lse_out, stream = call.out, call.lse_out, call.stream
     pairs = _pairs(call.parts, "(o, lse)")
@@ -111,7 +111,7 @@ def _pairs(parts: Any, what: str) -> list[tuple[Any, Any]]:
 def check_list(parts: Any, what: str) -> None:
     """That there are parts. Raises BadParam; ``what`` says of what the list should be."""
     if not isinstance(parts, (list, tuple)) or not parts:
-        raise BadParam(f"parts is {_short(parts)}; expected a list of {what}, with one at least")
+        raise BadParam(f"parts is {_short(parts)}; expected a list of {what}, at least one")
 
 
 def check_pair(index: int, pair: Any, what: str) -> None:

@@ -29,14 +29,14 @@ def _quantize(call: Call) -> tuple[Any, Any]:
     out: the codes are written here; of the shape of x, with rows that are 8-byte aligned.
     stream, backend: as in ``attention``.
 
-    Returns (codes, scale), and codes * scale[..., None] is x, rounded. codes are float8_e4m3fn, with CuPy
-    uint8. scale is fp32, (batch, seqlen, num_heads), with a 1 for each dimension that shares it; without
-    batch where x has none; or the caller's. Each number is rounded to the nearest code, ties to even. Numbers
-    above 448 scales, also infinity, become 448; NaN stays NaN.
+    Returns (codes, scale); codes * scale[..., None] is x, rounded. codes are float8_e4m3fn, with CuPy uint8.
+    scale is fp32, (batch, seqlen, num_heads), with extent 1 for each dimension that shares it, and without
+    batch if x has none; or the scale of the caller. Each number is rounded to the nearest code, ties to even.
+    Numbers above 448 times the scale, also infinity, become 448; NaN stays NaN.
 
-    Raises, before anything is queued or written, BadParam for a ``per`` that there is not, a tensor that
-    requires a gradient, as there is none, and on the CPU for a scale that is not from 2^-126 to 2^126; what
-    ``attention`` raises for arrays that do not fit. FLASHGEN_CHECK=1 makes a GPU check the scale, too.
+    Raises, before anything is queued or written, BadParam for an unknown ``per``, for a tensor that requires
+    a gradient, and on the CPU for a scale outside of 2^-126 to 2^126; and what ``attention`` raises for
+    arrays that do not fit. FLASHGEN_CHECK=1 makes a GPU check the scale, too.
     """
     per, scale = call.per, call.scale
     if not isinstance(per, str) or per not in PER[1:]:

@@ -127,7 +127,7 @@ def attention_backward(call: Call) -> tuple[Tensor, ...]:
     check_tensors({"q": call.q, **arrays_of_mask(call)})
     if call.workspace is not None:
         raise BadParam(
-            f"{arg('workspace')} was given, but what is traced allocates its own when it runs; leave "
+            f"{arg('workspace')} was given, but a traced call allocates its own when it runs; leave "
             "workspace out"
         )
     refuse_derivatives(call)
@@ -222,7 +222,7 @@ def check(arrays: Mapping[str, Any], stream: Any, what: str, optional: Collectio
             raise without_gradients(f"{arg(name)}: {WITHOUT_GRADIENT}", what)
     check_meta(arrays)
     if stream is not None:
-        raise BadParam(f"{arg('stream')} was given, but what is traced has no stream yet; leave stream out")
+        raise BadParam(f"{arg('stream')} was given, but a traced call has no stream yet; leave stream out")
 
 
 def _fix_layout(written: Tensor | None) -> None:

@@ -35,24 +35,25 @@ FIELDS = (
         "array",
         (*FORWARD, *BACKWARD, "append"),
         gradient=True,
-        doc="""(batch, seqlen_q, num_heads_q, head_dim), or without batch; fp16, bf16 or fp32, and on the CPU
-        path float64; or e4m3 codes, with q_scale. head_dim is at most 256 and a multiple of 8 (of 4 for fp32,
-        16 for e4m3). Any strides, but the last dimension is contiguous and rows are 16-byte aligned.""",
+        doc="""(batch, seqlen_q, num_heads_q, head_dim), or without batch. The dtype is fp16, bf16 or fp32, on
+        the CPU also float64, or e4m3 for codes with q_scale. head_dim is at most 256 and a multiple of 8 (of
+        4 for fp32, 16 for e4m3). Any strides, but the last dimension is contiguous and rows are 16-byte
+        aligned.""",
     ),
     Field(
         "k",
         "array",
         gradient=True,
         doc="""(batch, seqlen_kv, num_heads_kv, head_dim), of the dtype and device of q. num_heads_kv divides
-        num_heads_q: query head h reads kv head h // (num_heads_q // num_heads_kv). Or a ``KVCache``, without
-        v.""",
+        num_heads_q: query head h reads kv head h // (num_heads_q // num_heads_kv). Or a ``KVCache``; then
+        leave v out.""",
     ),
     Field(
         "v",
         "array",
         gradient=True,
         doc="""(batch, seqlen_kv, num_heads_kv, head_dim_v), of the dtype and device of q; head_dim_v may
-        differ from head_dim and is bound by the same rules.""",
+        differ from head_dim and follows the same rules.""",
     ),
     Field(
         "causal",
@@ -71,8 +72,8 @@ FIELDS = (
         NumPy, to (batch, num_heads_q, seqlen_q, seqlen_kv); (seqlen_q, seqlen_kv) and (seqlen_kv,) are the
         common shapes. Its last dimension is seqlen_kv itself and contiguous. Or a ``Mask``, by one line,
         which is true where a key is visible; or a ``BlockMask``, lists of the blocks of keys that are
-        visible. With causal, mask types 2 and 3, or window_size both hold: a query sees a key that neither
-        hides.""",
+        visible. Combined with causal, mask type 2 or 3, or window_size, a query sees a key if none of them
+        hides it.""",
     ),
     Field(
         "mask_type",
@@ -135,10 +136,10 @@ FIELDS = (
         "array",
         gradient=True,
         elsewhere=("s_aux", "sink", "attention_sinks", "learnable_sink"),
-        doc="""fp32 or bf16, (num_heads_q,), contiguous: a logit of each query head that joins the denominator
-        of its softmax and has no value. softmax_scale and a score do not change it. The LSE includes it: a
-        row that sees no key has a result of 0, and its sink as the LSE. -inf means no sink. The gradient is
-        fp32.""",
+        doc="""fp32 or bf16, (num_heads_q,), contiguous: an extra logit of each query head. Its exponential is
+        added to the denominator of the softmax; it has no value. Neither softmax_scale nor a score
+        modification changes it. The LSE includes it: a row that sees no key has a result of 0, and its sink
+        as the LSE. -inf means no sink. The gradient is fp32.""",
     ),
     Field(
         "dropout_p",
@@ -147,90 +148,91 @@ FIELDS = (
         type="float",
         elsewhere=("dropout", "attention_dropout", "attn_pdrop", "p_dropout"),
         doc="""the probability that a weight is set to 0, at least 0 and less than 1. The other weights are
-        multiplied by 1 / (1 - dropout_p). The LSE counts all scores. For training: not with a KVCache or
-        splits. A score has one random byte, as in flash-attn, so (floor(255 (1 - dropout_p)) + 1) / 256 of
-        them count; a probability for which this is more than 1 % off raises BadParam.""",
+        multiplied by 1 / (1 - dropout_p). The LSE includes dropped scores. For training: not with a KVCache
+        or splits. One random byte decides about a score, as in flash-attn, so the fraction that is kept is
+        (floor(255 (1 - dropout_p)) + 1) / 256; a probability for which this is more than 1 % off raises
+        BadParam.""",
     ),
     Field(
         "dropout_seed",
         "array",
         elsewhere=("rng_state", "philox_seed", "seed", "generator"),
-        doc="""(seed, offset), two integers, or an int64 array of them on the device of q, which only the
-        device reads. Equal numbers drop the same scores on any device, and the same as flash-attn for this
-        ``rng_state``. None: PyTorch tensors draw both from torch's generator of their device, also in a CUDA
-        graph; arrays of other libraries need them.""",
+        doc="""(seed, offset), two integers, or an int64 array of both on the device of q, which the host does
+        not read. The same numbers drop the same scores on any device, and in flash-attn as its ``rng_state``.
+        None: drawn from torch's generator of the device, also in a CUDA graph. Arrays of other libraries need
+        the argument.""",
     ),
     Field(
         "q_scale",
         "array",
         elsewhere=("q_descale", "descale_q", "scale_q"),
-        doc="""with q, k and v of e4m3 codes: the factor of the codes of q. fp32, one element,
-        (heads,) or (batch, heads), with the heads of q or of k; or as ``quantize`` returns it for a tensor or
-        heads. None: 1. Such a call has no KVCache, no dropout and no gradient.""",
+        doc="""if q, k and v are e4m3 codes: the factor that turns the codes of q into numbers. fp32: one
+        element, (heads,) or (batch, heads), where heads is num_heads_q or num_heads_kv; or as ``quantize``
+        returns it per tensor or head. None: 1. Such a call has no KVCache, no dropout and no gradient.""",
     ),
     Field(
         "k_scale",
         "array",
         elsewhere=("k_descale", "descale_k", "scale_k"),
-        doc="the same for k, with the heads of k.",
+        doc="the same for k; heads is num_heads_kv.",
     ),
     Field(
         "v_scale",
         "array",
         elsewhere=("v_descale", "descale_v", "scale_v"),
-        doc="the same for v.",
+        doc="the same for v; heads is num_heads_kv.",
     ),
     Field(
         "dtype",
         "name",
         FORWARD,
         type="str | None",
-        doc=""""e4m3": q, k and v are e4m3 codes, in float8_e4m3fn or, for example with CuPy, in uint8. Codes
-        without any scale also need it, in case their scales were forgotten. None: as their dtype says.""",
+        doc=""""e4m3": q, k and v are e4m3 codes, as float8_e4m3fn or, for example with CuPy, as uint8. Also
+        needed for codes without any scale.""",
     ),
     Field(
         "out_dtype",
         "name",
         FORWARD,
         type="str | None",
-        doc="""with e4m3 codes: the dtype of the result, "bf16" (the default), "fp16" or "e4m3". Codes
-        times out_scale are the result.""",
+        doc="""with e4m3 codes: the dtype of the result, "bf16" (the default), "fp16" or "e4m3". The result is
+        the codes times out_scale.""",
     ),
     Field(
         "out_scale",
         "array",
         elsewhere=("scale_o", "output_scale"),
-        doc="""with out_dtype "e4m3": fp32, one element, (num_heads_q,) or (batch, num_heads_q). None: 1. What
-        is past 448 times it becomes that.""",
+        doc="""with out_dtype "e4m3": fp32, one element, (num_heads_q,) or (batch, num_heads_q). None: 1.
+        Results beyond 448 times the scale become 448 times the scale.""",
     ),
     Field(
         "accumulate",
         "name",
         FORWARD,
         type="str | None",
-        doc="""with e4m3 codes: how a Hopper kernel adds the products of weights and values. "promoted" is the
-        default: the tensor core adds at most 128 keys, and these sums are added in fp32. "fast": the tensor
-        core adds all, with 13 bits of fraction. Then values of one sign lose 1.5 % at 1,000 keys and 25 % at
-        16,000.""",
+        doc="""with e4m3 codes: how a Hopper kernel sums weights times values. "promoted", the default: the
+        tensor core sums at most 128 keys, and these partial sums are added in fp32. "fast": the tensor core
+        sums all keys, with 13 bits of fraction. Then sums of values of one sign lose 1.5 % at 1,000 keys and
+        25 % at 16,000.""",
     ),
     Field(
         "kv_lengths",
         "array",
         elsewhere=("cache_seqlens", "seqused_k", "seqlens_k", "seqlens_kv", "context_lens", "lengths"),
         doc="""(batch,), int32, on the device of q: sequence b has the keys [0, kv_lengths[b]) of k and v, and
-        the rows after them are not read. Masks and windows align with the end of each sequence, not with
-        seqlen_kv; column j of a dense mask is key j, and there are as many columns as max_seqlen_kv, or k has
-        room for. The host does not read lengths, so a captured graph uses the lengths at its replay.""",
+        later rows are not read. Masks and windows align with the end of each sequence, not with seqlen_kv.
+        Column j of a dense mask is key j; the mask has max_seqlen_kv columns, by default the capacity of k.
+        The host does not read lengths, so a captured graph uses the lengths at its replay.""",
     ),
     Field(
         "kv_starts",
         "array",
         elsewhere=("cache_leftpad", "leftpad_k", "left_padding", "cu_seqlens_k_start"),
-        doc="""(batch,), int32, on the device of q: the keys of sequence b begin with kv_starts[b], 0 to its
-        length: k and v have padding on the left, or on both sides with kv_lengths. Earlier keys have no
-        effect, even NaN: the result has the same bits as with arrays that begin there. Causal masks and
-        windows align with the end of the keys; column j of a dense mask is row j of k; in a score keys count
-        from the start. Not with packed keys.""",
+        doc="""(batch,), int32, on the device of q: the first key of sequence b is kv_starts[b], from 0 to its
+        length. Use it for padding on the left, with kv_lengths on both sides. Earlier keys have no effect,
+        even NaN: the result has the same bits as without the padding. Causal masks and windows align with the
+        end of the keys; column j of a dense mask is row j of k; in a score keys count from the start. Not
+        with packed keys.""",
     ),
     Field(
         "cu_seqlens_q",
@@ -251,21 +253,21 @@ FIELDS = (
         "tree",
         "array",
         elsewhere=("tree_mask", "draft_mask", "spec_decoding_packed_mask", "tree_attn_bias"),
-        doc="""int64, with the rows of q: (batch, seqlen_q), or (tokens,) where queries are packed; on the
-        device of q. The queries of a sequence are the drafts of a tree, up to 64, and its last keys are
-        theirs. Draft i sees draft j <= i if bit j of its word is set, and all keys before the drafts. With a
-        KVCache or lengths; nothing on the host reads it. window_size, kv_starts, scores and sinks go with it,
-        gradients do not.""",
+        doc="""int64 on the device of q, a word for each query: (batch, seqlen_q), or (tokens,) if queries are
+        packed. The queries of a sequence are the drafts of a tree, up to 64; their keys are the last keys of
+        the sequence. Draft i sees all keys before the drafts, and draft j <= i if bit j of its word is set.
+        Needs a KVCache or lengths; the host does not read it. Works with window_size, kv_starts, scores and
+        sinks, not with gradients.""",
     ),
     Field(
         "indices",
         "array",
         FORWARD,
         elsewhere=("topk_indices", "topk_idxs", "indices_in_kvcache", "sparse_indices"),
-        doc="""int32, (batch, seqlen_q, topk), with a latent ``KVCache``: the list of the tokens that each
-        query attends to, in any order, each a position in its sequence, from 0 to its length - 1; -1 names no
-        token. A token that is listed twice counts twice. All heads of a query share the list. Causal is the
-        caller's business: list no token after the query. Rows that no list names are never read.""",
+        doc="""int32, (batch, seqlen_q, topk), only with a latent ``KVCache``: the tokens that each query
+        attends to, in any order, as positions in its sequence from 0 to its length - 1. Entries of -1 are
+        skipped. A token that is listed twice counts twice. All heads of a query share the list. For causal
+        attention list no token after the query. Rows that are not listed are not read.""",
     ),
     # What a BlockMask holds.
     Field("block_indptr", "array", ()),
@@ -283,8 +285,8 @@ FIELDS = (
         "bound",
         type=_BOUND,
         elsewhere=("max_query_len", "max_seqlen"),
-        doc="""a bound of the lengths of queries, which decides grids; by default the size of the arrays. Rows
-        of a sequence past max_seqlen_q may stay unwritten.""",
+        doc="""no sequence has more queries; decides kernel and grid. Default: the size of the arrays. Rows
+        past it may stay unwritten.""",
     ),
     Field(
         "max_seqlen_kv",
@@ -301,10 +303,11 @@ FIELDS = (
         type="str | int | SplitEvery",
         elsewhere=("num_splits",),
         doc="""into how many parts the keys of a sequence are split, which thread blocks compute in parallel.
-        "auto": as is fastest for the batch and the GPU. An integer n: n parts with the same number of KV
+        "auto": the fastest choice for the batch and the GPU. An integer n: n parts with the same number of KV
         blocks, rounded up, or fewer for short sequences; 1: no split. ``SplitEvery(keys)``: parts of that
-        many keys. With both the bits of a sequence do not depend on its batch. n above 1 needs a decoding
-        kernel (fp16 and bf16, few rows); without one SplitEvery does not split.""",
+        many keys. With an integer or SplitEvery the bits of a sequence do not depend on its batch. Only
+        decoding kernels split (fp16 and bf16, few rows). For other calls n above 1 raises BadParam, and
+        SplitEvery does not split.""",
     ),
     Field(
         "sm_margin",
@@ -312,18 +315,18 @@ FIELDS = (
         FORWARD,
         default=0,
         type="int",
-        doc="""how many multiprocessors of the GPU the kernel leaves to other kernels, for example to NCCL:
-        kernels whose thread blocks go through several tiles start fewer of them. It does not change what is
-        computed. No effect on other kernels, latent caches, gradients and the CPU.""",
+        doc="""how many multiprocessors of the GPU a kernel leaves to other kernels, for example to NCCL:
+        persistent kernels start fewer thread blocks. The result does not change. No effect on other kernels,
+        latent caches, gradients and the CPU.""",
     ),
     Field(
         "append",
         "host",
         FORWARD,
         type="tuple[Any, Any] | None",
-        doc="""(k_new, v_new), to be written into the KVCache before the attention, after the keys that each
-        sequence has there: ``flashgen.append``. For a latent cache v_new is None. With cu_seqlens_q they are
-        packed, too. The lengths of the cache do not change; the caller adds the new tokens to them.""",
+        doc="""(k_new, v_new): new tokens, which the call writes into the KVCache after the keys of each
+        sequence, as ``flashgen.append`` does, before it attends. For a latent cache v_new is None. With
+        cu_seqlens_q the new tokens are packed, too. The call does not change the lengths of the cache.""",
     ),
     Field(
         "rotary",
@@ -331,9 +334,10 @@ FIELDS = (
         (*FORWARD, "append"),
         type="Rotary | None",
         elsewhere=("rotary_cos", "rotary_sin", "rotary_emb"),
-        doc="""a ``Rotary``, with append: rotates the new keys to their positions, and q: with causal or a
-        window query i to the position of new token i, of which there must be as many; otherwise all queries
-        to the position of the first one. Several queries with a dense mask alone need its ``positions``.""",
+        doc="""a ``Rotary``, only with append: rotates the new keys to their positions, and also q. With
+        causal or a window query i is rotated to the position of new token i, so there must be as many queries
+        as new tokens. Otherwise all queries are rotated to the position of the first new token. Several
+        queries with only a dense mask need ``positions`` of the Rotary.""",
     ),
     Field("q_positions", "name", ("append",), default="each", type="str"),
     Field("cu_seqlens_new", "array", ("append",), elsewhere=("cu_seqlens_q", "append_indptr")),
@@ -343,8 +347,8 @@ FIELDS = (
         (*FORWARD, *BACKWARD, "merge", "quantize"),
         elsewhere=("output", "o"),
         doc="""the result is written here: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch, of
-        the dtype and device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot
-        be written to.""",
+        the dtype and device of q, in memory that no other argument uses. Not for JAX, whose arrays cannot be
+        written to.""",
     ),
     Field("lse_out", "array", ("merge",), elsewhere=("out_lse", "lse")),
     Field("lse", "array", BACKWARD),
@@ -369,7 +373,7 @@ FIELDS = (
         doc="""also return the attention weights, softmax of the masked scores, as the last result: fp32,
         (batch, num_heads_q, seqlen_q, seqlen_kv), or without batch. For tests and teaching: this takes
         O(seqlen_q * seqlen_kv) memory for each head, and a second pass over q and k. A hidden key has the
-        weight 0. Weights have no gradient. Not with lengths, nor with a KVCache.""",
+        weight 0. Weights have no gradient. Not with lengths or a KVCache.""",
     ),
     Field(
         "deterministic",
@@ -377,8 +381,7 @@ FIELDS = (
         ("attention", *BACKWARD),
         default=False,
         type="bool",
-        doc="""gradients have the same bits each time, as in ``attention_backward``, and also under
-        torch.use_deterministic_algorithms. The result always has.""",
+        doc="""gradients have the same bits each time, as under torch.use_deterministic_algorithms.""",
     ),
     Field("dparams", "host", ("attention_backward",), type="Sequence[str] | None"),
     Field("workspace", "host", ("attention_backward",)),

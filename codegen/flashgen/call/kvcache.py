@@ -56,20 +56,20 @@ class KVCache(ShapesShown):
     lengths: int32 (batch,), contiguous, on the device of k: the tokens that each sequence has in the cache.
         No call changes it.
     pages: int32 (batch, max_pages): pages[b, j] has the keys j * page_size to (j + 1) * page_size - 1 of
-        sequence b. Entries after the last token, and before a window, may hold anything.
+        sequence b. Entries after the last token, or before a window, may have any value.
     index: int32 (batch,): the row of k and v of each sequence; by default its own number. Not with pages.
-    starts: int32 (batch,): the first key of each sequence, where its row or its pages have padding on the
-        left; by default 0. ``lengths`` counts the padding.
-    head_dim_v: of a latent cache, as MLA has it, whose v is None: k has one head, a key is a row of k, and
-        its value the first head_dim_v elements of that row. fp16 or bf16, in host memory also fp32, or e4m3;
-        rows of up to 576 elements, head_dim_v up to 512. Calls need ``softmax_scale``.
-    k_scale, v_scale: fp32 on the device of k, the number that an e4m3 code of 1 means: (), (num_heads_kv,) or
-        (batch, num_heads_kv), each finite and above 0; by default 1. Or a scale for each token and head, in
-        the shape of k without head_dim; then the other one is such an array too, or () or (num_heads_kv,).
-        ``append`` computes and writes such scales.
+    starts: int32 (batch,): the first key of each sequence, if its row or pages have padding on the left; by
+        default 0. ``lengths`` counts the padding.
+    head_dim_v: only for a latent cache, as in MLA, whose v is None: k has one head, a key is a row of k, and
+        its value is the first head_dim_v elements of that row. fp16 or bf16, in host memory also fp32, or
+        e4m3; rows of up to 576 elements, head_dim_v up to 512. Calls need ``softmax_scale``.
+    k_scale, v_scale: the factors that turn e4m3 codes into numbers, fp32 on the device of k: (),
+        (num_heads_kv,) or (batch, num_heads_kv), finite and above 0; by default 1. Or one of them, or both,
+        have a scale for each token and head, in the shape of k without head_dim; then the other may be () or
+        (num_heads_kv,). ``append`` computes and writes such scales.
     kv_dtype: "e4m3" if k and v are codes in uint8, for example with CuPy, which has no such dtype.
-        "fp8_ds_mla" if rows of a latent cache are 656 bytes, which carry their scales: uint8 or e4m3
-        (..., 1, 656) under q of bf16, with 512 codes, 4 fp32 scales of 128 codes each, and 64 elements.
+        "fp8_ds_mla" if rows of a latent cache are 656 bytes that contain their scales: uint8 or e4m3
+        (..., 1, 656) if q is bf16, with 512 codes, 4 fp32 scales of 128 codes each, and 64 elements.
     """
 
     k: Any
@@ -88,8 +88,8 @@ class KVCache(ShapesShown):
 class Rotary(ShapesShown):
     """Rotary embedding: by which angles queries and keys are rotated.
 
-    cos, sin: (num_positions, rotary_dim / 2), of the dtype of q, or fp32. rotary_dim is a multiple of 16; the
-        later elements of a head are not rotated. In a latent cache the last rotary_dim elements of a row are.
+    cos, sin: (num_positions, rotary_dim / 2), of the dtype of q, or fp32. rotary_dim is a multiple of 16. The
+        first rotary_dim elements of a head are rotated; in a latent cache the last ones of a row.
     interleaved: whether elements 2i and 2i + 1 are a pair (as in GPT-J), instead of i and i + rotary_dim / 2
         (as in GPT-NeoX and Llama).
     positions: int32 (batch, seqlen_new), or (tokens,) where tokens are packed: the row of cos and sin for

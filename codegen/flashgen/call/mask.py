@@ -224,10 +224,10 @@ class Mask:
         draw(self.blocks(rows, keys, **lengths), title, path)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"a flashgen.Mask does not change; update() gives one with another {name}")
+        raise AttributeError(f"a flashgen.Mask cannot be changed; update() returns one with another {name}")
 
     def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError("a flashgen.Mask does not change")
+        raise AttributeError("a flashgen.Mask cannot be changed")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (self._line, {**self._arrays, **self._numbers}, self._kept is not None)
@@ -339,7 +339,9 @@ def _length(name: str, passed: Any, of_arrays: int | None, rule: Rule, default: 
     """A length of a mask's blocks. Raises BadParam."""
     length = passed if passed is not None else of_arrays if of_arrays is not None else default
     if length is None:
-        raise BadParam(f"{arg(name)} is None, and no array of the mask {rule.title} says it; pass {name}=")
+        raise BadParam(
+            f"{arg(name)} is None, and the arrays of the mask {rule.title} do not determine it; pass {name}="
+        )
     if not isinstance(length, int) or isinstance(length, bool) or length < 0:
         raise BadParam(f"{arg(name)} is {shown(length)}; expected an integer, 0 or more")
     if of_arrays is not None and length != of_arrays:

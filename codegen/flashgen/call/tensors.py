@@ -115,8 +115,8 @@ def single(gradient: Tensor) -> Tensor:
         gradient.data_ptr()
     except RuntimeError:
         raise BadParam(
-            "several gradients of one result were given at once (is_grads_batched, or vmap), which flashgen "
-            "does not take; pass one after another"
+            "several gradients of one result were given at once (is_grads_batched, or vmap); pass one after "
+            "another"
         ) from None
     return gradient
 

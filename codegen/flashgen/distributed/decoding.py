@@ -64,8 +64,8 @@ def decode(
         check_device(ranks, q, "q")
         if q.ndim != 4 or q.shape[1] != 1:
             raise BadTensorShape(
-                f"{arg('q')} has shape {tuple(q.shape)}; expected (batch, 1, heads, head_dim): one query "
-                "sees all tokens, several would have to know which of them are later"
+                f"{arg('q')} has shape {tuple(q.shape)}; expected (batch, 1, heads, head_dim): a rank "
+                "does not know the positions of its tokens, so decode() takes one query a sequence"
             )
         return {
             "q": (tuple(q.shape), q.dtype),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flashgen.operators.formula import Node
 
 # Words that no member of a struct in a kernel can have for its name.
-_CPP_WORDS = frozenset(
+CPP_WORDS = frozenset(
     re.findall(
         r"\w+",
         """
@@ -136,7 +136,7 @@ def reserved_names() -> frozenset[str]:
     """What no parameter may be called, beside what begins with `CONSTANT`: words of formulas, of kernels and
     of operators.
     """
-    names = {*NAMES, *FUNCTIONS, "inf", *_CPP_WORDS, *_KERNEL_WORDS}
+    names = {*NAMES, *FUNCTIONS, "inf", *CPP_WORDS, *_KERNEL_WORDS}
     for name in _MODIFIED:
         operator = OPERATORS[name]
         names |= {*operator.positions, *operator.options, *operator.scalars}

@@ -166,7 +166,7 @@ def check(lists: BlockLists, seqlen_kv: int, arrays: Mapping[str, np.ndarray | N
         batch, head, row = map(int, falling[0])
         raise BadParam(
             f"{arg('block_indptr')}[{batch}, {head}] falls from {indptr[batch, head, row]} to "
-            f"{indptr[batch, head, row + 1]} after block {row} of the queries; it must not fall"
+            f"{indptr[batch, head, row + 1]} after block {row} of the queries; it must not decrease"
         )
     for batch, head in np.ndindex(*indptr.shape[:2]):
         ends = indptr[batch, head]

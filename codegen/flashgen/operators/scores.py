@@ -265,7 +265,7 @@ def chained(scores: Sequence[Score]) -> Score:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         chain = ", ".join(score.title for score in scores)
-        raise BadParam(f"the scores {chain} have each a parameter {twice[0]}; chain others")
+        raise BadParam(f"the scores {chain} each have a parameter {twice[0]}; chain others")
     tree = scores[0].tree
     for score in scores[1:]:
         before = tree

@@ -86,16 +86,15 @@ def sequences(problem: WithLengths, arrays: Mapping[str, np.ndarray | None]) -> 
         q_length, kv_length = q_lengths[b], kv_lengths[b]
         if not 0 <= kv_length <= capacity:
             raise BadParam(
-                f"{arg('kv_lengths')}[{b}] is {kv_length}; expected 0 to {capacity}, the room in {arg('k')}"
+                f"{arg('kv_lengths')}[{b}] is {kv_length}; expected 0 to {capacity}, the capacity of "
+                f"{arg('k')}"
             )
         for name, length, bound in (
             ("max_seqlen_q", q_length, problem.seqlen_q),
             ("max_seqlen_kv", kv_length, lengths.most_keys),
         ):
             if length > bound:
-                raise BadParam(
-                    f"sequence {b} has length {length}; {arg(name)} says that none is above {bound}"
-                )
+                raise BadParam(f"sequence {b} has length {length}; the bound {arg(name)} is {bound}")
         start = starts[b] if starts else 0
         if not 0 <= start <= kv_length:
             raise BadParam(
@@ -182,8 +181,8 @@ def check_boundaries(cu_seqlens: np.ndarray, name: str, rows: int, of_what: str)
     for b, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         if not begin <= end <= rows:
             raise BadParam(
-                f"{arg(name)} goes from {begin} to {end} in sequence {b}; it must not fall, nor pass the "
-                f"{rows} {of_what}"
+                f"{arg(name)} goes from {begin} to {end} in sequence {b}; it must not decrease, or exceed "
+                f"the {rows} {of_what}"
             )
 
 

@@ -37,7 +37,7 @@ def check_drafts(tree: ArrayView, q: ArrayView, seqlen_q: int) -> None:
     if seqlen_q > MAX_DRAFTS:
         raise BadTensorShape(
             f"{arg('tree')} was given and sequences have up to {seqlen_q} queries; a tree has at most "
-            f"{MAX_DRAFTS} drafts: pass fewer, or a mask array, and with packed queries their bound, "
+            f"{MAX_DRAFTS} drafts: pass fewer, or a mask array. With packed queries pass their bound "
             f"{arg('max_seqlen_q')}"
         )
 
