@@ -43,8 +43,8 @@ def test_a_listed_feature_set_answers_to_its_architecture(tiny_variants):
 
 def test_wgmmas_that_wait_for_one_another_are_a_failure(tiny_variants):
     log = (
-        "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
-        "insufficient register resources for the function 'kernel'"
+        "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due "
+        "to insufficient register resources for the function 'kernel'"
     )
     variant = dataclasses.replace(tiny_variants[0], no_spills=False)
     built = Built(variant, "sm_90a", 1.0, compiled=MADE._replace(log=log))
