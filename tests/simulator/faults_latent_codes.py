@@ -50,7 +50,7 @@ FAULTS = (
         CODES,
         MANY,
         (*NUMBERS, *BOUNDS),
-        "unit.row_block * 8 + lane % 8 < rows_left && column < params.head_dim",
+        "there && column < params.head_dim",
         "column < params.head_dim",
     ),
     fault(
@@ -58,8 +58,8 @@ FAULTS = (
         PAGED,
         NARROW,
         (*NUMBERS, *BOUNDS),
-        "< rows_left && column < params.head_dim;",
-        "< rows_left;",
+        "there && column < params.head_dim;",
+        "there;",
     ),
     fault(
         "elements that wgmma does not see",
@@ -140,7 +140,7 @@ FAULTS = (
         UNPAGED,
         MANY,
         (*NUMBERS, *BOUNDS),
-        "source + 16 * chunk,\n                        row < rows_left ? 16 : 0);",
+        "source + 16 * chunk,\n                        there ? 16 : 0);",
         "source + 16 * chunk, 16);",
     ),
     fault(
