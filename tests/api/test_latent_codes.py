@@ -132,6 +132,7 @@ UNIT = np.ones((), np.float32)
             "rows of fp8_ds_mla have their scales",
         ),
         (CODES, {"append": (CODES, CODES)}, flashgen.errors.FlashgenError, "v"),
+        (ROWS, {"append": (ROWS, None), "kv_dtype": LAYOUT}, BadTensorDtype, "has dtype uint8"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -1,5 +1,5 @@
-"""Latent attention to the tokens of lists on a GPU, of 16 bits and of FP8: within the bound, beside rows of NaN;
-splits, replayed graphs, the slots of FlashMLA.
+"""Latent attention to the tokens of lists on a GPU, of 16 bits and of FP8: within the bound, beside rows of
+NaN; splits, replayed graphs, the slots of FlashMLA.
 """
 
 import numpy as np

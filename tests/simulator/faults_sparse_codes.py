@@ -1,5 +1,5 @@
-"""Faults to plant into the kernels that attend to the tokens of lists in latent caches of FP8: in scales, in the
-rows that are converted, in the flags of tokens, in the hand-over of what is converted.
+"""Faults to plant into the kernels that attend to the tokens of lists in latent caches of FP8: in scales, in
+the rows that are converted, in the flags of tokens, in the hand-over of what is converted.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ FAULTS = (
         "kv_block >= 0 && entry < params.topk ?",
         "kv_block >= 0 && entry <= params.topk ?",
     ),
-    fault("the upper rows as the lower ones", CODES, LONG, NUMBERS, "row < 32 ? bits[0] : bits[1]", "bits[0]"),
+    fault(
+        "the upper rows as the lower ones", CODES, LONG, NUMBERS, "row < 32 ? bits[0] : bits[1]", "bits[0]"
+    ),
     fault("the rows of the KV block before", CODES, SPLIT, ANYTHING, "rows = next;", ""),
     fault("the flags of the KV block before", CODES, SPLIT, ANYTHING, "present = next_present;", ""),
     fault(
@@ -147,7 +149,7 @@ FAULTS = (
         MMA,
         MANY,
         LOST,
-        "gather.next(params, codes_address(stage), flags_address(stage));\n            barrier_sync(kThreads);",
+        "gather.next(params, codes_address(stage), flags_address(stage));\n barrier_sync(kThreads);",
         "gather.next(params, codes_address(stage), flags_address(stage));",
     ),
     fault(
@@ -175,5 +177,12 @@ FAULTS = (
         "load_shared_128(source + kRotaryByte + 16 * chunk)",
         "load_shared_128(source + 16 * chunk)",
     ),
-    fault("mma.sync: NaN of rows without a token", MMA_ROWS, MANY, ANYTHING, "valid = is_token;", "valid = true;"),
+    fault(
+        "mma.sync: NaN of rows without a token",
+        MMA_ROWS,
+        MANY,
+        ANYTHING,
+        "valid = is_token;",
+        "valid = true;",
+    ),
 )

@@ -1,5 +1,5 @@
-"""Latent attention to the tokens of lists in caches of FP8, in the simulator: codes with a scale, and rows that
-carry them; rows that no list names are NaN in each of their parts.
+"""Latent attention to the tokens of lists in caches of FP8, in the simulator: codes with a scale, and rows
+that carry them; rows that no list names are NaN in each of their parts.
 """
 
 from __future__ import annotations

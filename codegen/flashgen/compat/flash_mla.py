@@ -2,8 +2,8 @@
 
 >>> from flashgen.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-Every GPU since Ampere computes them, and the CPU. A cache is read in fp16, in bf16 or in FP8, whole or by lists
-of tokens. NotImplementedError names what flashgen does not compute: sinks, and a second cache.
+Every GPU since Ampere computes them, and the CPU. A cache is read in fp16, in bf16 or in FP8, whole or by
+lists of tokens. NotImplementedError names what flashgen does not compute: sinks, and a second cache.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def flash_mla_with_kvcache(
     Returns (out, softmax_lse): out is (batch, seqlen_q, num_heads_q, head_dim_v), the LSE fp32 (batch,
     num_heads_q, seqlen_q), -inf in a row without keys.
 
-    Raises NotImplementedError for attn_sink, the other arguments of sparse attention, and tensors that require
-    a gradient; NullPointer without block_table or cache_seqlens where these are read; BadParam for metadata of
-    something else; BadTensorDtype for a cache of bytes without is_fp8_kvcache; and what
+    Raises NotImplementedError for attn_sink, the other arguments of sparse attention, and tensors that
+    require a gradient; NullPointer without block_table or cache_seqlens where these are read; BadParam for
+    metadata of something else; BadTensorDtype for a cache of bytes without is_fp8_kvcache; and what
     ``flashgen.attention`` raises.
     """
     is_fp8 = flag("is_fp8_kvcache", is_fp8_kvcache)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashgen.operators import latentrows
 from flashgen.operators.append import ARGUMENTS
 from flashgen.operators.append_rows import (
     check_places,
@@ -58,11 +59,14 @@ def append(problem: AppendProblem, arrays: Named) -> None:
         for name, x in rows.items():
             scales[f"{name}_scale"] = scale = scales_of_rows(widened(x, problem.dtype, np.float32))
             arrays[f"{name}_scale_out"][at] = scale[new.real][..., 0]
+    elif problem.has_packed_rows:
+        rows["k"] = latentrows.packed(rows["k"])
     elif problem.kv_dtype is not None:
         of_sequences = scales_of_sequences(arrays, problem.sequences, problem.num_heads_kv)
         scales = {name: x[new.sequence] for name, x in of_sequences.items()}
     for name, x in rows.items():
-        of_cache = x if problem.kv_dtype is None else _codes(problem, x, scales.get(f"{name}_scale"))
+        is_whole = problem.kv_dtype is None or problem.has_packed_rows
+        of_cache = x if is_whole else _codes(problem, x, scales.get(f"{name}_scale"))
         arrays[f"{name}_cache"][at] = of_cache[new.real]
     if arrays["q"] is not None:
         of_q = queries(problem, arrays)
