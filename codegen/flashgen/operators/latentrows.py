@@ -20,8 +20,7 @@ from ml_dtypes import float8_e4m3fn
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, arg
 from flashgen.operators.arguments import shown
 from flashgen.operators.kvcodes import E4M3
-from flashgen.operators.numbers import bfloat16_bits, codes_of, widened
-from flashgen.operators.quantize_reference import scales_of_rows
+from flashgen.operators.numbers import bfloat16_bits
 
 if TYPE_CHECKING:
     from flashgen.operators.arguments import ArrayLayout, ArrayView
@@ -66,18 +65,6 @@ def with_packed_rows(
         x._replace(extents=(*x.extents[:-1], ROW_BYTES)) if x and x.argument.name == name else x
         for x in layouts
     )
-
-
-def packed(x: np.ndarray) -> np.ndarray:
-    """Rows of the layout, (..., 656) bytes, of elements (..., 576), bfloat16 as its bits. The scale of a
-    quarter is its largest finite |x| / 448, as in `quantize`.
-    """
-    latent = widened(x[..., :HEAD_DIM_V], "bf16", np.float32).reshape(*x.shape[:-1], 4, HEAD_DIM_V // 4)
-    scales = scales_of_rows(latent)
-    with np.errstate(all="ignore"):
-        codes = codes_of(latent, scales)
-    parts = codes.reshape(*x.shape[:-1], HEAD_DIM_V), scales[..., 0], x[..., HEAD_DIM_V:]
-    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], -1)
 
 
 def unpacked(rows: np.ndarray) -> np.ndarray:
