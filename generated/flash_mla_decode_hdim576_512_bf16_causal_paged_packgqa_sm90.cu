@@ -495,16 +495,19 @@ __device__ Panels panels_of(int group);
 // The first KV block of the tile that has KV block `index` of all, in a sequence at `place`
 __device__ int begin_of_tile(const Params& params, const Place& place, int index);
 __device__ void release(shared_address empty, int lane);  // Arrives on a barrier for a warp that has finished with a buffer
-// Takes the next tile of find_tiles()
-__device__ SequenceTile take_tile_as_consumer(const SharedAddresses& shared, RingPosition<kQStages>& ring, int lane);
-// Loads Q of a tile, rows past the last one and elements from head_dim on as zeros
-__device__ void load_q(const Params& params, const Tile& tile, const SequenceTile& found, shared_address q_smem);
-__device__ void clear_rows(shared_address block, int begin);  // Writes zeros over the rows of V of a KV block from `begin` on
+// Loads Q of a tile of the sequence whose queries begin at `q`, rows past the last one and elements from head_dim on as zeros
+__device__ void load_q(const Params& params, const Tile& tile, const element* q, shared_address q_smem);
 __device__ void store_factor(const SharedAddresses& shared, const float (&factor)[2]);
 // Passes P of a KV block on to consume_values(), and what it multiplies its rows of O by before
 __device__ void send(const SharedAddresses& shared, const PackedScores<kBlockN>& p, const float (&factor)[2]);
 // Passes on what consume_values() multiplies its rows of O by in the end
 __device__ void send(const SharedAddresses& shared, const float (&factor)[2]);
+// Takes P of a KV block, which consume_scores() has passed on
+__device__ void receive(PackedScores<kBlockN>& p, const SharedAddresses& shared);
+__device__ void receive(float (&factor)[2], const SharedAddresses& shared);  // Takes what consume_values() multiplies its rows of O by
+// Takes the next tile of find_tiles()
+__device__ SequenceTile take_tile_as_consumer(const SharedAddresses& shared, RingPosition<kQStages>& ring, int lane);
+__device__ void clear_rows(shared_address block, int begin);  // Writes zeros over the rows of V of a KV block from `begin` on
 
 // Loads the KV blocks of tile after tile, as fast as buffers become empty, group after group in the order in which they do.
 __device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
@@ -621,7 +624,7 @@ __device__ __forceinline__ void consume_scores(const Params& all, const SharedAd
         float factor[2] = {1.0f, 1.0f};
 
         if (blocks.last >= blocks.first) {
-            load_q(params, tile, found, shared.q());
+            load_q(params, tile, params.q + tile.batch * params.q_batch_stride + found.first_query * params.q_row_stride, shared.q());
             // The first block: S, softmax. Rows past the sequence may be NaN, and 0 * NaN is NaN, so they are cleared before P V.
             int kv_block = blocks.last;
             float scores[kBlockN / 2];
@@ -699,24 +702,12 @@ __device__ __forceinline__ void consume_values(const Params& all, const SharedAd
         const KvBlocks blocks = find_kv_blocks(params, found);
         float output[kColumns / 2] = {};
         float factor[2];
-        auto receive_factor = [&] {
-            const float2 values = load_shared_64(shared.factors());
-            factor[0] = values.x;
-            factor[1] = values.y;
-        };
         for (int kv_block = blocks.last; kv_block >= blocks.first; --kv_block) {
             // 1. Wait for P. Rescale O where row_max has moved.
             barrier_sync(kPFull, 256);
             PackedScores<kBlockN> p;
-#pragma unroll
-            for (int step = 0; step < kBlockN / 16; ++step) {
-                const uint4 words = load_shared_128(shared.p() + step * 128 * 16);
-                p.fragment[step][0] = words.x;
-                p.fragment[step][1] = words.y;
-                p.fragment[step][2] = words.z;
-                p.fragment[step][3] = words.w;
-            }
-            receive_factor();
+            receive(p, shared);
+            receive(factor, shared);
             if (__any_sync(0xffffffff, factor[0] != 1.0f || factor[1] != 1.0f)) multiply(output, factor);
             // 2. Wait until the tensor cores have computed the next S: this P V is for the time of its softmax.
             barrier_sync(kScoresComplete, 256);
@@ -733,7 +724,7 @@ __device__ __forceinline__ void consume_values(const Params& all, const SharedAd
             store_part(params, tile, found.slot, output, first_row, kColumns, lane);
         } else {
             barrier_sync(kPFull, 256);
-            receive_factor();
+            receive(factor, shared);
             barrier_arrive(kPEmpty, 256);
             store_tile(params, tile, output, factor, first_row, kColumns, lane);
         }
@@ -1385,21 +1376,13 @@ __device__ __forceinline__ void release(shared_address empty, int lane) {
     if (lane == 0) mbarrier_arrive(empty);
 }
 
-// Takes the next tile of find_tiles().
-__device__ __forceinline__ SequenceTile take_tile_as_consumer(const SharedAddresses& shared, RingPosition<kQStages>& ring, int lane) {
-    const SequenceTile found = take_tile(shared, ring, lane);
-    ring.advance();
-    return found;
-}
-
-// Loads Q of a tile, rows past the last one and elements from head_dim on as zeros. The 128 threads of consume_scores() call it. All of them have
-// computed the last S of the tile before when they passed on its P.
-__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, const SequenceTile& found, shared_address q_smem) {
+// Loads Q of a tile of the sequence whose queries begin at `q`, rows past the last one and elements from head_dim on as zeros. The 128 threads of
+// consume_scores() call it. All of them have computed the last S of the tile before when they passed on its P.
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, const element* q, shared_address q_smem) {
     constexpr int kRowChunks = kHeadDim * sizeof(element) / 16;
     constexpr int kPanelChunks = kPanelRowBytes / 16;
     barrier_sync(kScoresBarrier, 128);  // else ptxas serialises the wgmmas
     const int rows_left = num_rows(params) - tile.first_row;
-    const element* q = params.q + tile.batch * params.q_batch_stride + found.first_query * params.q_row_stride;
 #pragma unroll 4
     for (int index = threadIdx.x % 128; index < kBlockM * kRowChunks; index += 128) {
         const int row = index / kRowChunks, chunk = index % kRowChunks;
@@ -1413,19 +1396,6 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, c
     cp_async_wait<0>();
     fence_proxy_async();  // wgmma would not see Q otherwise
     barrier_sync(kScoresBarrier, 128);
-}
-
-// Writes zeros over the rows of V of a KV block from `begin` on. The 128 threads of consume_scores() share the work.
-__device__ __forceinline__ void clear_rows(shared_address block, int begin) {
-#pragma unroll
-    for (int panel = 0; panel < kPanelsV; ++panel) {
-        const shared_address rows = block + panel * kBlockN * kPanelRowBytes;
-#pragma unroll 1
-        for (int byte = begin * kPanelRowBytes + 16 * (threadIdx.x % 128); byte < kBlockN * kPanelRowBytes; byte += 16 * 128) {
-            store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);
-        }
-    }
-    fence_proxy_async();  // wgmma would not see the zeros otherwise
 }
 
 __device__ __forceinline__ void store_factor(const SharedAddresses& shared, const float (&factor)[2]) {
@@ -1451,6 +1421,45 @@ __device__ __forceinline__ void send(const SharedAddresses& shared, const float 
     barrier_sync(kPEmpty, 256);
     store_factor(shared, factor);
     barrier_arrive(kPFull, 256);
+}
+
+// Takes P of a KV block, which consume_scores() has passed on.
+__device__ __forceinline__ void receive(PackedScores<kBlockN>& p, const SharedAddresses& shared) {
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+        const uint4 words = load_shared_128(shared.p() + step * 128 * 16);
+        p.fragment[step][0] = words.x;
+        p.fragment[step][1] = words.y;
+        p.fragment[step][2] = words.z;
+        p.fragment[step][3] = words.w;
+    }
+}
+
+// Takes what consume_values() multiplies its rows of O by.
+__device__ __forceinline__ void receive(float (&factor)[2], const SharedAddresses& shared) {
+    const float2 values = load_shared_64(shared.factors());
+    factor[0] = values.x;
+    factor[1] = values.y;
+}
+
+// Takes the next tile of find_tiles().
+__device__ __forceinline__ SequenceTile take_tile_as_consumer(const SharedAddresses& shared, RingPosition<kQStages>& ring, int lane) {
+    const SequenceTile found = take_tile(shared, ring, lane);
+    ring.advance();
+    return found;
+}
+
+// Writes zeros over the rows of V of a KV block from `begin` on. The 128 threads of consume_scores() share the work.
+__device__ __forceinline__ void clear_rows(shared_address block, int begin) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelsV; ++panel) {
+        const shared_address rows = block + panel * kBlockN * kPanelRowBytes;
+#pragma unroll 1
+        for (int byte = begin * kPanelRowBytes + 16 * (threadIdx.x % 128); byte < kBlockN * kPanelRowBytes; byte += 16 * 128) {
+            store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+    fence_proxy_async();  // wgmma would not see the zeros otherwise
 }
 
 static_assert(kBlockM == 64 && kBlockN == 64, "a consumer has 64 rows, and P the layout of its accumulators");

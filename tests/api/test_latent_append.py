@@ -1,10 +1,14 @@
-"""append and attention(append=) over latent caches: one row a token, whose last elements are rotated."""
+"""append and attention(append=) over latent caches: one row a token, whose last elements are rotated; rows of
+FP8.
+"""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import flashgen
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
+from flashgen.operators.latentrows import LAYOUT, unpacked
 from flashgen.simulator import hostcompiler
 
 pytestmark = pytest.mark.once
@@ -82,6 +86,85 @@ def test_rows_are_written_rotated_and_read(interleaved, paged, backend, fresh_se
         np.testing.assert_array_equal(written.k.view(np.uint16), cache.k.view(np.uint16))
 
 
+def rows_of_fp8(layout, rng):
+    """An empty latent cache of FP8 with room for 24 tokens, and the numbers of its rows."""
+    if layout == LAYOUT:
+        k = np.full((3, 24, 1, 656), 0xFF, np.uint8)
+        cache = flashgen.KVCache(k, None, LENGTHS, head_dim_v=512, kv_dtype=LAYOUT)
+        return cache, lambda: unpacked(cache.k).view(ml_dtypes.bfloat16).astype(np.float64)
+    scale = rng.uniform(0.01, 0.1, (3, 1)).astype(np.float32)
+    k = np.full((3, 24, 1, 576), np.nan, ml_dtypes.float8_e4m3fn)
+    cache = flashgen.KVCache(k, None, LENGTHS, head_dim_v=512, k_scale=scale)
+    return cache, lambda: cache.k.astype(np.float64) * scale[..., None, None]
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("simulator", marks=simulated)])
+@pytest.mark.parametrize("layout", ["e4m3", LAYOUT])
+@pytest.mark.parametrize("interleaved", [None, False, True])
+def test_rows_of_fp8_are_written_and_read(interleaved, layout, backend, fresh_seed):
+    rng = np.random.default_rng(fresh_seed)
+    cache, numbers_of = rows_of_fp8(layout, rng)
+    q, new = (rng.standard_normal((3, NEW, heads, 576)).astype(ml_dtypes.bfloat16) for heads in (HEADS, 1))
+    angles = rng.uniform(-3, 3, (24, 32))
+    tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    rotary = None if interleaved is None else flashgen.Rotary(*tables, interleaved)
+    # In float64, of which `append` of 16 bits is the reference.
+    exact = flashgen.KVCache(np.zeros((3, 24, 1, 576), ml_dtypes.bfloat16), None, LENGTHS, head_dim_v=512)
+    _, of_q = flashgen.append(exact, new, rotary=rotary, q=None if rotary is None else q, backend="cpu")
+    total, q_rotated = flashgen.append(
+        cache, new, rotary=rotary, q=None if rotary is None else q, backend=backend
+    )
+    if rotary is not None:
+        np.testing.assert_allclose(q_rotated.astype(float), of_q.astype(float), rtol=1e-2, atol=1e-3)
+    written = np.zeros((3, 24), bool)
+    for b, length in enumerate(LENGTHS):
+        written[b, length : length + NEW] = True
+    found, right = numbers_of()[written], exact.k.astype(np.float64)[written]
+    # A code has 4 bits of fraction, and the smallest ones steps of 2^-9 of a scale of at most 0.1.
+    np.testing.assert_allclose(found, right, rtol=0.07, atol=2e-3)
+    if layout == LAYOUT:
+        np.testing.assert_allclose(found[..., 512:], right[..., 512:], rtol=1e-2, atol=1e-6)
+    assert (cache.k.view(np.uint8)[~written] == (0xFF if layout == LAYOUT else 0x7F)).all()
+    fields = {"head_dim_v": 512, "k_scale": cache.k_scale, "kv_dtype": cache.kv_dtype}
+    first = np.where(written[..., None, None], cache.k.view(np.uint8), 0).view(cache.k.dtype)
+    after = flashgen.KVCache(first, None, total, **fields)
+    options = {"softmax_scale": SCALE, "causal": True, "backend": backend}
+    expected = flashgen.attention(q if rotary is None else q_rotated, after, **options)
+    again = flashgen.KVCache(np.zeros_like(first), None, LENGTHS, **fields)
+    out = flashgen.attention(q, again, append=(new, None), rotary=rotary, **options)
+    np.testing.assert_array_equal(again.k.view(np.uint8), first.view(np.uint8))
+    np.testing.assert_array_equal(out.view(np.uint16), expected.view(np.uint16))
+
+
+def test_rows_of_fp8_in_libraries_that_trace(fresh_seed):
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    rng = np.random.default_rng(fresh_seed)
+    q, new = (rng.standard_normal((3, NEW, heads, 576)).astype(np.float32) for heads in (HEADS, 1))
+    angles = rng.uniform(-3, 3, (24, 32)).astype(np.float32)
+    k = np.zeros((3, 24, 1, 656), np.uint8)
+
+    def call(q, new, k, lengths, cos, sin):
+        cache = flashgen.KVCache(k, None, lengths, head_dim_v=512, kv_dtype=LAYOUT)
+        rotary = flashgen.Rotary(cos, sin)
+        return flashgen.attention(
+            q, cache, append=(new, None), rotary=rotary, causal=True, softmax_scale=SCALE
+        )
+
+    arrays = q, new, k, LENGTHS, np.cos(angles), np.sin(angles)
+    written = k.copy()
+    right = call(*(x.astype(ml_dtypes.bfloat16) for x in (q, new)), written, *arrays[3:])
+    for function in (call, torch.compile(call, fullgraph=True, backend="eager")):
+        tensors = [torch.from_numpy(x.copy()) for x in arrays]
+        tensors[:2] = [x.bfloat16() for x in tensors[:2]]
+        np.testing.assert_array_equal(function(*tensors).float().numpy(), right.astype(np.float32))
+        np.testing.assert_array_equal(tensors[2].numpy(), written)
+    on_jax = [jax.numpy.asarray(x) for x in arrays]
+    on_jax[:2] = [x.astype(jax.numpy.bfloat16) for x in on_jax[:2]]
+    out, of_jax = jax.jit(call)(*on_jax)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), right.astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(of_jax.k), written)
+
+
 def test_packed_tokens_and_libraries_that_trace(fresh_seed):
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     rng = np.random.default_rng(fresh_seed)
@@ -116,6 +199,9 @@ def test_packed_tokens_and_libraries_that_trace(fresh_seed):
 
 ROW = np.zeros((3, 1, 1, WIDTH), np.float16)
 TABLE = np.zeros((24, 24), np.float16)
+CODES = np.zeros((3, 24, 1, WIDTH), ml_dtypes.float8_e4m3fn)
+OF_ROWS = {"k": np.zeros((3, 24, 1, 656), np.uint8), "head_dim_v": 512, "kv_dtype": "fp8_ds_mla"}
+LONG_ROW = np.zeros((3, 1, 1, 576), ml_dtypes.bfloat16)
 NO_VALUES = np.zeros((3, 24, 1, 0), np.float16)
 
 
@@ -132,7 +218,40 @@ NO_VALUES = np.zeros((3, 24, 1, 0), np.float16)
         ({}, {"k_new": ROW[..., :88]}, BadTensorShape, "k_new has 1 heads of 88 elements"),
         ({"k": ROW.repeat(2, 2)}, {"k_new": ROW.repeat(2, 2)}, BadTensorShape, "k_new has 2 heads"),
         ({}, {"k_new": ROW.astype(np.float32)}, BadTensorDtype, "k_new has dtype fp32"),
-        ({"k": ROW.view(np.uint8), "kv_dtype": "e4m3"}, {}, BadTensorDtype, "no codes are appended"),
+        ({"k": CODES, "kv_dtype": "e5m2"}, {}, BadParam, "kv_dtype is 'e5m2'"),
+        ({"k": CODES}, {"k_new": ROW[..., :88]}, BadTensorShape, "k_new has 1 heads of 88 elements"),
+        ({"k": CODES[..., :88]}, {"k_new": ROW[..., :88]}, BadTensorShape, "head_dim is 88"),
+        ({"k": CODES}, {"k_new": ROW.astype(np.float32)}, BadTensorDtype, "k_new has dtype fp32"),
+        ({"k": CODES, "v_scale": np.ones((), np.float32)}, {}, BadParam, "v_scale was given, and the cache"),
+        (
+            {"k": CODES, "k_scale": np.ones((3, 24, 1), np.float32)},
+            {},
+            BadTensorShape,
+            "a latent cache takes",
+        ),
+        ({"k": CODES, "k_scale": np.zeros((), np.float32)}, {}, BadParam, "k_scale has an element"),
+        (OF_ROWS, {}, BadTensorDtype, "k_new has dtype fp16; for rows of fp8_ds_mla it is bf16"),
+        (OF_ROWS, {"k_new": LONG_ROW[..., :512]}, BadTensorShape, "k_new is of shape"),
+        (OF_ROWS | {"head_dim_v": 256}, {"k_new": LONG_ROW}, BadTensorShape, "head_dim_v is 256"),
+        (OF_ROWS | {"k": CODES}, {"k_new": LONG_ROW}, BadTensorShape, "have 656 bytes"),
+        (
+            OF_ROWS | {"k_scale": np.ones((), np.float32)},
+            {"k_new": LONG_ROW},
+            BadParam,
+            "rows of fp8_ds_mla have their scales",
+        ),
+        (
+            OF_ROWS | {"head_dim_v": None, "v": np.zeros((3, 24, 1, 656), np.uint8)},
+            {"k_new": LONG_ROW, "v_new": LONG_ROW},
+            BadParam,
+            "kv_dtype is 'fp8_ds_mla', of rows of a latent cache",
+        ),
+        (
+            OF_ROWS,
+            {"k_new": LONG_ROW, "rotary": flashgen.Rotary(*[np.zeros((24, 40), np.float32)] * 2)},
+            BadTensorShape,
+            "64 elements of a row",
+        ),
         ({"k_scale": np.ones(1, np.float32)}, {}, BadParam, "k_scale was given"),
         ({}, {"rotary": flashgen.Rotary(TABLE, TABLE)}, BadTensorShape, "32 elements of a row"),
         ({"starts": LENGTHS}, {"rotary": flashgen.Rotary(TABLE, TABLE)}, BadParam, "has starts"),

@@ -1,11 +1,13 @@
-"""Latent attention to the tokens of lists, on the CPU: as of the rows that they name; FlashMLA's slots;
-what is refused, by name.
+"""Latent attention to the tokens of lists, on the CPU: as of the rows that they name, also in FP8; FlashMLA's
+slots; what is refused, by name.
 """
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import flashgen
+from api.test_latent_codes import codes_of, packed_rows
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, FlashgenError
 
 SCALE = 0.07
@@ -53,6 +55,52 @@ def test_a_query_attends_to_the_rows_that_its_list_names(page, fresh_seed):
     np.testing.assert_array_equal(plan(q, cache.k, kv_lengths=LENGTHS, indices=indices, **named), out)
 
 
+def rows_in(cache, indices, k):
+    """The cache with other rows ``k``, whose rows that no list names are NaN."""
+    named = ~np.isnan(cache.k[..., 0].astype(np.float32))
+    k = k.copy()
+    k.view(np.uint8)[~named] = 0xFF
+    return k
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("scale", [None, (), (4, 1)], ids=str)
+def test_codes_are_read_as_codes_times_their_scale(scale, page, fresh_seed):
+    rng = np.random.default_rng(fresh_seed)
+    q, cache, indices, _ = arrays(rng, page)
+    k = rows_in(cache, indices, codes_of(rng, cache.k.shape, 1.0))
+    of_k = None if scale is None else rng.choice([0.25, 0.5, 2.0], scale).astype(np.float32)
+    options = {"indices": indices, "softmax_scale": SCALE, "return_lse": True}
+    fields = {"pages": cache.pages, "head_dim_v": 512}
+    results = flashgen.attention(q, flashgen.KVCache(k, None, LENGTHS, k_scale=of_k, **fields), **options)
+    for b in range(4):
+        # Of a sequence all codes have one scale, which is a power of two.
+        one = 1.0 if of_k is None else np.broadcast_to(of_k, (4, 1))[b, 0]
+        numbers = (k.astype(np.float32) * one).astype(np.float16)
+        of_numbers = flashgen.KVCache(numbers, None, LENGTHS, **fields)
+        right = flashgen.attention(q, of_numbers, **options)
+        for x, y in zip(results, right, strict=True):
+            np.testing.assert_array_equal(x[b], y[b])
+    of_bytes = flashgen.KVCache(k.view(np.uint8), None, LENGTHS, k_scale=of_k, kv_dtype="e4m3", **fields)
+    plan = flashgen.plan(q, of_bytes, indices=indices, softmax_scale=SCALE)
+    named = {name: x for name, x in (("pages", cache.pages), ("k_scale", of_k)) if x is not None}
+    again = plan(q, of_bytes.k, kv_lengths=LENGTHS, indices=indices, **named)
+    np.testing.assert_array_equal(again, results[0])
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_rows_that_carry_their_scales(page, fresh_seed):
+    rng = np.random.default_rng(fresh_seed)
+    q, cache, indices, _ = arrays(rng, page, ml_dtypes.bfloat16)
+    rows, elements = packed_rows(rng, cache.k.shape[:3])
+    options = {"indices": indices, "softmax_scale": SCALE, "return_lse": True}
+    fields = {"pages": cache.pages, "head_dim_v": 512}
+    right = flashgen.attention(q, flashgen.KVCache(elements, None, LENGTHS, **fields), **options)
+    of_rows = flashgen.KVCache(rows_in(cache, indices, rows), None, LENGTHS, kv_dtype="fp8_ds_mla", **fields)
+    for x, y in zip(flashgen.attention(q, of_rows, **options), right, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_slots_of_all_pages_are_positions_in_one_sequence(fresh_seed):
     """What FlashMLA and vLLM pass: page * page_size + row."""
     q, cache, indices, _ = arrays(np.random.default_rng(fresh_seed), 16)
@@ -68,15 +116,21 @@ def test_slots_of_all_pages_are_positions_in_one_sequence(fresh_seed):
     np.testing.assert_array_equal(same.reshape(out.shape), out)
 
 
-def test_libraries_that_trace_see_the_same_call(fresh_seed):
+@pytest.mark.parametrize("kv_dtype", [None, "e4m3"])
+def test_libraries_that_trace_see_the_same_call(kv_dtype, fresh_seed):
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
-    q, cache, indices, _ = arrays(np.random.default_rng(fresh_seed))
+    rng = np.random.default_rng(fresh_seed)
+    q, cache, indices, _ = arrays(rng)
+    k, scale = cache.k, np.asarray(0.5, np.float32)
+    if kv_dtype is not None:
+        k = rows_in(cache, indices, codes_of(rng, k.shape, 1.0)).view(np.uint8)
 
-    def call(q, k, lengths, indices):
-        latent = flashgen.KVCache(k, None, lengths, head_dim_v=512)
+    def call(q, k, lengths, indices, scale):
+        of_codes = {} if kv_dtype is None else {"k_scale": scale, "kv_dtype": kv_dtype}
+        latent = flashgen.KVCache(k, None, lengths, head_dim_v=512, **of_codes)
         return flashgen.attention(q, latent, indices=indices, softmax_scale=SCALE, return_lse=True)
 
-    of_call = q, cache.k, LENGTHS, indices
+    of_call = q, k, LENGTHS, indices, scale
     right = call(*of_call)
     tensors = [torch.from_numpy(x) for x in of_call]
     for results in (call(*tensors), torch.compile(call, fullgraph=True, backend="eager")(*tensors)):

@@ -148,6 +148,29 @@ def test_lists_name_slots_of_the_whole_cache(layout, fresh_seed, monkeypatch):
     assert all(x.data_ptr() == tensors[1].data_ptr() for x in caches[1:3])
 
 
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, ml_dtypes.float8_e4m3fn])
+def test_lists_name_slots_of_rows_of_fp8(dtype, gaps, fresh_seed):
+    q, _, table, indices, slots = lists_of_slots(fresh_seed)
+    rows, _ = packed_rows(np.random.default_rng(fresh_seed), (5, 64, 1))
+    q = q.astype(ml_dtypes.bfloat16)
+    right = flashgen.attention(
+        q,
+        flashgen.KVCache(rows, None, LENGTHS, table, head_dim_v=VALUE, kv_dtype="fp8_ds_mla"),
+        indices=indices,
+        softmax_scale=0.05,
+        return_lse=True,
+    )
+    if gaps:
+        rows = np.stack((rows, np.full_like(rows, 0xFF)), 1)[:, 0]
+    options = {"is_fp8_kvcache": True, "indices": slots}
+    results = flash_mla_with_kvcache(
+        q, rows.view(dtype), None, None, VALUE, *get_mla_metadata(), 0.05, **options
+    )
+    for x, y in zip(results, right, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 ARRAYS = dict(zip(("q", "k_cache", "block_table"), arrays(0), strict=False))
 LISTS = np.zeros((3, 2, 64), np.int32)
 BYTES = {
@@ -164,7 +187,6 @@ BYTES = {
         (BYTES | {"q": ARRAYS["q"]}, BadTensorDtype, "q has dtype fp16; for rows of fp8_ds_mla it is bf16"),
         (BYTES | {"k_cache": BYTES["k_cache"][..., :576]}, BadTensorShape, "fp8_ds_mla have 656 bytes"),
         (BYTES | {"is_fp8_kvcache": False}, BadTensorDtype, "uint8, and is_fp8_kvcache is False"),
-        (BYTES | {"indices": LISTS}, NotImplementedError, "is_fp8_kvcache is True and indices was given"),
         ({"indices": LISTS, "causal": True}, BadParam, "causal is True, and indices was given"),
         ({"indices": LISTS + 320}, BadParam, r"indices\[0, 0, 0\] is 320; sequence 0 has 320 tokens"),
         ({"indices": LISTS[0]}, BadTensorShape, "indices has shape"),

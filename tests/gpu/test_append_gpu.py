@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch", reason="arrays lie on the GPU by PyTorch")
 import flashgen  # noqa: E402
 from flashgen.families.load import load_specs  # noqa: E402
 from flashgen.operators.append_rows import queries  # noqa: E402
-from flashgen.operators.kvcodes import SCALES, SCALES_OUT  # noqa: E402
+from flashgen.operators.kvcodes import SCALES, SCALES_OUT, TOKEN  # noqa: E402
+from flashgen.operators.latentrows import LAYOUT  # noqa: E402
 from flashgen.simulator.append_example import Choices, make  # noqa: E402
 from flashgen.simulator.example import Shape  # noqa: E402
 from gpu.cases import new_seed  # noqa: E402
@@ -68,8 +69,9 @@ def scales_of(tensors):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_within_the_bound_and_nothing_else_touched(variant):
     examples = [make(variant, shape, new_seed()) for shape in shapes_for(variant)]
-    if variant.axis("rotary") == variant.axis("kv_dtype") == "none":  # it takes latent rows as well
-        latent = Choices(page_size=3, rotary_dim=32, packed=True, head_dim_v=40)
+    is_whole = variant.axis("kv_dtype") != "fp8dsmla" and variant.axis("kv_scales") != TOKEN
+    if variant.axis("rotary") == "none" and is_whole:  # it takes latent rows as well
+        latent = Choices(page_size=3, rotary_dim=32, packed=True, head_dim_v=48)
         examples.append(make(variant, SHAPES[1], new_seed(), latent))
     for example in examples:
         named, problem = example.named, example.problem
@@ -79,6 +81,7 @@ def test_within_the_bound_and_nothing_else_touched(variant):
             *(tensors.get(name) for name in ("k_cache", "v_cache", "lengths", "pages", "index")),
             **scales_of(tensors),
             head_dim_v=example.head_dim_v,
+            kv_dtype=LAYOUT if problem.has_packed_rows else None,
         )
         rotary = None
         if problem.pairs != "none":

@@ -1,5 +1,5 @@
-"""Latent attention to the tokens of lists on a GPU: within the bound, beside rows of NaN; splits, replayed
-graphs, the slots of FlashMLA.
+"""Latent attention to the tokens of lists on a GPU, of 16 bits and of FP8: within the bound, beside rows of
+NaN; splits, replayed graphs, the slots of FlashMLA.
 """
 
 import numpy as np
@@ -8,8 +8,11 @@ import pytest
 import flashgen
 from flashgen.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from flashgen.operators import reference
+from flashgen.operators.latentrows import LAYOUT
 
 torch = pytest.importorskip("torch")
+from gpu.test_mla_codes_gpu import codes_of, numbers_of, packed_rows  # noqa: E402
+
 pytestmark = pytest.mark.gpu
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -54,12 +57,23 @@ def arrays_of(shape, dtype, page, seed):
     return q, cache, on_device[2], rows
 
 
-def check(out, lse, q, indices, rows, dtype):
+def in_layout(layout, cache, rows):
+    """A cache in FP8 of the numbers of another, and the numbers of its rows."""
+    if layout == LAYOUT:
+        k = packed_rows(cache.k)
+        k[cache.k[..., 0].isnan()] = 0xFF
+        packed = flashgen.KVCache(k, None, cache.lengths, cache.pages, head_dim_v=512, kv_dtype=LAYOUT)
+        return packed, [numbers_of(packed_rows(x)) for x in rows]
+    return codes_of(cache, rows, 0.0123)
+
+
+def check(out, lse, q, indices, rows, dtype, scaled=False):
     lists = indices.cpu().numpy()
     for b, i in list(np.ndindex(lists.shape[:2]))[:: max(1, lists.shape[1] // 20)]:
         tokens = torch.from_numpy(lists[b, i][lists[b, i] >= 0].astype(np.int64)).cuda()
         k = rows[b][tokens].double()[None, :, None]
-        right = reference.attention(q[b : b + 1, i : i + 1].double(), k, k[..., :512], dtype, SCALE)
+        one = q[b : b + 1, i : i + 1].double()
+        right = reference.attention(one, k, k[..., :512], dtype, SCALE, scaled=scaled)
         of_out = reference.largest(out[b : b + 1, i : i + 1].double(), right.out, right.out_bound)
         of_lse = reference.largest(lse[b : b + 1, :, i : i + 1].double(), right.lse, right.lse_bound)
         assert of_out.share <= 1, (b, i, of_out)
@@ -75,6 +89,21 @@ def test_results_are_within_the_bound(latent_family, shape, dtype, page, fresh_s
     options = {"indices": indices, "softmax_scale": SCALE, "return_lse": True}
     out, lse = flashgen.attention(q, cache, **options)
     check(out, lse, q, indices, rows, dtype)
+    for _ in range(3):
+        assert torch.equal(out, flashgen.attention(q, cache, **options)[0])
+
+
+@pytest.mark.parametrize("latent_family", ["sm90", "sm80"], indirect=True)
+@pytest.mark.parametrize("page", [0, 64, 1])
+@pytest.mark.parametrize("layout", [*DTYPES, LAYOUT])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}x{shape[2]}")
+def test_results_of_fp8_are_within_the_bound(latent_family, shape, layout, page, fresh_seed):
+    dtype = "bf16" if layout == LAYOUT else layout
+    q, whole, indices, rows = arrays_of(shape, dtype, page, fresh_seed)
+    cache, rows = in_layout(layout, whole, rows)
+    options = {"indices": indices, "softmax_scale": SCALE, "return_lse": True}
+    out, lse = flashgen.attention(q, cache, **options)
+    check(out, lse, q, indices, rows, dtype, scaled=layout != LAYOUT)
     for _ in range(3):
         assert torch.equal(out, flashgen.attention(q, cache, **options)[0])
 
@@ -107,6 +136,17 @@ def test_flash_mla_names_slots_of_all_blocks(side_by_side, fresh_seed):
     with torch.cuda.graph(graph):
         out, lse = flash_mla_with_kvcache(q, k, None, None, 512, *get_mla_metadata(), **options)
     graph.replay()
+    check(out, lse, q, indices, rows, "bf16")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_flash_mla_names_slots_of_rows_of_fp8(dtype, fresh_seed):
+    q, whole, indices, rows = arrays_of(SHAPES[1], "bf16", 64, fresh_seed)
+    cache, rows = in_layout(LAYOUT, whole, rows)
+    block = cache.pages.long().gather(1, indices.clamp(0).flatten(1).long() // 64).view(indices.shape)
+    slots = torch.where(indices < 0, -1, block * 64 + indices % 64).int()
+    of_call = q, cache.k.view(dtype), None, None, 512, *get_mla_metadata()
+    out, lse = flash_mla_with_kvcache(*of_call, softmax_scale=SCALE, is_fp8_kvcache=True, indices=slots)
     check(out, lse, q, indices, rows, "bf16")
 
 

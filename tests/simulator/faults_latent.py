@@ -40,8 +40,8 @@ FAULTS = (
         ROWS,
         MANY,
         (*NUMBERS, *BOUNDS),
-        "+ found.first_query * params.q_row_stride;\n#pragma unroll 4",
-        ";\n#pragma unroll 4",
+        "+ found.first_query * params.q_row_stride, shared.q());",
+        ", shared.q());",
     ),
     fault(
         "columns past a narrow row",

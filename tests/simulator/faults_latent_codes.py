@@ -139,7 +139,7 @@ FAULTS = (
         UNPAGED,
         MANY,
         (*NUMBERS, *BOUNDS),
-        "+ kRotaryByte + 16 * chunk,\n                        row < rows_left ? 16 : 0);",
+        "+ kRotaryByte + 16 * chunk,\n                        rows.is_key(converter, i, lane) ? 16 : 0);",
         "+ kRotaryByte + 16 * chunk, 16);",
     ),
     fault(

@@ -16,7 +16,7 @@ from flashgen.simulator.example import Shape, run
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from flashgen.tools.cli import main
-from simulator.faults import NUMBERS, WRONG, fault
+from simulator.faults import NUMBERS, RACE, WRONG, fault
 
 VARIANTS = {
     variant.name: variant for spec in load_specs() if spec.operator == "append" for variant in spec.variants()
@@ -35,6 +35,10 @@ CHOICES = Choices(page_size=3, rotary_dim=32)
 PACKED = replace(CHOICES, packed=True)
 LATENT, LATENT_PAGES = "append_bf16_halves_latent_sm80", "append_fp16_interleaved_wide_paged_latent_sm80"
 LATENT_ROWS = replace(CHOICES, head_dim_v=64)
+CODES, LATENT_CODES = "append_bf16_e4m3_sm80", "append_fp16_halves_wide_e4m3_latent_sm80"
+PACKED_ROWS = "append_bf16_halves_paged_fp8dsmla_latent_sm80"
+OF_PACKED_ROWS = Choices(page_size=3, rotary_dim=64, head_dim_v=512)
+QUARTER = "largest_of_threads(chunk, kCodesOfScale / kVector)"
 OUTSIDE = ("global bounds", "global access", WRONG)
 ENTRY, NEXT_ENTRY = "place / params.page_size", "(place + params.page_size) / params.page_size"
 ROTATED = "if (!is_value && column < params.rotary_dim)"
@@ -84,6 +88,21 @@ FAULTS = (
                         ROTATED_LAST, ROTATED_LAST.replace("first_rotated", "first_rotated + kVector"))),
     (LATENT_ROWS, fault("values of a latent cache written", PLAIN, SHAPE, OUTSIDE,
                         "(is_key ? params.head_dim : params.head_dim_v)", "params.head_dim")),
+    (LATENT_ROWS, fault("a latent row of codes by no scale", LATENT_CODES, SHAPE, NUMBERS,
+                        "const float* scale = params.k_scale;", "const float* scale = nullptr;")),
+    (OF_PACKED_ROWS, fault("a scale of two quarters", PACKED_ROWS, SHAPE, NUMBERS,
+                           QUARTER, QUARTER.replace("kCodesOfScale", "2 * kCodesOfScale"))),
+    (OF_PACKED_ROWS, fault("a scale of a part of a quarter", PACKED_ROWS, SHAPE, NUMBERS,
+                           QUARTER, QUARTER.replace("kVector", "kVector / 2"))),
+    (OF_PACKED_ROWS, fault("all scales in one place", PACKED_ROWS, SHAPE, (*NUMBERS, *RACE),
+                           "row + kCodes + column / kCodesOfScale * int(sizeof(float))", "row + kCodes")),
+    (OF_PACKED_ROWS, fault("codes that their scale does not divide", PACKED_ROWS, SHAPE, NUMBERS,
+                           "quantize(chunk, scale));", "quantize(chunk, 1.0f));")),
+    (OF_PACKED_ROWS, fault("rotary elements where the scales are", PACKED_ROWS, SHAPE, (*NUMBERS, *RACE),
+                           "kRotaryByte = kCodes + kCodes / kCodesOfScale * int(sizeof(float));",
+                           "kRotaryByte = kCodes;")),
+    (OF_PACKED_ROWS, fault("rotary elements as bytes", PACKED_ROWS, SHAPE, (*OUTSIDE, *RACE, "alignment"),
+                           "(column - kCodes) * int(sizeof(element))", "(column - kCodes)")),
     (CHOICES, fault("does not wait for the grid ahead", PAGED, SHAPE, ("dependency",),
                     "    griddepcontrol_wait();\n", "")),
 )  # fmt: skip
@@ -108,7 +127,7 @@ def test_within_the_bound_and_nothing_else_touched(name, compiler, fresh_seed):
             shape = replace(shape, **dict(zip(("head_dim", "head_dim_v"), widths, strict=True)))
         for seed in range(fresh_seed, fresh_seed + 4):
             assert verdict_of(variant, render(variant), shape, seed) is None, (shape, seed)
-    if name == PLAIN:  # it takes latent rows as well
+    if name in (PLAIN, CODES):  # they take latent rows as well
         for choices in (LATENT_ROWS, replace(LATENT_ROWS, packed=True, index=True)):
             assert verdict_of(variant, render(variant), SHAPE, fresh_seed, choices) is None, choices
 

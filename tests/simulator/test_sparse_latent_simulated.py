@@ -24,7 +24,7 @@ MAIN = {
     for spec in load_specs()
     if spec.operator == "sparse_latent_attention"
     for variant in spec.variants()
-    if variant.is_main
+    if variant.is_main and variant.axis("kv_dtype") == "none"
 }
 # seqlen_kv are the entries of a list.
 SHAPES = (

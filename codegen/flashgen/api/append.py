@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 def _append(call: Call) -> tuple[Any, Any]:
     """Write new keys and values into a cache, after the keys of each sequence.
 
-    cache: a ``KVCache``. The call writes to its k and v, and to scales of tokens, but not to its lengths. New
-        token i of sequence b goes to position lengths[b] + i. Other tokens of the cache do not change.
+    cache: a ``KVCache``. The call writes to its k and v, and to scales of tokens, not to its lengths. New
+        token i of sequence b goes to position lengths[b] + i. Other tokens of the cache do not change. Into
+        rows of "fp8_ds_mla" it also writes their scales, the largest |x| of each 128 elements / 448.
     k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim), for v_new with head_dim_v; strides as in
         ``attention``. A latent cache has one row for each token and no values: v_new is None.
     rotary: rotates each new key to its position; in a latent cache the last elements of a row and of q.

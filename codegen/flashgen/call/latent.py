@@ -43,9 +43,6 @@ def check(call: Call) -> None:
     features = {"latent": Feature("k", "is a latent cache")}
     if call.v_scale is not None:
         features["scales"] = Feature("v_scale")
-    if call.kv_dtype is not None or call.k_scale is not None:
-        of_scale, of_codes = Feature("k_scale"), Feature("k", f"has {call.kv_dtype}")
-        features["latent_codes"] = of_scale if call.kv_dtype is None else of_codes
     if call.indices is not None and call.cu_seqlens_q is not None:
         features["packed"] = Feature("cu_seqlens_q")
     refuse_features(call, **features)

@@ -2,9 +2,8 @@
 
 >>> from flashgen.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-Every GPU since Ampere computes them, and the CPU. A cache is read in fp16, in bf16 or in FP8, or by lists of
-tokens in fp16 or bf16. NotImplementedError names what flashgen does not compute: lists of tokens in FP8,
-sinks, and a second cache.
+Every GPU since Ampere computes them, and the CPU. A cache is read in fp16, in bf16 or in FP8, whole or by
+lists of tokens. NotImplementedError names what flashgen does not compute: sinks, and a second cache.
 """
 
 from __future__ import annotations
@@ -82,10 +81,10 @@ def flash_mla_with_kvcache(
     Returns (out, softmax_lse): out is (batch, seqlen_q, num_heads_q, head_dim_v), the LSE fp32 (batch,
     num_heads_q, seqlen_q), -inf in a row without keys.
 
-    Raises NotImplementedError for is_fp8_kvcache with indices, attn_sink, the other arguments of sparse
-    attention, and tensors that require a gradient; NullPointer without block_table or cache_seqlens where
-    these are read; BadParam for metadata of something else; BadTensorDtype for a cache of bytes without
-    is_fp8_kvcache; and what ``flashgen.attention`` raises.
+    Raises NotImplementedError for attn_sink, the other arguments of sparse attention, and tensors that
+    require a gradient; NullPointer without block_table or cache_seqlens where these are read; BadParam for
+    metadata of something else; BadTensorDtype for a cache of bytes without is_fp8_kvcache; and what
+    ``flashgen.attention`` raises.
     """
     is_fp8 = flag("is_fp8_kvcache", is_fp8_kvcache)
     for name, x in (
@@ -97,11 +96,6 @@ def flash_mla_with_kvcache(
     ):
         if x is not None:
             raise NotImplementedError(f"{name} was given, which flashgen does not compute; leave it out")
-    if is_fp8 and indices is not None:
-        raise NotImplementedError(
-            "is_fp8_kvcache is True and indices was given; flashgen reads lists of tokens in caches of fp16 "
-            "and bf16: pass such a k_cache, or leave indices out"
-        )
     if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta) or num_splits is not None:
         name, x = "tile_scheduler_metadata", tile_scheduler_metadata
         if isinstance(x, FlashMLASchedMeta):
@@ -123,13 +117,13 @@ def flash_mla_with_kvcache(
         raise BadParam(f"head_dim_v is {shown(head_dim_v)}; expected an integer")
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
+    rows, kv_dtype = (_bytes_of(k_cache), latentrows.LAYOUT) if is_fp8 else (k_cache, None)
     if indices is None:
-        rows, kv_dtype = (_bytes_of(k_cache), latentrows.LAYOUT) if is_fp8 else (k_cache, None)
         lengths, pages = contiguous(cache_seqlens), contiguous(block_table)
         cache = KVCache(rows, None, lengths, pages, head_dim_v=head_dim_v, kv_dtype=kv_dtype)
     else:
         check_rank("indices", indices, "batch, seqlen_q, topk")
-        cache = _slots_of(q, k_cache, head_dim_v)
+        cache = _slots_of(q, rows, head_dim_v, kv_dtype)
         indices = contiguous(indices)
     with naming(_NAMES):
         return attention(
@@ -151,7 +145,7 @@ def _bytes_of(k_cache: Any) -> Any:
     return k_cache.view("uint8") if hasattr(k_cache, "strides") else k_cache
 
 
-def _slots_of(q: Any, k_cache: Any, head_dim_v: int) -> KVCache:
+def _slots_of(q: Any, k_cache: Any, head_dim_v: int, kv_dtype: str | None) -> KVCache:
     """The cache whose sequences all have all slots of ``k_cache``, in the order of their numbers. A view, or
     with a table of all blocks where these are not side by side in memory.
     """
@@ -166,9 +160,9 @@ def _slots_of(q: Any, k_cache: Any, head_dim_v: int) -> KVCache:
     strides = k_cache.stride() if is_tensor(k_cache) else getattr(k_cache, "strides", None)
     if strides is not None and (min(blocks, size) < 2 or strides[0] == size * strides[1]):
         row = k_cache.reshape(1, blocks * size, *k_cache.shape[2:])
-        return KVCache(_broadcast(row, batch), None, lengths, head_dim_v=head_dim_v)
+        return KVCache(_broadcast(row, batch), None, lengths, head_dim_v=head_dim_v, kv_dtype=kv_dtype)
     table = _broadcast(counted(blocks, q)[None], batch)
-    return KVCache(k_cache, None, lengths, table, head_dim_v=head_dim_v)
+    return KVCache(k_cache, None, lengths, table, head_dim_v=head_dim_v, kv_dtype=kv_dtype)
 
 
 def _broadcast(x: Any, batch: int) -> Any:

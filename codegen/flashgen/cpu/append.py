@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashgen.operators import latentrows
 from flashgen.operators.append import ARGUMENTS
 from flashgen.operators.append_rows import (
     check_places,
@@ -58,11 +59,14 @@ def append(problem: AppendProblem, arrays: Named) -> None:
         for name, x in rows.items():
             scales[f"{name}_scale"] = scale = scales_of_rows(widened(x, problem.dtype, np.float32))
             arrays[f"{name}_scale_out"][at] = scale[new.real][..., 0]
+    elif problem.has_packed_rows:
+        rows["k"] = _packed(rows["k"])
     elif problem.kv_dtype is not None:
         of_sequences = scales_of_sequences(arrays, problem.sequences, problem.num_heads_kv)
         scales = {name: x[new.sequence] for name, x in of_sequences.items()}
     for name, x in rows.items():
-        of_cache = x if problem.kv_dtype is None else _codes(problem, x, scales.get(f"{name}_scale"))
+        is_whole = problem.kv_dtype is None or problem.has_packed_rows
+        of_cache = x if is_whole else _codes(problem, x, scales.get(f"{name}_scale"))
         arrays[f"{name}_cache"][at] = of_cache[new.real]
     if arrays["q"] is not None:
         of_q = queries(problem, arrays)
@@ -72,6 +76,24 @@ def append(problem: AppendProblem, arrays: Named) -> None:
 
 def _batched(problem: AppendProblem, x: np.ndarray) -> np.ndarray:
     return x if problem.batched else x[None]
+
+
+def _packed(x: np.ndarray) -> np.ndarray:
+    """Rows of `latentrows`, (..., 656) bytes, of elements (..., 576), bfloat16 as its bits. The scale of a
+    quarter is its largest finite |x| / 448, as in `quantize`.
+    """
+    latent = widened(x[..., : latentrows.HEAD_DIM_V], "bf16", np.float32).reshape(
+        *x.shape[:-1], 4, latentrows.HEAD_DIM_V // 4
+    )
+    scales = scales_of_rows(latent)
+    with np.errstate(all="ignore"):
+        codes = codes_of(latent, scales)
+    parts = (
+        codes.reshape(*x.shape[:-1], latentrows.HEAD_DIM_V),
+        scales[..., 0],
+        x[..., latentrows.HEAD_DIM_V :],
+    )
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], -1)
 
 
 @np.errstate(all="ignore")

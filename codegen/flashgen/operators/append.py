@@ -17,7 +17,8 @@ rotary_dim elements are rotated, as of each query. The first ``head_dim_v`` elem
 
 A cache of e4m3 codes holds what `quantize` makes of the elements, after they are rotated and rounded to their
 dtype, with the scale of their sequence and head. Where the cache has an array of scales of tokens, the scale
-of each new token and head is its largest finite |x| / 448, as in `quantize`, and goes into that array.
+of each new token and head is its largest finite |x| / 448, as in `quantize`, and goes into that array. In
+rows of a latent cache that carry their scales (`latentrows`), each quarter of the latent has such a scale.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from flashgen.errors import (
     arg,
     naming,
 )
-from flashgen.operators import kvcodes
+from flashgen.operators import kvcodes, latentrows
 from flashgen.operators.append_sizes import check_room, check_sizes, check_table, sizes_of, symbols_of
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
@@ -48,6 +49,7 @@ from flashgen.operators.arguments import (
     shown_shape,
 )
 from flashgen.operators.contract import DTYPES
+from flashgen.operators.latent import KV_DTYPES
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 
 if TYPE_CHECKING:
@@ -55,10 +57,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.arguments import ArrayLayout, ArrayView
 
 Pairs = Literal["none", "halves", "interleaved"]
 Q_POSITIONS = ("each", "first")
+_NEEDED = ("k_new", "v_new", "lengths", "k_cache", "v_cache")  # in a latent cache no v
 
 _INT32 = {"dtypes": ("int32",), "alignment": 4}
 _PAGES = "num_pages page_size num_heads_kv"
@@ -140,6 +143,11 @@ class AppendProblem(Problem):
         return kvcodes.TOKEN if self.has("k_scale_out") else kvcodes.PER_TILE
 
     @property
+    def has_packed_rows(self) -> bool:
+        """Whether rows of the cache carry their scales, see `latentrows`."""
+        return self.kv_dtype == latentrows.LAYOUT
+
+    @property
     def capacity(self) -> int:
         """The tokens that a sequence may have."""
         return self.max_pages * self.page_size
@@ -157,8 +165,16 @@ class AppendProblem(Problem):
 
     def dtype_of(self, argument: Argument) -> str:
         if argument.name in ("k_cache", "v_cache") and self.kv_dtype is not None:
-            return self.kv_dtype
+            return kvcodes.E4M3
         return self.table_dtype if argument.name in ("cos", "sin") else argument.dtype(self.dtype)
+
+    def array_layouts(self) -> tuple[ArrayLayout | None, ...]:
+        return latentrows.with_packed_rows(Problem.array_layouts(self), self.kv_dtype, "k_cache")
+
+    def shape(self, position: int) -> tuple[int, ...]:
+        shape = Problem.shape(self, position)
+        is_packed = self.has_packed_rows and ARGUMENTS[position].name == "k_cache"
+        return (*shape[:-1], latentrows.ROW_BYTES) if is_packed else shape
 
     def description(self) -> str:
         tables = ", tables wide" if _tables(self) == "wide" else ""
@@ -204,15 +220,16 @@ def normalise(
 
     ``interleaved`` is how elements are paired. ``q_positions``: query i is rotated as new token i is
     ("each"), or all queries as the first new one ("first"). ``kv_dtype``: "e4m3" where the cache holds codes
-    as uint8. ``head_dim_v``: of a latent cache, the elements of a row that are its value; else None.
+    as uint8, "fp8_ds_mla" where rows of a latent cache carry their scales. ``head_dim_v``: of a latent cache,
+    the elements of a row that are its value; else None.
 
     Raises NullPointer, BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides or DeviceTypeNotSupported.
     """
     views = {argument.name: arrays.get(argument.name) for argument in ARGUMENTS}
     latent = head_dim_v is not None
-    for name in ("k_new", "v_new", "lengths", "k_cache", "v_cache"):
-        of_values = name in ("v_new", "v_cache")
-        if views[name] is None and not (latent and of_values):
+    for name in ("k_new", "v_new", "lengths", "k_cache", "v_cache", "v_scale", "v_scale_out"):
+        of_values = name.startswith("v_")
+        if views[name] is None and name in _NEEDED and not (latent and of_values):
             raise NullPointer(f"{arg(name)} is None; expected an array")
         if views[name] is not None and latent and of_values:
             raise BadParam(
@@ -221,7 +238,16 @@ def normalise(
             )
     interleaved = flag("interleaved", interleaved)
     _check_combination(views, q_positions)
+    packed_rows = kv_dtype == latentrows.LAYOUT
+    if packed_rows:
+        views["k_cache"] = _unpacked_view(views, head_dim_v)
+        kv_dtype = kvcodes.E4M3
     kv_dtype = _kv_dtype(views, kv_dtype)
+    if latent and views["k_scale_out"] is not None:
+        raise BadTensorShape(
+            f"{arg('k_scale_out')} has shape {views['k_scale_out'].shape}; a latent cache takes (), or "
+            "(batch, 1)"
+        )
     _check_places_and_dtypes(views, kv_dtype)
     sizes = sizes_of(ARGUMENTS, views)
     present = {name: view for name, view in views.items() if view is not None}
@@ -258,7 +284,7 @@ def normalise(
         pairs="none" if cos is None else "interleaved" if interleaved else "halves",
         table_dtype=k_new.dtype if cos is None else cos.dtype,
         q_positions=q_positions,
-        kv_dtype=kv_dtype,
+        kv_dtype=latentrows.LAYOUT if packed_rows else kv_dtype,
         batched=not packed,
         strides=tuple(
             place(argument, view, sizes, k_new.dtype).strides
@@ -300,20 +326,29 @@ def _kv_dtype(views: Mapping[str, ArrayView | None], kv_dtype: str | None) -> st
     k_cache, v_cache = views["k_cache"], views["v_cache"]
     of_cache = {"q": views["k_new"], "k": k_cache, "v": k_cache if v_cache is None else v_cache}
     with naming({"q": "k_new", "k": "k_cache", "v": "v_cache"}):
-        kv_dtype = kvcodes.kv_dtype_of(of_cache, kv_dtype, has_lengths=True)
-    if kv_dtype is not None and v_cache is None:
-        raise BadTensorDtype(
-            f"{arg('k_cache')} has dtype {k_cache.dtype}; no codes are appended to a latent cache: it has "
-            "fp16 or bf16"
+        return kvcodes.kv_dtype_of(of_cache, kv_dtype, has_lengths=True)
+
+
+def _unpacked_view(views: Mapping[str, ArrayView | None], head_dim_v: int | None) -> ArrayView:
+    """The view of a latent cache whose rows carry their scales, as `latentrows.unpacked_view` has it. Raises
+    BadParam, BadTensorDtype and BadTensorShape.
+    """
+    if head_dim_v is None:
+        raise BadParam(
+            f"{arg('kv_dtype')} is {latentrows.LAYOUT!r}, of rows of a latent cache; pass KVCache(rows, "
+            f"None, lengths, head_dim_v={latentrows.HEAD_DIM_V}, kv_dtype={latentrows.LAYOUT!r})"
         )
-    return kv_dtype
+    has_scale = views["k_scale"] is not None or views["k_scale_out"] is not None
+    with naming({"q": "k_new", "k": "k_cache"}):
+        return latentrows.unpacked_view(views["k_new"], views["k_cache"], head_dim_v, has_scale)
 
 
 def _check_places_and_dtypes(views: Mapping[str, ArrayView | None], kv_dtype: str | None) -> None:
     """That all arrays are on one device, and each has a dtype of its argument."""
     if kv_dtype is not None:  # checked already
         of_elements = dataclasses.replace(views["k_cache"], dtype=views["k_new"].dtype)
-        views = {**views, "k_cache": of_elements, "v_cache": of_elements}
+        both = ("k_cache", "v_cache") if views["v_cache"] is not None else ("k_cache",)
+        views = {**views, **dict.fromkeys(both, of_elements)}
     dtype = views["k_cache"].dtype  # the norm: a cache stays what it is
     for name, hint in (("k_cache", ""), ("k_new", f"; the cache has {dtype}")):
         if views[name].dtype not in DTYPES:
@@ -387,7 +422,9 @@ APPEND = Operator(
         "tables": Axis(lambda problem, value: value == _tables(problem), ("none", "wide"), default="none"),
         "pages": Axis(lambda problem, value: value == _pages(problem), ("none", "paged"), default="none"),
         "kv_dtype": Axis(
-            lambda problem, value: value == (problem.kv_dtype or "none"), kvcodes.KV_DTYPES, default="none"
+            lambda problem, value: value == (problem.kv_dtype or "none").replace("_", ""),
+            KV_DTYPES,
+            default="none",
         ),
         "latent": Axis(
             lambda problem, value: value == _rotated_last(problem), ("none", "latent"), default="none"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashgen.operators import latentrows
 from flashgen.operators.append_rows import new_tokens, pair_slices, queries, slots, total_lengths
 from flashgen.operators.kvcodes import TOKEN, scales_of_sequences
 from flashgen.operators.numbers import Decoded, widened
@@ -52,12 +53,21 @@ def judge(
         return widened(batched(x), problem.dtype)
 
     def compared(
-        name: str, places: tuple[np.ndarray, ...], written: np.ndarray, value: np.ndarray, bound: np.ndarray
+        name: str,
+        places: tuple[np.ndarray, ...],
+        written: np.ndarray,
+        value: np.ndarray,
+        bound: np.ndarray,
+        part: str | None = None,
     ) -> Largest:
-        """The worst element of an output; where ``written``, it is to have ``value`` at ``places``."""
+        """The worst element of an output; where ``written``, it is to have ``value`` at ``places``. ``part``
+        is of rows that carry their scales.
+        """
         result, old = arrays[name], before[name]
         if name == "q_rotated":
             result, old = batched(result), batched(old)
+        if part is not None:
+            result, old = latentrows.parts(result)[part], latentrows.parts(old)[part]
         bits = f"u{result.itemsize}"
         changed = result.view(bits) != old.view(bits)
         changed[tuple(place[written] for place in places)] = False
@@ -65,7 +75,7 @@ def judge(
             index = tuple(int(i[0]) for i in np.nonzero(changed))
             return Largest(np.inf, np.inf, 0.0, index)
         mask = written.reshape(*written.shape, *[1] * (value.ndim - 2))
-        of_codes = problem.kv_dtype is not None and name in ("k_cache", "v_cache")
+        of_codes = problem.kv_dtype is not None and name in ("k_cache", "v_cache") and part in (None, "codes")
         taken = (
             Decoded(result, None, np.float64).whole()[places]
             if of_codes
@@ -86,7 +96,7 @@ def judge(
     page, slot, there = slots(problem, new, arrays)
     stored = there & with_row(new)
     scales = {}
-    if problem.kv_dtype is not None and problem.kv_scales != TOKEN:
+    if problem.kv_dtype is not None and problem.kv_scales != TOKEN and not problem.has_packed_rows:
         of_sequences = scales_of_sequences(arrays, problem.sequences, problem.num_heads_kv)
         scales = {name: x[new.sequence] for name, x in of_sequences.items()}
     worst = []
@@ -99,6 +109,10 @@ def judge(
         if problem.kv_scales == TOKEN:
             worst.append(compared(f"{name}_scale_out", (page, slot), stored, *_scales(value, bound)))
             scale = arrays[f"{name}_scale_out"][page, slot][..., None]
+        if problem.has_packed_rows:
+            of_parts = _parts(value, bound, latentrows.parts(arrays["k_cache"])["scales"][page, slot])
+            worst += [compared("k_cache", (page, slot), stored, *x, part) for part, x in of_parts.items()]
+            continue
         if problem.kv_dtype is not None:
             value, bound = _codes(value, bound, scale)
         worst.append(compared(f"{name}_cache", (page, slot), stored, value, bound))
@@ -116,6 +130,19 @@ def _scales(x: np.ndarray, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The scale of each row of x, whose bound this is, and the bound of the scale."""
     scale = scales_of_rows(x)[..., 0]
     return scale, 2.0**-24 * scale + bound.max(axis=-1, initial=0) / LARGEST
+
+
+def _parts(x: np.ndarray, bound: np.ndarray, scales: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Rows of x as rows that carry their ``scales``, and the bound of each part."""
+    latent = (*x.shape[:-1], 4, latentrows.HEAD_DIM_V // 4)
+    of_latent = [y[..., : latentrows.HEAD_DIM_V].reshape(latent) for y in (x, bound)]
+    codes = _codes(*of_latent, scales[..., None])
+    flat = (*x.shape[:-1], latentrows.HEAD_DIM_V)
+    return {
+        "codes": tuple(y.reshape(flat) for y in codes),
+        "scales": _scales(*of_latent),
+        "rotary": tuple(y[..., latentrows.HEAD_DIM_V :] for y in (x, bound)),
+    }
 
 
 @np.errstate(all="ignore")  # a wrong scale may be 0, and slots that are left out NaN

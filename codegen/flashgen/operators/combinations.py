@@ -121,9 +121,6 @@ PAIRS = (
         "lists are of padded queries: pass {q} as (batch, seqlen_q, num_heads_q, head_dim), or the cache as "
         "one sequence of all its slots, {q} as (1, tokens, num_heads_q, head_dim), and slots in {first}",
     ),
-    Pair(
-        "indices", "latent_codes", "lists are of caches of 16 bits: pass such a cache, or leave {first} out"
-    ),
     Pair("indices", "bounds", "the lists say how many keys there are: leave {second} out"),
     Pair("window", "latent", "its calls take {causal}, or no mask"),
 )

@@ -78,13 +78,7 @@ class LatentProblem(AttentionProblem):
         return kvcodes.E4M3 if dtype == latentrows.LAYOUT else dtype
 
     def array_layouts(self) -> tuple[ArrayLayout | None, ...]:
-        layouts = AttentionProblem.array_layouts(self)
-        if not self.has_packed_rows:
-            return layouts
-        return tuple(
-            x._replace(extents=(*x.extents[:-1], latentrows.ROW_BYTES)) if x and x.argument.name == "k" else x
-            for x in layouts
-        )
+        return latentrows.with_packed_rows(AttentionProblem.array_layouts(self), self.kv_dtype, "k")
 
     def shape(self, position: int) -> tuple[int, ...]:
         shape = AttentionProblem.shape(self, position)

@@ -23,7 +23,7 @@ from flashgen.operators.kvcodes import E4M3
 from flashgen.operators.numbers import bfloat16_bits
 
 if TYPE_CHECKING:
-    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.arguments import ArrayLayout, ArrayView
 
 # The layout's name in vLLM.
 LAYOUT = "fp8_ds_mla"
@@ -55,10 +55,34 @@ def unpacked_view(q: ArrayView, k: ArrayView, head_dim_v: int, has_scale: bool) 
     return dataclasses.replace(k, shape=(*k.shape[:-1], HEAD_DIM), dtype=E4M3)
 
 
+def with_packed_rows(
+    layouts: tuple[ArrayLayout | None, ...], kv_dtype: str | None, name: str
+) -> tuple[ArrayLayout | None, ...]:
+    """The layouts of a call's arrays where rows of its argument ``name`` are as ``kv_dtype`` says."""
+    if kv_dtype != LAYOUT:
+        return layouts
+    return tuple(
+        x._replace(extents=(*x.extents[:-1], ROW_BYTES)) if x and x.argument.name == name else x
+        for x in layouts
+    )
+
+
 def unpacked(rows: np.ndarray) -> np.ndarray:
     """The 576 elements of each row, bfloat16 as its bits; ``rows`` are (..., 656) bytes."""
-    codes = np.ascontiguousarray(rows[..., :HEAD_DIM_V]).view(float8_e4m3fn).astype(np.float32)
-    scales = np.ascontiguousarray(rows[..., SCALES]).view(np.float32)
+    of_rows = parts(rows)
     with np.errstate(over="ignore", invalid="ignore"):
-        latent = bfloat16_bits(codes * scales.repeat(HEAD_DIM_V // 4, -1))
-    return np.concatenate([latent, np.ascontiguousarray(rows[..., ROTARY]).view(np.uint16)], -1)
+        codes = of_rows["codes"].view(float8_e4m3fn).astype(np.float32)
+        latent = bfloat16_bits(codes * of_rows["scales"].repeat(HEAD_DIM_V // 4, -1))
+    return np.concatenate([latent, of_rows["rotary"]], -1)
+
+
+def parts(rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Copies of the codes, the scales and the rotary elements of rows, (..., 656) bytes: uint8 (..., 512),
+    float32 (..., 4), and bfloat16 as its bits, (..., 64).
+    """
+    codes, scales, rotary = (np.ascontiguousarray(rows[..., x]) for x in (slice(HEAD_DIM_V), SCALES, ROTARY))
+    return {
+        "codes": codes.view(np.uint8),
+        "scales": scales.view(np.float32),
+        "rotary": rotary.view(np.uint16),
+    }

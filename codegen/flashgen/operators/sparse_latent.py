@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flashgen.errors import BadParam, NullPointer, arg
-from flashgen.operators import contract, latent
-from flashgen.operators.arguments import Argument, check_devices, shown
+from flashgen.operators import contract, latent, latentrows
+from flashgen.operators.arguments import Argument, check_devices, place, shown
 from flashgen.operators.attention import ATTENTION, SCALARS
+from flashgen.operators.kvcodes import whole_scales
 from flashgen.operators.latent import LATENT, LatentProblem
 from flashgen.operators.operator import Operator, by_name
-from flashgen.operators.sequences import sequences
+from flashgen.operators.sequences import check_scales, sequences
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,7 +37,11 @@ INDICES = Argument("indices", "input", "batch seqlen_q topk", dtypes=("int32",),
 # The arrays of lengths that a call may have.
 _LENGTHS = ("kv_lengths", "index", "pages")
 _NAMES = ("q", "k", *_LENGTHS, "out", "lse")
-ARGUMENTS = (*(LATENT.arguments[LATENT.position(name)] for name in _NAMES), INDICES)
+ARGUMENTS = (
+    *(LATENT.arguments[LATENT.position(name)] for name in _NAMES),
+    INDICES,
+    LATENT.arguments[LATENT.position("k_scale")],
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +91,15 @@ def normalise(q: ArrayView, k: ArrayView, indices: ArrayView | None, **others: A
     problem = latent.normalise(q, k, **others)
     if indices is None:
         raise NullPointer(f"{arg('indices')} is None; expected an int32 array, (batch, seqlen_q, topk)")
-    arrays = {name: others[name] for name in (*_LENGTHS, "out") if others.get(name) is not None}
     check_devices({"q": q, "indices": indices})
     topk = indices.shape[-1] if indices.shape else 0
-    contract.check_beside_q(INDICES, indices, problem.sizes | {"topk": topk}, problem.dtype, 0)
-    views = {"q": q, "k": k, "indices": indices} | arrays | ({"lse": None} if problem.return_lse else {})
-    fields = problem.fields_of(ARGUMENTS, views, topk=topk)
-    return SparseLatentProblem(**fields | {"seqlen_kv": topk})
+    sizes = problem.sizes | {"topk": topk}
+    contract.check_beside_q(INDICES, indices, sizes, problem.dtype, 0)
+    strides = {x.name: of for x, of in zip(LATENT.arguments, problem.strides, strict=True)}
+    strides[INDICES.name] = place(INDICES, indices, sizes, problem.dtype).strides
+    fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
+    of_lists = {"seqlen_kv": topk, "strides": tuple(strides[x.name] for x in ARGUMENTS)}
+    return SparseLatentProblem(**fields | of_lists)
 
 
 class Query(NamedTuple):
@@ -111,15 +118,21 @@ def queries(problem: SparseLatentProblem, arrays: Mapping[str, np.ndarray | None
     """
     of_call = checked_sequences(problem, arrays)
     indices, k, lse = arrays["indices"], arrays["k"], arrays.get("lse")
+    scale = whole_scales(problem.sizes, arrays).get("k_scale")
     for sequence in of_call:
         b = sequence.number
         for i in range(problem.seqlen_q):
             tokens = indices[b, i][indices[b, i] != NO_TOKEN]
             rows = _rows(sequence, k, tokens)[None]
+            if problem.has_packed_rows:
+                rows = latentrows.unpacked(rows)
+            of_codes = None if scale is None else scale[b : b + 1]
             one = {
                 "q": arrays["q"][b : b + 1, i : i + 1],
                 "k": rows,
                 "v": rows[..., : problem.head_dim_v],
+                "k_scale": of_codes,
+                "v_scale": of_codes,
                 "out": None if arrays.get("out") is None else arrays["out"][b : b + 1, i : i + 1],
                 "lse": None if lse is None else lse[b : b + 1, :, i : i + 1],
             }
@@ -136,10 +149,11 @@ def _rows(sequence: Sequence, k: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 def checked_sequences(
     problem: SparseLatentProblem, arrays: Mapping[str, np.ndarray | None]
 ) -> list[Sequence]:
-    """The sequences of a call. Raises BadParam for lengths that contradict the problem, and for an index that
-    is neither NO_TOKEN nor a token of its sequence.
+    """The sequences of a call. Raises BadParam for lengths that contradict the problem, for a scale that is
+    not a finite number above 0, and for an index that is neither NO_TOKEN nor a token of its sequence.
     """
     of_call = sequences(problem, arrays)
+    check_scales(problem, of_call, arrays)
     for sequence in of_call:
         indices = arrays["indices"][sequence.number]
         wrong = np.argwhere((indices < NO_TOKEN) | (indices >= sequence.kv_length))
@@ -156,12 +170,12 @@ def checked_sequences(
 SPARSE_LATENT = Operator(
     name="sparse_latent_attention",
     arguments=ARGUMENTS,
-    options=("causal", "mask_type", "head_dim_v", "return_lse", "splits"),
+    options=("causal", "mask_type", "head_dim_v", "return_lse", "splits", "kv_dtype"),
     scalars=SCALARS,
     axes=LATENT.axes,
     grid_dimensions=ATTENTION.without_lengths.grid_dimensions,
     contract=by_name(normalise, without=("lse",)),
-    elements_checked=(*_LENGTHS, "indices"),
+    elements_checked=(*_LENGTHS, "indices", "k_scale"),
     check_elements=checked_sequences,
 )
 

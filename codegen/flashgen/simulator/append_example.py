@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashgen.operators import kvcodes, latentrows
 from flashgen.operators.append import ARGUMENTS, Q_POSITIONS, AppendProblem, normalise
 from flashgen.operators.append_reference import judge
 from flashgen.operators.kvcodes import SCALES, SCALES_OUT, TOKEN
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from flashgen.simulator.example import Shape
 
 _HEAD_DIM = 128  # where the shape has none: kernels take any
+_PACKED = latentrows.LAYOUT.replace("_", "")  # a value of the axis kv_dtype
 _GARBAGE = 1 << 30  # in int32 arrays, where nothing may be read
 
 
@@ -76,6 +78,11 @@ def choose(variant: Variant, shape: Shape, rng: np.random.Generator) -> Choices:
     coin = [bool(rng.integers(2)) for _ in range(4)]
     rotary_dim = 16 * int(rng.integers(1, max(1, width // 16) + 1))
     latent = variant.axis("latent") == "latent"
+    # Rows of codes are whole chunks of 16.
+    step = kvcodes.HEAD_DIM_STEP if variant.axis("kv_dtype") != "none" else 8
+    head_dim_v = step * int(rng.integers(1, width // step + 1)) if latent else None
+    if variant.axis("kv_dtype") == _PACKED:
+        head_dim_v, rotary_dim = latentrows.HEAD_DIM_V, 16 * int(rng.integers(1, 5))
     return Choices(
         page_size=int(rng.choice([1, 3, 16])),
         rotary_dim=rotary_dim,
@@ -84,7 +91,7 @@ def choose(variant: Variant, shape: Shape, rng: np.random.Generator) -> Choices:
         packed=coin[2],
         q=coin[3] or bool(rng.integers(2)),
         q_positions=str(rng.choice(Q_POSITIONS)),
-        head_dim_v=8 * int(rng.integers(1, width // 8 + 1)) if latent else None,
+        head_dim_v=head_dim_v,
     )
 
 
@@ -102,7 +109,11 @@ def make(variant: Variant, shape: Shape, seed: int, choices: Choices | None = No
     kv_heads = shape.kv_heads or max(1, shape.heads // 2)
     latent = chosen.head_dim_v is not None
     if latent:
-        width, kv_heads = chosen.head_dim_v + 8 + chosen.rotary_dim, 1
+        rest = kvcodes.HEAD_DIM_STEP if variant.axis("kv_dtype") == kvcodes.E4M3 else 8
+        width, kv_heads = chosen.head_dim_v + rest + chosen.rotary_dim, 1
+    packed_rows = variant.axis("kv_dtype") == _PACKED
+    if packed_rows:
+        width = latentrows.HEAD_DIM
     batch, count, dtype, gap = shape.batch, shape.seqlen_q, variant.dtype, shape.gap
 
     lengths = rng.integers(0, shape.seqlen_kv + 1, batch, np.int32)
@@ -134,15 +145,17 @@ def make(variant: Variant, shape: Shape, seed: int, choices: Choices | None = No
 
     named |= {"k_new": filled(kv_heads, width), "lengths": lengths}
     caches = (num_pages, page_size, kv_heads)
-    kv_dtype = dtype if variant.axis("kv_dtype") == "none" else str(variant.axis("kv_dtype"))
-    named["k_cache"] = rows_within_nan((*caches, width), kv_dtype, gap)
+    kv_dtype = dtype if variant.axis("kv_dtype") == "none" else kvcodes.E4M3
+    row = latentrows.ROW_BYTES if packed_rows else width
+    named["k_cache"] = rows_within_nan((*caches, row), kv_dtype, gap)
     if not latent:
         named["v_new"] = filled(kv_heads, width_v)
         named["v_cache"] = rows_within_nan((*caches, width_v), kv_dtype, gap)
     if variant.axis("kv_scales") == TOKEN:
         named |= {name: np.full(caches, np.nan, np.float32) for name in SCALES_OUT}
     else:
-        named |= randomarrays.scales_of(rng, variant, batch, kv_heads)
+        scales = randomarrays.scales_of(rng, variant, batch, kv_heads)
+        named |= {name: x for name, x in scales.items() if not latent or name == "k_scale"}
     named["total_lengths"] = np.full(batch, -1, np.int32)
     if rotates:
         of_tables = "fp32" if variant.axis("tables") == "wide" else dtype
@@ -171,6 +184,7 @@ def make(variant: Variant, shape: Shape, seed: int, choices: Choices | None = No
         views,
         interleaved=variant.axis("rotary") == "interleaved",
         q_positions=chosen.q_positions,
+        kv_dtype=latentrows.LAYOUT if packed_rows else None,
         head_dim_v=chosen.head_dim_v,
     )
     outputs = (name for name in ("k_cache", "v_cache", "q_rotated", *SCALES_OUT) if named[name] is not None)

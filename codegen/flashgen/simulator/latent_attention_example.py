@@ -82,7 +82,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> LatentExample:
         kv_rows, used = randomarrays.paged(rng, lengths, kv_lengths, page_sizes_of(variant))
     else:
         kv_rows, used = randomarrays.cache_rows(rng, lengths, kv_lengths, shape)
-    k, of_codes = _latent_rows(rng, variant, shape, (*kv_rows, 1, head_dim), used)
+    k, of_codes = latent_rows(rng, variant, shape, (*kv_rows, 1, head_dim), used)
     out = rows_within_nan((*q_rows, shape.heads, head_dim_v), variant.dtype, shape.gap)
     lse = np.full((q_rows[0], shape.heads, q_rows[1]), np.nan, np.float32) if shape.return_lse else None
     if packed_q:
@@ -110,7 +110,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> LatentExample:
     return LatentExample(problem, {"q": q, "k": k, "out": out, "lse": lse, **of_call, **lengths})
 
 
-def _latent_rows(
+def latent_rows(
     rng: np.random.Generator, variant: Variant, shape: Shape, size: tuple[int, ...], used: np.ndarray
 ) -> tuple[np.ndarray, str | None]:
     """Latent rows as a variant reads them, and the kv_dtype of its calls. Rows that are not used are NaN:

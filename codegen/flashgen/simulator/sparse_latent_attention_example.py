@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.operators import reference
+from flashgen.operators.kvcodes import E4M3
 from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.reference import Largest, Verdict
 from flashgen.operators.sparse_latent import NO_TOKEN, normalise, queries
 from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import check_sizes, page_sizes_of
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
-from flashgen.simulator.latent_attention_example import LatentExample
+from flashgen.simulator.latent_attention_example import LatentExample, latent_rows
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
@@ -94,18 +95,23 @@ def make(variant: Variant, shape: Shape, seed: int) -> SparseLatentExample:
         wide = dataclasses.replace(shape, seqlen_kv=most)
         kv_rows, _ = randomarrays.cache_rows(rng, lengths, kv_lengths, wide)
     used = named_rows(kv_rows, indices, lengths)
-    k = randomarrays.used_rows(rng, (*kv_rows, 1, head_dim), used, variant.dtype, 1.0, shape.gap)
+    k, of_codes = latent_rows(rng, variant, shape, (*kv_rows, 1, head_dim), used)
+    scales = randomarrays.scales_of(rng, variant, shape.batch, 1)
+    scales.pop("v_scale", None)
     out = rows_within_nan((*rows, head_dim_v), variant.dtype, shape.gap)
     lse = np.full((rows[0], rows[2], rows[1]), np.nan, np.float32) if shape.return_lse else None
     arrays = {name: lengths[name] for name in ("kv_lengths", "index", "pages")} | {"indices": indices}
     problem = normalise(
         view_of(q, variant.dtype),
-        view_of(k, variant.dtype),
+        view_of(k, variant.dtype if not of_codes else E4M3),
         **{name: None if x is None else view_of(x, "int32") for name, x in arrays.items()},
+        **randomarrays.array_views({name: scale[..., 0] for name, scale in scales.items()}),
+        kv_dtype=of_codes,
         head_dim_v=head_dim_v,
         out=view_of(out, variant.dtype),
         softmax_scale=head_dim**-0.5,
         return_lse=shape.return_lse,
         splits=shape.splits,
     )
-    return SparseLatentExample(problem, {"q": q, "k": k, "out": out, "lse": lse, **arrays})
+    of_call = {name: scale[:, None] for name, scale in scales.items()}
+    return SparseLatentExample(problem, {"q": q, "k": k, "out": out, "lse": lse, **of_call, **arrays})

@@ -112,10 +112,13 @@ def _problem(text: str, avals: Sequence[Any]) -> Problem:
 
 @call_p.def_abstract_eval
 def _typed(*avals: Any, text: str) -> list[Any]:
-    problem, like = _problem(text, avals), avals[0]
+    problem, like, described = _problem(text, avals), avals[0], decode(text)
+    # An array that is written to keeps its dtype: a cache of codes may be uint8.
+    written = {name: avals[described.names.index(name)].dtype for name in described.written}
     layouts, typed = problem.array_layouts(), []
     for place in problem.results:
-        shape, dtype = problem.shape(place), _DTYPES[layouts[place].dtype]
+        name = problem.operator.arguments[place].name
+        shape, dtype = problem.shape(place), written.get(name, _DTYPES[layouts[place].dtype])
         mesh = like.sharding.mesh
         sharding = None if mesh.empty else jax.sharding.NamedSharding(mesh, _replicated(len(shape)))
         typed.append(like.update(shape=shape, dtype=np.dtype(dtype), weak_type=False, sharding=sharding))

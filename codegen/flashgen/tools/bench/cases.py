@@ -134,10 +134,8 @@ class Case:
             raise BadParam(
                 f"bench case {self.name!r}: a latent cache has lengths and codes, and nothing else"
             )
-        if self.topk and (not self.latent or self.codes or self.seqlen_q > 1 or self.topk > self.seqlen_kv):
-            raise BadParam(
-                f"bench case {self.name!r}: topk is tokens of a latent cache of 16 bits, for one query"
-            )
+        if self.topk and (not self.latent or self.seqlen_q > 1 or self.topk > self.seqlen_kv):
+            raise BadParam(f"bench case {self.name!r}: topk is tokens of a latent cache, for one query")
         if self.is_backward and self.lengths == "cache":
             raise BadParam(f"bench case {self.name!r}: a cache has no gradients")
         if self.deterministic and not self.is_backward:
@@ -246,7 +244,7 @@ class Case:
         if not self.codes:
             return moved
         saved = self.head_dim + (0 if self.latent else self.width_v) - (8 if self.token_scales else 0)
-        return moved - self.batch * self.seqlen_kv * self.num_heads_kv * saved
+        return moved - self.batch * sizes["seqlen_kv"] * self.num_heads_kv * saved
 
     @property
     def kv_bytes(self) -> int:

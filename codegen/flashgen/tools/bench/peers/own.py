@@ -189,7 +189,7 @@ class Flashgen:
         def arrays(inputs: Inputs) -> dict[str, Any]:
             names = ("kv_lengths", "kv_starts", "pages", "k_scale", "v_scale", "tree")
             if case.latent:
-                names = ("kv_lengths", "pages", "indices" if case.topk else "k_scale")
+                names = ("kv_lengths", "pages", "k_scale", *(("indices",) if case.topk else ()))
             lengths = named(inputs) or {name: getattr(inputs, name) for name in names}
             values = {} if case.latent else {"v": inputs.v}
             values |= inputs.line.arguments if case.line else {}
