@@ -10,7 +10,6 @@ from simulator.faults import ASYNC, BOUNDS, NUMBERS, RACE, WRONG, fault
 CODES = "flash_mla_decode_hdim576_512_bf16_causal_e4m3_packgqa_sm90"
 PAGED = "flash_mla_decode_hdim576_512_fp16_paged_e4m3_packgqa_sm90"
 ROWS = "flash_mla_decode_hdim576_512_bf16_paged_fp8dsmla_packgqa_sm90"
-UNPAGED = "flash_mla_decode_hdim576_512_bf16_fp8dsmla_packgqa_sm90"
 MMA = "flash_mla_decode_hdim576_512_bf16_e4m3_packgqa_sm80"
 MMA_ROWS = "flash_mla_decode_hdim576_512_bf16_causal_paged_fp8dsmla_packgqa_sm86"
 
@@ -50,16 +49,16 @@ FAULTS = (
         CODES,
         MANY,
         (*NUMBERS, *BOUNDS),
-        "is_key && column < params.head_dim ?",
-        "column < params.head_dim ?",
+        "key < found.seqlen_kv ? key : 0;",
+        "key;",
     ),
     fault(
         "codes past a narrow row",
         PAGED,
         NARROW,
         (*NUMBERS, *BOUNDS),
-        "is_key && column < params.head_dim ?",
-        "is_key ?",
+        "min(column, params.head_dim - 16)",
+        "column",
     ),
     fault(
         "elements that wgmma does not see",
@@ -133,14 +132,6 @@ FAULTS = (
         LOST,
         "cp_async_wait<0>();\n    fence_proxy_async();\n    __syncwarp();",
         "fence_proxy_async();\n    __syncwarp();",
-    ),
-    fault(
-        "NaN of rotary elements past a sequence",
-        UNPAGED,
-        MANY,
-        (*NUMBERS, *BOUNDS),
-        "+ kRotaryByte + 16 * chunk,\n                        rows.is_key(converter, i, lane) ? 16 : 0);",
-        "+ kRotaryByte + 16 * chunk, 16);",
     ),
     fault(
         "mma.sync: converted while other warps read the KV block",

@@ -47,8 +47,8 @@ FAULTS = (
         CODES,
         LONG,
         ANYTHING,
-        "is_key && column < params.head_dim ?",
-        "column < params.head_dim ?",
+        "is_key ? 0xffffffff : 0",
+        "0xffffffff",
     ),
     fault(
         "-1 is read as a token",
