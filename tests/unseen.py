@@ -57,7 +57,7 @@ def fill(example, what):
         x = array(example, name)
         memory = x.view(f"u{x.itemsize}")
         memory = memory if memory.ndim == 4 else memory[None]
-        memory[~rows] = BITS[what][example.problem.dtype]
+        memory[~rows] = BITS[what]["e4m3" if x.itemsize == 1 else example.problem.dtype]
     if entries is not None:
         array(example, "pages")[~entries] = ENTRIES[what]
 

@@ -146,7 +146,12 @@ def test_packed_and_padded_sequences_are_calls_of_each_alone(width, options):
         if not score:
             verdict = fp8_reference.judge(*on_host(*arrays, *right, own.values(), **mask))
             assert verdict.ok, verdict
-        torch.testing.assert_close(out[of_q], right[0][0], rtol=2e-2, atol=2e-3)
+            # Its kernel may have other tiles, and so round P in other places.
+            found = out[of_q][None].contiguous(), lse[:, of_q][None].contiguous()
+            verdict = fp8_reference.judge(*on_host(*arrays, *found, own.values(), **mask))
+            assert verdict.ok, verdict
+        else:
+            torch.testing.assert_close(out[of_q], right[0][0], rtol=2e-2, atol=2e-3)
         torch.testing.assert_close(lse[:, of_q], right[1][0], rtol=1e-5, atol=1e-4)
     used = torch.tensor(kv_lengths, dtype=torch.int32, device="cuda")
     first = torch.zeros_like(q[:4]).view(4, 1, 4, width).view(torch.uint8)
@@ -245,16 +250,16 @@ def test_a_dense_mask_of_padded_sequences_is_a_call_of_each_alone(width):
     generator = torch.Generator("cuda").manual_seed(8)
     mask = torch.rand(64, 1, 16, 600, device="cuda", generator=generator) < 0.5
     lengths = torch.arange(64, dtype=torch.int32, device="cuda") * 9 + 10
-    out = flashgen.attention(*arrays, **named, mask=mask, kv_lengths=lengths, max_seqlen_kv=600)
+    options = {"mask": mask, "kv_lengths": lengths, "max_seqlen_kv": 600, "return_lse": True}
+    out, lse = flashgen.attention(*arrays, **named, **options)
     for entry in (0, 63):
         keys, of_entry = int(lengths[entry]), slice(entry, entry + 1)
-        right = flashgen.attention(
-            arrays[0][of_entry],
-            *(x[of_entry, :keys] for x in arrays[1:]),
-            **{name: x[of_entry] for name, x in named.items()},
-            mask=mask[of_entry, :, :, :keys].contiguous(),
-        )
-        torch.testing.assert_close(out[of_entry], right, rtol=2e-2, atol=2e-3)
+        cut = arrays[0][of_entry], *(x[of_entry, :keys] for x in arrays[1:])
+        hidden = mask[of_entry, :, :, :keys].cpu()
+        found = out[of_entry], lse[of_entry], [x[of_entry] for x in scale]
+        problem, host = on_host(*cut, *found, mask=view(hidden, "mask"))
+        verdict = fp8_reference.judge(problem, host | {"mask": host_array(hidden)})
+        assert verdict.ok, verdict
 
 
 @pytest.mark.parametrize("width", [64, 256])

@@ -175,7 +175,7 @@ def test_the_host_time_of_a_call_in_a_program():
             begin = time.perf_counter()
             program(q).block_until_ready()
             times.append(time.perf_counter() - begin)
-        return sorted(times)[len(times) // 2]
+        return min(times)  # others may use the processors
 
     per_call = (seconds(65) - seconds(1)) / 64
     print(f"{1e6 * per_call:.1f} us a call")
