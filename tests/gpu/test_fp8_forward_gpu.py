@@ -255,7 +255,7 @@ def test_a_dense_mask_of_padded_sequences_is_a_call_of_each_alone(width):
     for entry in (0, 63):
         keys, of_entry = int(lengths[entry]), slice(entry, entry + 1)
         cut = arrays[0][of_entry], *(x[of_entry, :keys] for x in arrays[1:])
-        hidden = mask[of_entry, :, :, :keys].cpu()
+        hidden = mask[of_entry, :, :, :keys].cpu().contiguous()
         found = out[of_entry], lse[of_entry], [x[of_entry] for x in scale]
         problem, host = on_host(*cut, *found, mask=view(hidden, "mask"))
         verdict = fp8_reference.judge(problem, host | {"mask": host_array(hidden)})
