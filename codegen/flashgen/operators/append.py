@@ -168,8 +168,8 @@ class AppendProblem(Problem):
             return kvcodes.E4M3
         return self.table_dtype if argument.name in ("cos", "sin") else argument.dtype(self.dtype)
 
-    def array_layouts(self) -> tuple[ArrayLayout | None, ...]:
-        return latentrows.with_packed_rows(Problem.array_layouts(self), self.kv_dtype, "k_cache")
+    def layout_of(self, position: int, sizes: Mapping[str, int]) -> ArrayLayout | None:
+        return latentrows.with_packed_rows(Problem.layout_of(self, position, sizes), self.kv_dtype, "k_cache")
 
     def shape(self, position: int) -> tuple[int, ...]:
         shape = Problem.shape(self, position)

@@ -77,8 +77,10 @@ class LatentProblem(AttentionProblem):
         dtype = AttentionProblem.dtype_of(self, argument)
         return kvcodes.E4M3 if dtype == latentrows.LAYOUT else dtype
 
-    def array_layouts(self) -> tuple[ArrayLayout | None, ...]:
-        return latentrows.with_packed_rows(AttentionProblem.array_layouts(self), self.kv_dtype, "k")
+    def layout_of(self, position: int, sizes: Mapping[str, int]) -> ArrayLayout | None:
+        return latentrows.with_packed_rows(
+            AttentionProblem.layout_of(self, position, sizes), self.kv_dtype, "k"
+        )
 
     def shape(self, position: int) -> tuple[int, ...]:
         shape = AttentionProblem.shape(self, position)

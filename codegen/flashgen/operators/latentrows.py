@@ -55,16 +55,11 @@ def unpacked_view(q: ArrayView, k: ArrayView, head_dim_v: int, has_scale: bool) 
     return dataclasses.replace(k, shape=(*k.shape[:-1], HEAD_DIM), dtype=E4M3)
 
 
-def with_packed_rows(
-    layouts: tuple[ArrayLayout | None, ...], kv_dtype: str | None, name: str
-) -> tuple[ArrayLayout | None, ...]:
-    """The layouts of a call's arrays where rows of its argument ``name`` are as ``kv_dtype`` says."""
-    if kv_dtype != LAYOUT:
-        return layouts
-    return tuple(
-        x._replace(extents=(*x.extents[:-1], ROW_BYTES)) if x and x.argument.name == name else x
-        for x in layouts
-    )
+def with_packed_rows(layout: ArrayLayout | None, kv_dtype: str | None, name: str) -> ArrayLayout | None:
+    """The layout of an array of a call where rows of its argument ``name`` are as ``kv_dtype`` says."""
+    if layout is None or kv_dtype != LAYOUT or layout.argument.name != name:
+        return layout
+    return layout._replace(extents=(*layout.extents[:-1], ROW_BYTES))
 
 
 def unpacked(rows: np.ndarray) -> np.ndarray:

@@ -114,16 +114,18 @@ class Problem:
     def array_layouts(self) -> tuple[ArrayLayout | None, ...]:
         """The layout of each argument, in the operator's order; None for an absent one."""
         sizes = self.sizes
-        return tuple(
-            None
-            if strides is None
-            else ArrayLayout(argument, argument.extents(sizes), strides, self.dtype_of(argument))
-            for argument, strides in zip(self.operator.arguments, self.strides, strict=True)
-        )
+        return tuple(self.layout_of(position, sizes) for position in range(len(self.strides)))
 
     def array(self, name: str) -> ArrayLayout | None:
         """The layout of the argument ``name``."""
-        return self.array_layouts()[self.operator.position(name)]
+        return self.layout_of(self.operator.position(name), self.sizes)
+
+    def layout_of(self, position: int, sizes: Mapping[str, int]) -> ArrayLayout | None:
+        """The layout of one argument; ``sizes`` are those of the problem."""
+        argument, strides = self.operator.arguments[position], self.strides[position]
+        if strides is None:
+            return None
+        return ArrayLayout(argument, argument.extents(sizes), strides, self.dtype_of(argument))
 
     def spans(self) -> tuple[tuple[int, int], ...]:
         """For each argument the first byte touched and the one past the last, from its pointer."""
@@ -303,9 +305,14 @@ class Operator:
 
     def work(self, axes: Mapping[str, Value]) -> tuple[int, ...]:
         """What to compare variants by, the least first: the sum of their sizes, then each."""
-        values = self.axis_values(axes)
-        sizes = tuple(values[name] for name, axis in self.axes.items() if axis.size)
+        names = self._size_axes
+        values = axes if all(name in axes for name in names) else self.axis_values(axes)
+        sizes = tuple(values[name] for name in names)
         return (sum(sizes), *sizes)
+
+    @functools.cached_property
+    def _size_axes(self) -> tuple[str, ...]:
+        return tuple(name for name, axis in self.axes.items() if axis.size)
 
 
 @functools.lru_cache(maxsize=64)
