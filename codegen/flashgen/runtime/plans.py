@@ -71,6 +71,7 @@ class Plan:
         "_known",
         "_known_workspace",
         "_layouts",
+        "_memory",
         "_needed",
         "_no_scalars",
         "_operator",
@@ -104,6 +105,8 @@ class Plan:
         self._expecting = kind.expecting
         self._expected: Any = None
         self._expected_workspace: Any = None
+        # The layouts and the spans of all arrays and of the workspace, once they were needed.
+        self._memory: tuple[tuple[ArrayLayout | None, ...], tuple[tuple[int, int], ...]] | None = None
         # What to queue, by pointers at which memory was sound, and by scalars.
         self._works: dict[Any, Work] = {}
         self._types, self._wrote = kind.types, kind.wrote
@@ -369,14 +372,17 @@ class Plan:
         is wrong.
         """
         problem = self.problem
-        arguments, count = problem.operator.arguments, len(problem.operator.arguments)
         written = [place for place in problem.results if caller_pointers[place]]
-        layouts = problem.array_layouts()
+        if self._memory is None:
+            layouts = (*problem.array_layouts(), workspace_layout(self._needed))
+            self._memory = layouts, (*problem.spans(), layouts[-1].span())
+        layouts, spans = self._memory
+        arguments = (*problem.operator.arguments, _WORKSPACE)
+        count = len(arguments) - 1
         if self._needed and own_workspace:
-            arguments, written = (*arguments, _WORKSPACE), [*written, count]
-            layouts = (*layouts, workspace_layout(self._needed))
-        spans = [(0, 0) if layout is None else layout.span() for layout in layouts]
-        check_memory(arguments, spans, pointers[: len(arguments)], written, layouts)
+            written.append(count)
+            count += 1
+        check_memory(arguments[:count], spans[:count], pointers[:count], written, layouts[:count])
         called = problem.with_scalars(scalars)
         work = _no_work if self._empty else self._runner.at(pointers, called)
         if self._checked or (self._empty and self.checks_elements):  # the CPU path checks what it computes
