@@ -120,7 +120,7 @@ PACKED = {
         ({"cu_seqlens_q": np.array([0, 4, 9])}, BadTensorDtype, "cu_seqlens_q has dtype int64"),
         ({"cu_seqlens_q": np.array([0, 4, 10], np.int32)}, BadParam, "in sequence 1"),
         ({"kv_lengths": np.ones(2, np.int32)}, BadParam, "cu_seqlens_kv and kv_lengths"),
-        ({"max_seqlen_q": 4}, BadParam, "sequence 1 has length 5; max_seqlen_q"),
+        ({"max_seqlen_q": 4}, BadParam, "sequence 1 has length 5; the bound max_seqlen_q is 4"),
         ({"deterministic": 2}, BadParam, "deterministic is 2"),
     ],
 )

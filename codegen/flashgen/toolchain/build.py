@@ -43,10 +43,9 @@ class Built:
     @property
     def serialized(self) -> str:
         """Why no two wgmmas of the kernel are in flight together, in words of ptxas; else an empty string."""
-        log = self.compiled.log if self.compiled else ""
-        found = re.search(
-            r"wgmma\S* instructions are serialized (due to .*?)(?: in| for) (?:the )?function", log
-        )
+        log = (self.compiled and self.compiled.log) or ""
+        pattern = r"wgmma\S* instructions are serialized (due to .*?)(?: in| for) (?:the )?function"
+        found = re.search(pattern, log)
         return found[1] if found else ""
 
     @property
