@@ -485,7 +485,7 @@ def test_what_is_wrong_is_told_where_it_is_traced():
     x = given()
     with pytest.raises(NullPointer, match=r"^v is None"):
         make_fx(lambda q: flashgen.attention(q, q))(x["q"])
-    with pytest.raises(BadParam, match="stream was given, but what is traced"):
+    with pytest.raises(BadParam, match="stream was given, but a traced call has no stream yet"):
         make_fx(lambda q: flashgen.attention(q, *parts(x)[0], stream=0))(x["q"])
     k, v = parts(x)[0]
     for part in ((k, v[:1]), (k[:1], v)):
@@ -497,7 +497,7 @@ def test_what_is_wrong_is_told_where_it_is_traced():
     for words, options in (
         ("^deterministic is 2", {"deterministic": 2}),
         ("^workspace was given, but what is traced", {"workspace": torch.zeros(9)}),
-        ("^stream was given, but what is traced", {"stream": 0}),
+        ("^stream was given, but a traced call has no stream yet", {"stream": 0}),
         ("^kv_lengths and mask were given", {"mask": torch.zeros(3, 8), "kv_lengths": x["lengths"]}),
         (r"^alibi_slopes requires a gradient", {"alibi_slopes": torch.rand(HEADS, requires_grad=True)}),
     ):
