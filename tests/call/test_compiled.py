@@ -496,7 +496,7 @@ def test_what_is_wrong_is_told_where_it_is_traced():
     part = x["q"], torch.zeros(3, HEADS, ROWS)
     for words, options in (
         ("^deterministic is 2", {"deterministic": 2}),
-        ("^workspace was given, but what is traced", {"workspace": torch.zeros(9)}),
+        ("^workspace was given, but a traced call allocates its own", {"workspace": torch.zeros(9)}),
         ("^stream was given, but a traced call has no stream yet", {"stream": 0}),
         ("^kv_lengths and mask were given", {"mask": torch.zeros(3, 8), "kv_lengths": x["lengths"]}),
         (r"^alibi_slopes requires a gradient", {"alibi_slopes": torch.rand(HEADS, requires_grad=True)}),
