@@ -72,7 +72,7 @@ def _row(built: Built) -> list[str]:
         variant.name,
         built.arch,
         str(kernel.registers),
-        f"{built.spilled} !" if built.failure else str(built.spilled),
+        f"{built.spilled} !" if built.failure and built.spilled else str(built.spilled),
         kilobytes(variant.smem_bytes + (kernel.smem_static or 0)),
         seconds,
     ]
