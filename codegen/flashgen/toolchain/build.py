@@ -53,7 +53,9 @@ class Built:
         """Why this is not acceptable, or an empty string."""
         if self.error:
             return self.error
-        if self.spilled and self.variant.must_not_spill(self.arch):
+        if not self.variant.must_not_spill(self.arch):
+            return ""
+        if self.spilled:
             return f"spills {self.spilled} bytes of registers, and {self.variant.spec} says no_spills"
         if self.serialized:
             return f"ptxas makes each wgmma wait for the one before, {self.serialized}"
