@@ -121,7 +121,7 @@ class Problem:
         return self.layout_of(self.operator.position(name), self.sizes)
 
     def layout_of(self, position: int, sizes: Mapping[str, int]) -> ArrayLayout | None:
-        """The layout of one argument; ``sizes`` are those of the problem."""
+        """The layout of one argument. A caller passes `sizes`, which take time to compute."""
         argument, strides = self.operator.arguments[position], self.strides[position]
         if strides is None:
             return None
