@@ -722,12 +722,12 @@ __device__ __forceinline__ shared_address chunk_address(VAddress lane, int row_s
 // O += P . V. ldmatrix transposes pairs of columns: lane (g, t) gets dims 2 g and 2 g + 1 of keys 2 t and 2 t + 1 of every eight. Byte permutes
 // part even dims from odd ones, so of 16 dims the even ones make one MMA tile of O and the odd ones the next: a lane has dims 4 t and 4 t + 2 in
 // tile n, and 4 t + 1 and 4 t + 3 in tile n + 1.
-// The tensor core adds products of e4m3 with 13 bits of fraction, so sums over many keys would lose what each key adds. O is a sum in fp32: each
-// KV block's P V is summed by itself, and then added to O.
+// The tensor core adds products of e4m3 with 13 bits of fraction: a sum over many keys loses what each key adds.
 template <int kTiles>
 __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
 #pragma unroll
     for (int n = 0; n < kDimTiles; n += 2) {
+        // P V of this KV block alone: O is the sum of these in fp32.
         float sums[kTiles][2][4] = {};
 #pragma unroll
         for (int j = 0; j < kKeyTiles / 4; ++j) {

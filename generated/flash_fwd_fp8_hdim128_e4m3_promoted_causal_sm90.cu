@@ -19,8 +19,7 @@
 // row_max tracks the largest score of each row (online softmax). When it rises, row_sum and O are rescaled. At the end O is divided by row_sum.
 //
 // Q K^T is of e4m3 codes: tile_scale has the scales of Q and K in it. P is rounded to e4m3, 2^kPBias times as large.
-// wgmma adds products of e4m3 with 13 bits of fraction, so sums over many keys would lose what each key adds. O is a sum in fp32: each KV
-// block's P V is summed by itself, and then added to O.
+// wgmma adds products of e4m3 with 13 bits of fraction: a sum over many keys loses what each key adds.
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread

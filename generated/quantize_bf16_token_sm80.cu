@@ -54,10 +54,11 @@ __device__ void store_codes(uint8_t* destination, const Vector& vector, float in
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 quantize_bf16_token_sm80(const __grid_constant__ Params params) {
-    const int head_of_batch = block_index() / params.num_row_blocks;
-    const int batch = head_of_batch / params.num_heads;
-    const int head = head_of_batch % params.num_heads;
-    const int row = block_index() % params.num_row_blocks * kBlockM + threadIdx.x / kLanes;
+    // All heads of a tile of tokens run together: their rows, codes and scales are neighbours in memory.
+    const int head = block_index() % params.num_heads;
+    const int tile = block_index() / params.num_heads;
+    const int batch = tile / params.num_row_blocks;
+    const int row = tile % params.num_row_blocks * kBlockM + threadIdx.x / kLanes;
     const int lane = threadIdx.x % kLanes;
     // The lanes of rows past the last one stay: they take part in the exchanges of their warp.
     const bool is_row = row < params.seqlen;
