@@ -12,11 +12,12 @@ from flashgen import errors
 from flashgen.api import stub
 from flashgen.call import fields, request, signature
 from flashgen.call.fields import FIELDS
+from flashgen.call.parameters import POSITIONAL, REQUIRED
 from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.backward import BACKWARD as OF_GRADIENTS
 
-FUNCTIONS = {name: getattr(flashgen, name) for name in fields.POSITIONAL}
+FUNCTIONS = {name: getattr(flashgen, name) for name in POSITIONAL}
 TREE = ast.parse(stub.PATH.read_text(encoding="utf-8"))
 
 
@@ -36,9 +37,9 @@ def test_signatures_are_those_of_the_fields(name):
     assert (unknown, parameters[unknown].kind) == ("unknown", inspect.Parameter.VAR_KEYWORD)
     assert set(names) == {field.name for field in FIELDS if name in field.functions}
     for place, parameter in enumerate(list(parameters.values())[:-1]):
-        by_position = place < len(fields.POSITIONAL[name])
+        by_position = place < len(POSITIONAL[name])
         assert (parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD) == by_position
-        assert (parameter.default is parameter.empty) == (place < fields.REQUIRED[name])
+        assert (parameter.default is parameter.empty) == (place < REQUIRED[name])
     with pytest.raises(TypeError, match=rf"^{name}\(\) missing \d required positional arguments?: '"):
         FUNCTIONS[name]()
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
 from flashgen.call.backends import prepare, specs_for, specs_of
-from flashgen.call.fields import POSITIONAL, REQUIRED, defaults, parameters
 from flashgen.call.keywords import advice, unexpected
 from flashgen.call.kvcache import FIELDS, KVCache
+from flashgen.call.parameters import POSITIONAL, REQUIRED, defaults, parameters
 from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.call.recorded import is_recorded, problem_of, read
 from flashgen.call.request import Request, names_of

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import flashgen
 from flashgen.api.cascade import cascade
 from flashgen.api.explain import explain, explained_fields, warmup
-from flashgen.call.fields import BY_NAME, POSITIONAL, REQUIRED, parameters
+from flashgen.call.fields import BY_NAME
+from flashgen.call.parameters import POSITIONAL, REQUIRED, parameters
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.backward import BACKWARD
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from flashgen.call.field import BACKWARD, FORWARD
-from flashgen.call.fields import DIFFERENTIABLE, GRADIENTS, OF_BLOCK_MASK, POSITIONAL, SHORTHANDS
+from flashgen.call.fields import DIFFERENTIABLE, GRADIENTS, OF_BLOCK_MASK, SHORTHANDS
 from flashgen.call.generate import function
 from flashgen.call.mask import Mask, mask_of
+from flashgen.call.parameters import POSITIONAL
 from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.call.scores import named_score
 from flashgen.call.text import VERSION, option_of

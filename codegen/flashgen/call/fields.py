@@ -7,8 +7,7 @@ messages derive from this table. A new option is a new `Field`, in the place tha
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashgen.call.field import BACKWARD, FORWARD, Field, Shorthand
 from flashgen.operators.dropout import NO_DROPOUT
@@ -420,25 +419,6 @@ GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
 _AFTER = next(place for place, field in enumerate(FIELDS, 1) if field.name == "dlse")
 FIELDS = (*FIELDS[:_AFTER], *(Field(name, "array", BACKWARD) for name in GRADIENTS), *FIELDS[_AFTER:])
 BY_NAME = {field.name: field for field in FIELDS}
-# The arguments that come by position; the first ones there must be.
-POSITIONAL = {
-    "attention": ("q", "k", "v"),
-    "plan": ("q", "k", "v"),
-    "attention_backward": ("dout", "q", "k", "v", "out", "lse"),
-    "plan_backward": ("dout", "q", "k", "v", "out", "lse"),
-    "append": ("cache", "k_new", "v_new"),
-    "merge": ("parts",),
-    "quantize": ("x", "per"),
-}
-REQUIRED = {
-    "attention": 2,
-    "plan": 2,
-    "attention_backward": 6,
-    "plan_backward": 6,
-    "append": 2,
-    "merge": 1,
-    "quantize": 1,
-}
 SHORTHANDS = tuple((field.name, field.shorthand) for field in FIELDS if field.shorthand)
 # What calls and their gradients have of a BlockMask.
 OF_BLOCK_MASK = ("block_indptr", "block_indices", "block_size")
@@ -461,17 +441,3 @@ def listed(names: Sequence[str]) -> str:
     """Names in a sentence: "q, k and v"."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
-
-
-@cache
-def parameters(function: str) -> tuple[Field, ...]:
-    """The fields that a function takes, in the order of its signature: by position, then by name."""
-    first = POSITIONAL[function]
-    rest = (x for x in FIELDS if function in x.functions and x.name not in first)
-    return (*(BY_NAME[name] for name in first), *rest)
-
-
-@cache
-def defaults(function: str) -> dict[str, Any]:
-    """The parameters of a function by name, with their defaults; None where there is none."""
-    return {field.name: field.default for field in parameters(function)}

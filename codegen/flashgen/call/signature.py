@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from flashgen.call.fields import BY_NAME, POSITIONAL, REQUIRED, parameters
+from flashgen.call.fields import BY_NAME
 from flashgen.call.generate import function
 from flashgen.call.keywords import unexpected
+from flashgen.call.parameters import POSITIONAL, REQUIRED, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
