@@ -41,12 +41,18 @@ struct Params {
     int32_t num_row_blocks;               // tiles along the first dimension of the grid
 };
 
-// The 8 elements that a lane takes at once, as floats.
+// The 8 elements that a lane takes at once, as they are in memory.
+struct Words {
+    uint4 all;
+};
+
+// The same as floats.
 struct Vector {
     float values[8];
 };
 
-__device__ Vector load_vector(const element* source);
+__device__ Words load_words(const element* source);
+__device__ Vector unpacked(const Words& loaded);
 __device__ float larger(float largest, const Vector& vector);  // The larger of `largest` and the finite sizes of a vector
 template <int kCount> __device__ float largest_of_lanes(float value);  // The largest number of kCount lanes that follow each other
 __device__ float scale_of(float largest);  // The scale of numbers whose largest finite size this is
@@ -68,13 +74,12 @@ quantize_bf16_token_sm80(const __grid_constant__ Params params) {
     // Let the next grid start. This comes after the wait, so the next grid may assume that all earlier grids are done.
     griddepcontrol_launch_dependents();
 
-    // 1. Load the row.
-    const element* x = params.x + batch * params.x_batch_stride + row * params.x_row_stride + head * params.x_head_stride;
-    Vector vectors[kVectors] = {};
+    // 1. Load the row, all of it before anything waits. Lanes without a row or a column load another lane's, which does no harm.
+    const element* x = params.x + batch * params.x_batch_stride + min(row, params.seqlen - 1) * params.x_row_stride + head * params.x_head_stride;
+    Words loaded[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-        const int column = (i * kLanes + lane) * 8;
-        if (is_row && column < params.head_dim) vectors[i] = load_vector(x + column);
+        if (i * kLanes * 8 < params.head_dim) loaded[i] = load_words(x + min((i * kLanes + lane) * 8, params.head_dim - 8));
     }
 
     // 2. Its scale: from its own largest element, or as the caller or the kernel before has left it.
@@ -82,7 +87,9 @@ quantize_bf16_token_sm80(const __grid_constant__ Params params) {
         batch * params.scale_batch_step + row * params.scale_row_step + head * params.scale_head_step;
     float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) largest = larger(largest, vectors[i]);
+    for (int i = 0; i < kVectors; ++i) {
+        if (i * kLanes * 8 < params.head_dim) largest = larger(largest, unpacked(loaded[i]));
+    }
     const float scale = scale_of(largest_of_lanes<kLanes>(largest));
     if (!is_row) return;
     if (lane == 0) store_global_32(params.scale_out + scale_place, scale);
@@ -93,14 +100,17 @@ quantize_bf16_token_sm80(const __grid_constant__ Params params) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
         const int column = (i * kLanes + lane) * 8;
-        if (column < params.head_dim) store_codes(codes + column, vectors[i], inverse_scale);
+        if (column < params.head_dim) store_codes(codes + column, unpacked(loaded[i]), inverse_scale);
     }
 }
 
-__device__ __forceinline__ Vector load_vector(const element* source) {
+__device__ __forceinline__ Words load_words(const element* source) {
+    return {load_global_128(source)};
+}
+
+__device__ __forceinline__ Vector unpacked(const Words& loaded) {
     Vector vector;
-    const uint4 loaded = load_global_128(source);
-    const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    const uint32_t words[4] = {loaded.all.x, loaded.all.y, loaded.all.z, loaded.all.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float2 pair = unpack<element>(words[i]);
