@@ -12,6 +12,9 @@ https://doi.org/10.1145/2063384.2063405) gives 16 bytes for each of 32 lanes of 
 
 The lane and the byte are where an accumulator of mma.sync m16n8 has the score. A score counts if its byte is
 at most `keep_threshold`; O is multiplied by `keep_scale`.
+
+A call may have a part of the queries of another call, with the random numbers of that call: ``dropout_row``
+is the place of its first query there, a multiple of 16.
 """
 
 from __future__ import annotations
@@ -78,6 +81,7 @@ class Dropout(NamedTuple):
     threshold: int
     scale: float
     num_heads: int
+    first_row: int = 0
 
     def kept(self, batch: Any, head: Any, rows: Any, keys: Any) -> np.ndarray:
         """Whether scores count, (pairs, rows, keys). ``batch`` and ``head`` are the pairs of batch entry and
@@ -85,7 +89,7 @@ class Dropout(NamedTuple):
         keys in their sequence.
         """
         pairs = np.atleast_1d(np.asarray(batch) * self.num_heads + np.asarray(head))
-        return self._bytes(pairs, np.asarray(rows), np.asarray(keys)) <= self.threshold
+        return self._bytes(pairs, np.asarray(rows) + self.first_row, np.asarray(keys)) <= self.threshold
 
     def factors(self, batch: Any, head: Any, rows: Any, keys: Any) -> np.ndarray:
         """What P is multiplied by: ``scale`` where a score counts, else 0; fp32, arguments as for `kept`."""
@@ -134,6 +138,7 @@ class WithDropout(Protocol):
     """A problem that may have dropout; see `AttentionProblem`."""
 
     dropout_p: float
+    dropout_row: int
     num_heads_q: int
 
     def has(self, name: str) -> bool:
@@ -146,4 +151,4 @@ def dropout_of(problem: WithDropout, arrays: Mapping[str, np.ndarray | None]) ->
         return None
     seed, offset = (int(x) for x in arrays["dropout_seed"])
     threshold, scale = keep_threshold(problem.dropout_p), keep_scale(problem.dropout_p)
-    return Dropout(seed, offset, threshold, scale, problem.num_heads_q)
+    return Dropout(seed, offset, threshold, scale, problem.num_heads_q, problem.dropout_row)
