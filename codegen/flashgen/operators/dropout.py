@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 NO_DROPOUT = 0.0
 QUERIES, KEYS, LANES = 16, 32, 32  # of a block of scores, and who has them
-_ROUNDS = 7
-_FACTORS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL = 0x9E3779B9, 0xBB67AE85
-_WORD = 0xFFFFFFFF
+# Of Philox.
+ROUNDS = 7
+FACTORS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
+WORD = 0xFFFFFFFF
 # How far the share of scores that count may be from 1 - dropout_p, relative to it.
 _MOST_BIAS = 0.01
 
@@ -117,15 +118,15 @@ class Dropout(NamedTuple):
 
 def philox(seed: int, counter: np.ndarray, row_block: np.ndarray, key_block: np.ndarray) -> np.ndarray:
     """Four words of 32 bits for each element of the arrays, which are uint64 and broadcast: (..., 4)."""
-    word = np.uint64(_WORD)
+    word = np.uint64(WORD)
     half = np.uint64(32)
     c0, c1, c2, c3 = np.broadcast_arrays(counter & word, counter >> half, row_block, key_block)
-    key0, key1 = seed & _WORD, seed >> 32 & _WORD
-    for _ in range(_ROUNDS):
-        low, high = c0 * _FACTORS[0], c2 * _FACTORS[1]
+    key0, key1 = seed & WORD, seed >> 32 & WORD
+    for _ in range(ROUNDS):
+        low, high = c0 * np.uint64(FACTORS[0]), c2 * np.uint64(FACTORS[1])
         c0, c1 = (high >> half) ^ c1 ^ np.uint64(key0), high & word
         c2, c3 = (low >> half) ^ c3 ^ np.uint64(key1), low & word
-        key0, key1 = key0 + _WEYL[0] & _WORD, key1 + _WEYL[1] & _WORD
+        key0, key1 = key0 + WEYL[0] & WORD, key1 + WEYL[1] & WORD
     return np.stack((c0, c1, c2, c3), -1).astype(np.uint32)
 
 
