@@ -89,7 +89,6 @@ FAULTS = {
     "a counter moved by a lane": (*SCORES, "* 32 + lane}", "* 32 + lane + 1}"),
     "the same numbers in each batch entry": (*SCORES, "int64_t(batch) * params.num_heads_q", "int64_t(0)"),
     "queries counted from the first one of the call": (*SCORES, "params.dropout_row + ", ""),
-    "those of pairs": (*PAIRS, "params.dropout_row + ", ""),
     "those of a gradient": (*SM90, "params.dropout_row + ", ""),
     "those of a gradient by mma.sync": (*SM80, "params.dropout_row + ", ""),
     "the same numbers in each head": (*SM90, "first.position + 32 * head", "first.position"),
