@@ -285,7 +285,8 @@ def test_the_example_learns_alike_with_flashgen_and_with_jax():
     example = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "train_gpt_jax.py"))
     size = example["Size"](layers=2, width=256, heads=4, kv_heads=2, context=256, batch=8)
     curves = {name: example["train"](size, name, steps=30)[0] for name in example["ATTENTIONS"]}
-    for curve in curves.values():
+    for curve in curves.values():  # rounding differs, and training makes a difference grow
+        assert curve[:5] == pytest.approx(curves["jax"][:5], abs=5e-3)
         assert curve == pytest.approx(curves["jax"], abs=0.05)
         assert curve[-1] < curve[0] - 0.5
 
