@@ -265,10 +265,12 @@ def compiled(world, case):
     where = place(world, case.get("mesh"))
     q, k, v, dout = (shard(x, 1, **where).contiguous() for x in (q, k, v, dout))
 
-    mask = mask_of(case)
+    options = {"mask": mask_of(case), "method": case["method"], "causal": True}
+    if "dropout_p" in case:
+        options |= {"dropout_p": case["dropout_p"], "dropout_seed": torch.tensor([5, 7])}
 
     def attend(q, k, v):
-        return attention(q * 2, k, v, causal=True, mask=mask, method=case["method"], **where).sin()
+        return attention(q * 2, k, v, **options, **where).sin()
 
     counter = CompileCounterWithBackend("aot_eager")
     results = []

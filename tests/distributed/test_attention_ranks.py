@@ -216,6 +216,8 @@ def test_two_passes_have_the_same_bits(pool):
         ("sm_80", {"heads": (2, 1)}),
         ("sm_80", {"heads": (2, 1), "causal": False, "window_size": (40, 9)}),
         ("sm_80", {"heads": (2, 1), "cu_seqlens": [0, 17, 17, 60, 61, 450], "layout": "documents"}),
+        ("sm_80", {"heads": (2, 1), "dropout_p": 0.25}),
+        ("sm_90", {"heads": (2, 1), "seqlen": 512, "dropout_p": 0.25}),
         ("sm_90", {"heads": (4, 2), "seqlen": 512}),
         ("sm_90", {"heads": (2, 1), "seqlen": 512, "causal": False, "window_size": (90, 9)}),
         ("sm_90", {"heads": (2, 2), "cu_seqlens": [0, 17, 17, 60, 61, 450], "layout": "documents"}),
@@ -243,6 +245,7 @@ def test_the_gradients_of_a_weight_add_up_over_ranks(pool):
     [
         GATHER | {"seqlen": 64},
         GATHER | {"seqlen": 64, "mask": ("documents", {"doc": (64,)})},
+        GATHER | {"seqlen": 64, "dropout_p": 0.25},
         ULYSSES | {"seqlen": 64},
         SQUARE | {"seqlen": 64},
     ],
