@@ -256,6 +256,11 @@ def test_a_call_is_compiled_as_one_graph(pool, case):
         assert graphs == 1
 
 
+@pytest.mark.parametrize("case", [GATHER | {"seqlen": 203}, ULYSSES | {"seqlen": 64}])
+def test_weights_may_be_sharded_over_the_same_ranks(pool, case):
+    assert max(pool.run("fully_sharded", case)) < 1e-4
+
+
 @pytest.mark.extra
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_a_gpt_learns_over_ranks_as_in_one_process(pool, method):
