@@ -166,7 +166,7 @@ def test_calls_are_in_a_command_buffer(count, tmp_path):
     assert "kCommandBuffer" not in before, before
     outermost = [line for line in after.splitlines() if line and not line[0].isspace()]
     assert "kCommandBuffer" in outermost[0], after
-    assert not any("kCustomCall" in line.partition("[")[0] for line in outermost), after
+    assert not any("kCustomCall" in line for line in outermost[1:]), after
     # XLA's own options record operations where five or more are in a row.
     (default := tmp_path / "default").mkdir()
     _, after = thunks(many, q, k, v, folder=default)
