@@ -1,10 +1,11 @@
-"""Train a small GPT in plain JAX, once with flashgen's attention and once with JAX's own, from one seed.
+"""Train a small GPT in plain JAX, once with flashgen's attention and once with JAX's own, from one seed; on a
+GPU also with cuDNN's.
 
     python examples/train_gpt_jax.py                  # on a GPU in bfloat16, else in host memory in fp32
     python examples/train_gpt_jax.py --steps 200
 
 The text is made on the spot: who gives what to whom, and who has it then, which takes attention to foretell.
-Prints the loss and the tokens per second of both. The whole step is one program: layers are a scan, each is
+Prints the loss and the tokens per second of each. The whole step is one program: layers are a scan, each is
 computed anew in the backward pass, and the parameters are donated.
 """
 
@@ -25,6 +26,7 @@ import flashgen
 NAMES = ["Ada", "Bo", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal", "Ida", "Jo", "Kim", "Lee"]
 THINGS = ["key", "book", "cup", "coin", "map", "lamp", "rope"]
 LEARNING_RATE, DECAY, BETAS, CLIP = 3e-3, 0.1, (0.9, 0.999), 1.0
+WARMUP = 20  # steps until the learning rate is reached
 
 
 class Size(NamedTuple):
@@ -63,7 +65,12 @@ def by_jax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-ATTENTIONS = {"flashgen": by_flashgen, "jax": by_jax}
+def by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The same by cuDNN."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+ATTENTIONS = {"flashgen": by_flashgen, "jax": by_jax, "cudnn": by_cudnn}
 
 
 def parameters(size: Size, seed: int) -> dict:
@@ -129,11 +136,12 @@ def step(
     gradients = jax.tree.map(lambda g: g * jnp.minimum(1, CLIP / norm), gradients)
     first = jax.tree.map(lambda m, g: BETAS[0] * m + (1 - BETAS[0]) * g, moments["first"], gradients)
     second = jax.tree.map(lambda m, g: BETAS[1] * m + (1 - BETAS[1]) * g * g, moments["second"], gradients)
+    rate = LEARNING_RATE * jnp.minimum(1, (number + 1.0) / WARMUP)
     corrections = [1 - beta ** (number + 1.0) for beta in BETAS]
 
     def updated(p: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
         direction = (m / corrections[0]) / (jnp.sqrt(s / corrections[1]) + 1e-8)
-        return p - LEARNING_RATE * (direction + DECAY * p)
+        return p - rate * (direction + DECAY * p)
 
     params = jax.tree.map(updated, params, first, second)
     return params, {"first": first, "second": second}, loss
@@ -177,11 +185,12 @@ def main() -> None:
     names = ("layers", "width", "heads", "kv_heads", "context", "batch")
     size = Size(*(getattr(options, name) for name in names))
     curves = {}
-    for name in ATTENTIONS:
+    for name in ATTENTIONS if gpu else ("flashgen", "jax"):
         curves[name], rate = train(size, name, options.steps, options.seed)
         print(f"{name:9} loss {curves[name][0]:.3f} -> {curves[name][-1]:.3f}, {rate:,.0f} tokens/s")
-    apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
-    print(f"the curves are at most {apart:.3g} apart")
+    apart = [max(losses) - min(losses) for losses in zip(*curves.values(), strict=True)]
+    # Rounding differs, and training makes a difference grow: the first steps show an error of attention.
+    print(f"the curves are at most {max(apart):.3g} apart, in the first 5 steps {max(apart[:5]):.2g}")
 
 
 if __name__ == "__main__":

@@ -136,6 +136,7 @@ struct Params {
     int32_t num_l2_groups;                // the last group has the remaining heads
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
+    int32_t dropout_row;                  // the row of random numbers of query 0; a multiple of 16
     int32_t keep_threshold;               // the largest random byte of a score that counts
     float keep_scale;                     // 1 / (1 - dropout_p)
 };
@@ -428,7 +429,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
-            drop(p, dropout, params.keep_threshold, first_row, kv_block * kBlockN);
+            drop(p, dropout, params.keep_threshold, params.dropout_row + first_row, kv_block * kBlockN);
 
             for (--kv_block; kv_block >= first_block; --kv_block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
@@ -456,7 +457,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
                 // The packing comes before the branch, in one basic block with the exponentials. Neither is volatile, so ptxas moves most exponentials below
                 // the wait and interleaves them with the packing.
                 p.set(scores);
-                drop(p, dropout, params.keep_threshold, first_row, kv_block * kBlockN);
+                drop(p, dropout, params.keep_threshold, params.dropout_row + first_row, kv_block * kBlockN);
                 if (moved) rescale(output, rows);
             }
             mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
@@ -857,7 +858,7 @@ __device__ __forceinline__ Dropout of_head(const Dropout& first, int head) {
 }
 
 // Random words of this lane for a block of 16 queries by 32 keys: Philox4x32 with 7 rounds. As in FlashAttention-2, byte 2 q8 + e of word k8 is
-// of query lane / 4 + 8 q8 and key lane % 4 * 2 + 8 k8 + e of the block.
+// of query lane / 4 + 8 q8 and key lane % 4 * 2 + 8 k8 + e of the block. Query 0 of the call has row dropout_row.
 __device__ __forceinline__ uint4 random_words(const Dropout& dropout, uint32_t query_block, uint32_t key_block) {
     uint32_t seed_low = dropout.seed[0], seed_high = dropout.seed[1];
     uint4 words = {uint32_t(dropout.position), uint32_t(dropout.position >> 32), query_block, key_block};
@@ -948,5 +949,6 @@ static_assert(offsetof(Params, seqlen_kv) == 540 && offsetof(Params, num_tiles) 
 static_assert(offsetof(Params, num_row_blocks) == 548 && offsetof(Params, rows_ahead) == 552);
 static_assert(offsetof(Params, heads_per_l2_group) == 556 && offsetof(Params, num_l2_groups) == 560);
 static_assert(offsetof(Params, diagonal_offset) == 564 && offsetof(Params, scale_log2) == 568);
-static_assert(offsetof(Params, keep_threshold) == 572 && offsetof(Params, keep_scale) == 576);
+static_assert(offsetof(Params, dropout_row) == 572 && offsetof(Params, keep_threshold) == 576);
+static_assert(offsetof(Params, keep_scale) == 580);
 static_assert(kBlockN % 32 == 0, "a KV block has whole blocks of random numbers");

@@ -219,6 +219,21 @@ def test_what_the_hook_does_not_serve_is_refused_by_name(options, message, calls
     assert not calls
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 50, 70), (1, 2, 16, 32), (3, 1, 33, 129)])
+def test_the_debug_mask_says_what_is_dropped(shape, is_causal, calls):
+    batch, heads, queries, keys = shape
+    q, k, v = tensors((batch, 4, queries, 32), (batch, heads, keys, 32), (batch, heads, keys, 32))
+    out, *others = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.25, is_causal, True)
+    mask = others[-1]
+    assert mask.shape == (batch, 4, queries, keys)
+    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries if is_causal else keys)
+    dropped = float((mask < 0).sum() / visible.expand_as(mask).sum())
+    assert 0.15 < dropped < 0.35
+    right = mask.clamp(min=0) / 0.75 @ v.repeat_interleave(4 // heads, 1)
+    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("operator", ["sdpa", "varlen", "compiled"])
 def test_dropout_and_its_gradients_by_one_state(operator, calls):
     """The operators below SDPA and `varlen_attn`, beside `attention` with the state that they return."""

@@ -233,7 +233,6 @@ def test_a_name_that_transformers_takes_for_a_package_is_refused(name):
     [
         ({"position_bias": torch.zeros(1, 4, 6, 6)}, "position_bias was given"),
         ({"block_table": torch.zeros(2, 3)}, "block_table was given"),
-        ({"output_attentions": True}, "output_attentions is True"),
         ({"attention_mask": torch.ones(2, 6)}, r"attention_mask has shape \(2, 6\)"),
         (
             {"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.int64)},
@@ -248,6 +247,53 @@ def test_what_is_not_served_is_refused_by_name(options, message):
         compat.attention_forward(torch.nn.Identity(), query, key, value, **arguments)
     with pytest.raises(errors.BadTensorDtype, match=r"^key has dtype fp16 but query has fp32"):
         compat.attention_forward(torch.nn.Identity(), query, key.half(), value.half(), None)
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "right", "both", "between"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_weights_are_those_of_eager_attention(name, kind):
+    ids, visible = tokens(), padding(kind)
+
+    def weights(model):
+        return model(input_ids=ids, attention_mask=visible, output_attentions=True).attentions
+
+    expected, found = both(model_of(name), weights)
+    assert len(found) == SIZES["num_hidden_layers"]
+    rows = visible.bool()[:, None, :, None].expand_as(expected[0])  # of tokens that are no padding
+    for x, y in zip(found, expected, strict=True):
+        assert x.shape == (2, SIZES["num_attention_heads"], TOKENS, TOKENS)
+        torch.testing.assert_close(x[rows], y[rows], rtol=1e-4, atol=1e-5)
+
+
+def test_weights_while_a_static_cache_grows():
+    """Also with queries that are fewer than the keys, whose number is on the device."""
+    model, ids = model_of("Llama"), tokens()
+
+    def steps(model):
+        cache = transformers.StaticCache(model.config, max_cache_len=2 * TOKENS)
+        parts = [ids[:, :7], ids[:, 7:8], ids[:, 8:]]
+        return [model(input_ids=x, past_key_values=cache, output_attentions=True).attentions for x in parts]
+
+    for expected, found in zip(*both(model, steps), strict=True):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout": 0.1}, "dropout"),
+        ({"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 6])}, "output_attentions"),
+    ],
+)
+def test_weights_that_are_not_served_are_refused_by_name(options, message):
+    query, key, value = (torch.randn(1, heads, 6, 16) for heads in (4, 2, 2))
+    if "cu_seq_lens_q" in options:
+        options |= {"max_length_q": 6, "max_length_k": 6}
+    with pytest.raises(errors.BadParam, match=message):
+        compat.attention_forward(
+            torch.nn.Identity(), query, key, value, None, output_attentions=True, **options
+        )
 
 
 def test_training_with_dropout():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -265,10 +266,12 @@ def compiled(world, case):
     where = place(world, case.get("mesh"))
     q, k, v, dout = (shard(x, 1, **where).contiguous() for x in (q, k, v, dout))
 
-    mask = mask_of(case)
+    options = {"mask": mask_of(case), "method": case["method"], "causal": True}
+    if "dropout_p" in case:
+        options |= {"dropout_p": case["dropout_p"], "dropout_seed": torch.tensor([5, 7])}
 
     def attend(q, k, v):
-        return attention(q * 2, k, v, causal=True, mask=mask, method=case["method"], **where).sin()
+        return attention(q * 2, k, v, **options, **where).sin()
 
     counter = CompileCounterWithBackend("aot_eager")
     results = []
@@ -278,6 +281,38 @@ def compiled(world, case):
         out.backward(dout)
         results.append((out.detach(), *(x.grad for x in inputs)))
     return max(float((x - y).abs().max()) for x, y in zip(*results, strict=True)), counter.frame_count
+
+
+def fully_sharded(world, case):
+    """Differences of the gradients of weights that FSDP shards over the ranks among which a sequence is cut,
+    from those of one process.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    heads, kv_heads = case["heads"]
+    torch.manual_seed(3)
+    x, dout = torch.randn(2, 1, case["seqlen"], 32)
+    model = torch.nn.ModuleList(
+        [torch.nn.Linear(32, 16 * (heads + 2 * kv_heads)), torch.nn.Linear(16 * heads, 32)]
+    )
+    alone = torch.nn.ModuleList([torch.nn.Linear(y.in_features, y.out_features) for y in model])
+    alone.load_state_dict(model.state_dict())
+
+    def out_of(layers, x, attend):
+        qkv = layers[0](x).unflatten(-1, (-1, 16))
+        q, k, v = (y.contiguous() for y in qkv.split((heads, kv_heads, kv_heads), 2))
+        return layers[1](attend(q, k, v, causal=True).flatten(2))
+
+    out_of(alone, x, flashgen.attention).backward(dout)
+    mesh = meshes["flat"]
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    here = {"mesh": mesh}
+    attend = partial(attention, method=case["method"], seqlen=case["seqlen"], **here)
+    out_of(model, shard(x, 1, **here), attend).backward(shard(dout, 1, **here))
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    # FSDP takes the mean over ranks.
+    return max(float((world * p.grad.full_tensor() - right.grad).abs().max()) for p, right in pairs)
 
 
 def cut_and_join(world, mesh):

@@ -144,6 +144,30 @@ CASES = {
         ULYSSES | {"cu_seqlens": CU, "heads": (8, 2), "dropout_p": 0.25, "dtype": "float16"},
     ),
     "auto, documents, dropout": (2, PLAIN | WHOLE | {"dropout_p": 0.25}),
+    "gather, dropout": (4, GATHER | {"batch": 3, "sinks": True, "dropout_p": 0.25}),
+    "gather, dropout, contiguous, GQA": (
+        4,
+        GATHER | {"heads": (8, 2), "batch": 2, "dropout_p": 0.25, "layout": "contiguous", "causal": False},
+    ),
+    "gather, dropout, a window, some heads at a time": (
+        2,
+        GATHER | {"kv_heads_per_step": 1, "causal": False, "window_size": (30, 5), "dropout_p": 0.25},
+    ),
+    "gather, dropout, ALiBi, softcap": (4, GATHER | {"alibi": True, "softcap": 3.0, "dropout_p": 0.25}),
+    "gather, documents, dropout": (
+        4,
+        GATHER | {"cu_seqlens": CU, "sinks": True, "dropout_p": 0.25, "layout": "documents"},
+    ),
+    "gather, documents cut in zigzag, dropout": (
+        4,
+        GATHER | {"cu_seqlens": CU, "heads": (8, 2), "dropout_p": 0.25, "dtype": "float16"},
+    ),
+    "gather, whole documents, dropout": (4, GATHER | WHOLE | {"dropout_p": 0.25}),
+    "two dimensions, dropout": (4, SQUARE | {"batch": 2, "sinks": True, "dropout_p": 0.25}),
+    "two dimensions, documents, dropout": (
+        4,
+        SQUARE | {"cu_seqlens": LONG, "layout": "documents", "deterministic": True, "dropout_p": 0.25},
+    ),
     "one rank, dropout": (1, GATHER | {"kv_heads_per_step": 1, "batch": 2, "dropout_p": 0.25}),
     "ulysses, documents": (4, ULYSSES | {"cu_seqlens": LONG, "layout": "documents"}),
     "ulysses, fewer kv heads than ranks": (4, ULYSSES | {"heads": (8, 2), "sinks": True}),
@@ -192,6 +216,8 @@ def test_two_passes_have_the_same_bits(pool):
         ("sm_80", {"heads": (2, 1)}),
         ("sm_80", {"heads": (2, 1), "causal": False, "window_size": (40, 9)}),
         ("sm_80", {"heads": (2, 1), "cu_seqlens": [0, 17, 17, 60, 61, 450], "layout": "documents"}),
+        ("sm_80", {"heads": (2, 1), "dropout_p": 0.25}),
+        ("sm_90", {"heads": (2, 1), "seqlen": 512, "dropout_p": 0.25}),
         ("sm_90", {"heads": (4, 2), "seqlen": 512}),
         ("sm_90", {"heads": (2, 1), "seqlen": 512, "causal": False, "window_size": (90, 9)}),
         ("sm_90", {"heads": (2, 2), "cu_seqlens": [0, 17, 17, 60, 61, 450], "layout": "documents"}),
@@ -219,6 +245,7 @@ def test_the_gradients_of_a_weight_add_up_over_ranks(pool):
     [
         GATHER | {"seqlen": 64},
         GATHER | {"seqlen": 64, "mask": ("documents", {"doc": (64,)})},
+        GATHER | {"seqlen": 64, "dropout_p": 0.25},
         ULYSSES | {"seqlen": 64},
         SQUARE | {"seqlen": 64},
     ],
@@ -227,6 +254,11 @@ def test_a_call_is_compiled_as_one_graph(pool, case):
     for difference, graphs in pool.run("compiled", case):
         assert difference == 0
         assert graphs == 1
+
+
+@pytest.mark.parametrize("case", [GATHER | {"seqlen": 203}, ULYSSES | {"seqlen": 64}])
+def test_weights_may_be_sharded_over_the_same_ranks(pool, case):
+    assert max(pool.run("fully_sharded", case)) < 1e-4
 
 
 @pytest.mark.extra
@@ -379,8 +411,6 @@ def test_ranks_that_agree_compute(pool):
         (GATHER | {"alibi": True, "causal": False}, {}, "BadParam", "'ulysses' can compute"),
         (GATHER, {"method": "ring"}, "BadParam", "'gather' and 'ulysses' can"),
         (SQUARE, {"method": "gather"}, "BadParam", "mesh has two dimensions"),
-        (GATHER, {"dropout_p": 0.1}, "BadParam", "dropout_p is 0.1 and method gathers.*'ulysses' can"),
-        (SQUARE, {"dropout_p": 0.1}, "BadParam", "dropout_p is 0.1 and method gathers"),
         (ULYSSES, {"dropout_p": 0.9}, "BadParam", "dropout_p is 0.9; a score has one random byte"),
         (ULYSSES, {"dropout_seed": (1, 2)}, "BadParam", "dropout_seed was given without dropout_p"),
         (GATHER, {"window_size": (1, 1)}, "BadParam", "causal hides every later key"),

@@ -1,12 +1,18 @@
 """Dropout on the GPU: forward, sequences, gradients, graphs; the scores that flash-attn drops."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 import flashgen
+from flashgen.call.compute import compute
+from flashgen.call.record import AttentionCall, GradientCall, call_of
+from flashgen.call.request import gradients_of, request_of
 from flashgen.operators import gradients, reference
 from flashgen.operators.dropout import Dropout, keep_scale, keep_threshold
 from flashgen.operators.masks import Band
+from flashgen.runtime.arrays import kind_of
 
 torch = pytest.importorskip("torch")
 
@@ -231,3 +237,63 @@ def test_checkpointing_computes_the_same_bits_again():
     torch.rand(3, device="cuda")
     found = torch.autograd.grad(out.float().square().sum(), tensors)
     assert all(map(torch.equal, found, expected))
+
+
+def parts_of_rows(tokens):
+    """Rows of one call and the keys that a causal mask lets them see; all cuts are at blocks of 16."""
+    cuts = (0, 128, 400, 416, 768, tokens)
+    return list(itertools.pairwise(cuts))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_rows_of_a_part_have_the_numbers_of_the_whole_call(dtype, width, packed):
+    """``dropout_row``, as ranks that have a part of a sequence pass it: out and dq of each part, and sums of
+    dk and dv over parts.
+    """
+    shape = 1, 1000, 1000, 4, 2, width, True
+    q, k, v = inputs(shape, dtype)
+    options = {"causal": True, "dropout_p": 0.25}
+    seed = torch.tensor(SEED, device="cuda")
+
+    def of_call(q, k, v, **others):
+        """The arrays of a call, of one packed document or of a batch of one."""
+        arrays = {"q": q, "k": k, "v": v} | others
+        if not packed:
+            return arrays
+        arrays = {name: x[0] for name, x in arrays.items()}
+        for name, x in (("q", q), ("kv", k)):
+            arrays[f"cu_seqlens_{name}"] = torch.tensor([0, x.shape[1]], device="cuda", dtype=torch.int32)
+            arrays[f"max_seqlen_{name}"] = x.shape[1]
+        return arrays
+
+    options |= {"dropout_seed": seed}
+    whole = of_call(q, k, v)
+    out, lse = flashgen.attention(**whole, **options, return_lse=True)
+    dout = torch.randn_like(out)
+    right = flashgen.attention_backward(dout, out=out, lse=lse, **whole, **options)
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in right[1:]]
+    for begin, end in parts_of_rows(shape[1]):
+        rows = slice(begin, end)
+        some = (slice(None), rows) if not packed else (rows,)
+        lines = (..., rows)
+        arrays = of_call(q[:, rows], k[:, :end], v[:, :end])
+        call = call_of(AttentionCall, **arrays, **options, dropout_row=begin, return_lse=True)
+        found, of_rows = compute(request_of(call), kind_of(call.q))
+        assert near(found, out[some]) < 2e-3
+        assert near(of_rows, lse[lines]) < 1e-4
+        arrays |= {"dout": dout[some].contiguous(), "out": out[some].contiguous()}
+        arrays["lse"] = lse[lines].contiguous()
+        call = call_of(GradientCall, **arrays, **options, dropout_row=begin)
+        dq, *of_keys = compute(gradients_of(call), kind_of(call.q))
+        assert near(dq, right[0][some]) < 0.02
+        keys = (slice(None), slice(end)) if not packed else (slice(end),)
+        for total, x in zip(sums, of_keys, strict=True):
+            total[keys] += x.float()
+    for total, x in zip(sums, right[1:], strict=True):
+        assert near(total, x) < 0.02
+
+
+def near(found, right):
+    return float((found.double() - right.double()).norm() / right.double().norm())

@@ -1,7 +1,11 @@
-"""Calls inside programs of JAX on a GPU: results, gradients, CUDA graphs, donated caches, host time."""
+"""Calls inside programs of JAX on a GPU: results, gradients, CUDA graphs, donated caches, host time, and the
+example that trains.
+"""
 
 import functools
+import runpy
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +15,7 @@ import flashgen
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from flashgen.call.xla import primitive, structs  # noqa: E402
+from flashgen.call.xla import execution, primitive, structs  # noqa: E402
 
 causal = functools.partial(flashgen.attention, causal=True)
 
@@ -133,29 +137,115 @@ def test_packed_sequences_with_gradients():
     close(gradients(packed), gradients(apart), 0.1)
 
 
-def test_a_loop_of_calls_is_in_a_command_buffer():
-    """XLA records launches in CUDA graphs where a program has a few of them in a row."""
+# Records custom calls, and nothing else, however few there are in a row.
+RECORDED = {"xla_gpu_enable_command_buffer": "CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
+
+
+def thunks(program, *arrays, folder, **options):
+    """What XLA runs for a program, as it dumps it: before it makes command buffers, and after. The HLO of a
+    program does not show command buffers: XLA makes them of thunks.
+    """
+    options |= {"xla_dump_to": str(folder)}
+    jax.jit(program, compiler_options=options).lower(*arrays).compile()
+    (before,) = folder.glob("*.thunk_sequence.txt")
+    after = [*folder.glob("*.thunk_sequence_after_thunk_passes*.txt"), before]  # written where it differs
+    return before.read_text(), after[0].read_text()
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_calls_are_in_a_command_buffer(count, tmp_path):
     q, k, v = arrays(3, 2, 256, 4, 64)
 
-    def many(q):
-        for _ in range(8):
+    def many(q, k, v):
+        for _ in range(count):
             q = causal(q, k, v)
         return q
 
-    program = jax.jit(many)
-    text = program.lower(q).compile().as_text()
-    assert "flashgen" in text
-    expected = functools.reduce(lambda q, _: causal(q, k, v), range(8), q)
-    for _ in range(4):  # the second execution records, later ones replay
-        np.testing.assert_array_equal(np.float32(program(q)), np.float32(expected))
-    options = {
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUSTOM_CALL",
-        "xla_gpu_graph_min_graph_size": 1,
-    }
-    recorded = jax.jit(many, compiler_options=options)
-    assert "command_buffer" in recorded.lower(q).compile().as_text()
-    for _ in range(4):
-        np.testing.assert_array_equal(np.float32(recorded(q)), np.float32(expected))
+    before, after = thunks(many, q, k, v, folder=tmp_path, **RECORDED)
+    assert "kCustomCall" in before, before
+    assert "kCommandBuffer" not in before, before
+    outermost = [line for line in after.splitlines() if line and not line[0].isspace()]
+    assert "kCommandBuffer" in outermost[0], after
+    assert not any("kCustomCall" in line for line in outermost[1:]), after
+    # XLA's own options record operations where five or more are in a row.
+    (default := tmp_path / "default").mkdir()
+    _, after = thunks(many, q, k, v, folder=default)
+    assert ("kCommandBuffer" in after) == (count >= 5), after
+
+
+def replayed(program, *inputs, calls, times=40):
+    """The results of executions, and how often the handler ran in each; ``calls`` counts them. Results are
+    dropped at once, so that XLA soon gives the next ones memory that it has seen.
+    """
+    results, runs = [], []
+    for _ in range(times):
+        before = calls[0]
+        results.append(jax.tree.map(np.float32, program(*inputs)))
+        runs.append(calls[0] - before)
+    return results, runs
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often XLA has called the handler to execute."""
+    count = [0]
+    run = execution.Execution.run
+
+    def counted(*args, **options):
+        count[0] += 1
+        return run(*args, **options)
+
+    monkeypatch.setattr(execution.Execution, "run", counted)
+    return count
+
+
+@pytest.mark.parametrize("what", ["forward", "gradients", "packed", "split keys"])
+def test_replays_run_no_python_and_have_the_bits_of_plain_calls(what, calls):
+    q, k, v = arrays(3, 2, 300, 4, 64)
+    if what == "packed":
+        bounds = jnp.asarray([0, 250, 251, 600], jnp.int32)
+        lengths = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 349, "max_seqlen_kv": 349}
+        q, k, v = (x.reshape(600, 4, 64) for x in (q, k, v))
+        attend = functools.partial(causal, **lengths)
+    elif what == "split keys":
+        (q,), (k, v) = arrays(1, 1, 1, 8, 64), arrays(2, 1, 8192, 8, 64)
+        attend = functools.partial(flashgen.attention, splits=8)
+    else:
+        attend = functools.partial(causal, deterministic=True)
+
+    def program(q, k, v):
+        if what != "gradients":
+            return attend(q, k, v)
+        return jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+
+    plain = jax.jit(program, compiler_options={"xla_gpu_enable_command_buffer": ""})
+    recorded = jax.jit(program, compiler_options=RECORDED)
+    for seed in range(2):  # other elements at other addresses: XLA records anew
+        inputs = [x + seed for x in (q, k, v)]
+        expected, every = replayed(plain, *inputs, calls=calls, times=3)
+        results, runs = replayed(recorded, *inputs, calls=calls)
+        assert min(every) > 0, every
+        assert runs.count(0) > len(runs) // 2, runs
+        for result in results:
+            jax.tree.map(np.testing.assert_array_equal, result, expected[0])
+
+
+def test_a_replay_reads_the_elements_of_its_time(calls):
+    """A donated buffer is updated in place, so a replay at the same addresses has other elements."""
+    q, k, v = arrays(3, 2, 256, 4, 64)
+
+    def step(q, k, v):
+        return causal(q, k, v) + q
+
+    recorded = jax.jit(step, donate_argnums=0, compiler_options=RECORDED)
+    plain = jax.jit(step, compiler_options={"xla_gpu_enable_command_buffer": ""})
+    expected, result, runs = q, q + 0, []
+    for _ in range(12):
+        expected, before = plain(expected, k, v).block_until_ready(), calls[0]
+        result = recorded(result, k, v).block_until_ready()
+        runs.append(calls[0] - before)
+        np.testing.assert_array_equal(np.float32(result), np.float32(expected))
+    assert 0 in runs, runs
 
 
 def test_the_host_time_of_a_call_in_a_program():
@@ -189,6 +279,16 @@ def test_an_error_of_lengths_is_raised_by_jax(monkeypatch):
     options = {"compiler_options": {"xla_gpu_enable_command_buffer": ""}}
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"flashgen: BadParam: kv_lengths\[1\] is 999"):
         jax.jit(lambda n: causal(q, k, v, kv_lengths=n), **options)(lengths).block_until_ready()
+
+
+def test_the_example_learns_alike_with_flashgen_and_with_jax():
+    example = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "train_gpt_jax.py"))
+    size = example["Size"](layers=2, width=256, heads=4, kv_heads=2, context=256, batch=8)
+    curves = {name: example["train"](size, name, steps=30)[0] for name in example["ATTENTIONS"]}
+    for curve in curves.values():  # rounding differs, and training makes a difference grow
+        assert curve[:5] == pytest.approx(curves["jax"][:5], abs=5e-3)
+        assert curve == pytest.approx(curves["jax"], abs=0.05)
+        assert curve[-1] < curve[0] - 0.5
 
 
 def test_shard_map_over_two_gpus():

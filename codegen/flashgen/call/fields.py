@@ -277,6 +277,8 @@ FIELDS = (
     Field("pages", "array", ()),
     Field("head_dim_v", "host", ()),
     Field("kv_dtype", "name", ()),
+    # Of calls with the rows of a part of a sequence: the row of random numbers of the first query.
+    Field("dropout_row", "host", ()),
     # Of gradients whose caller adds dk and dv of several calls: "fp32".
     Field("dkv_dtype", "name", ()),
     Field(

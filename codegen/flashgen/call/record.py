@@ -152,16 +152,19 @@ def _record(name: str, doc: str, fields: tuple[Field, ...]) -> type[Call]:
     return record
 
 
-_OF_CACHE = ("index", "pages", "head_dim_v", "kv_dtype")
+# What a KVCache says, and what callers within flashgen say.
+_OF_CACHE, _INTERNAL = ("index", "pages", "head_dim_v", "kv_dtype"), ("dropout_row",)
+_OF_ATTENTION = (*_OF_CACHE, *_INTERNAL, *OF_BLOCK_MASK)
+_OF_GRADIENTS = ("dkv_dtype", *_INTERNAL, *OF_BLOCK_MASK)
 AttentionCall = _record(
     "AttentionCall",
     "A call of ``attention`` or ``plan``; of a KVCache `request` sets k, v, and what it says of sequences.",
-    tuple(x for x in FIELDS if set(FORWARD) & {*x.functions} or x.name in (*_OF_CACHE, *OF_BLOCK_MASK)),
+    tuple(x for x in FIELDS if set(FORWARD) & {*x.functions} or x.name in _OF_ATTENTION),
 )
 GradientCall = _record(
     "GradientCall",
     "A call of ``attention_backward`` or ``plan_backward``.",
-    tuple(x for x in FIELDS if set(BACKWARD) & {*x.functions} or x.name in ("dkv_dtype", *OF_BLOCK_MASK)),
+    tuple(x for x in FIELDS if set(BACKWARD) & {*x.functions} or x.name in _OF_GRADIENTS),
 )
 AppendCall = _record(
     "AppendCall", "A call of ``append``.", tuple(x for x in FIELDS if "append" in x.functions)

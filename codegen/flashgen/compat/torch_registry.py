@@ -264,12 +264,16 @@ def _scaled_dot_product_flash_attention(
     """(batch, heads, seqlen, head_dim), and the result in the layout of query. What the operator calls the
     seed of Philox is seed and offset, as in PyTorch's own kernel.
     """
-    _refuse(return_debug_mask)
+    _refuse(return_debug_mask and not dropout_p)
     out = torch.empty_like(query)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     dropout = with_dropout(dropout_p, query)
     lse = _attend(out.transpose(1, 2), q, k, v, **_options(scale, is_causal), **dropout)
     state, offset, mask = _auxiliary(query, dropout.get("dropout_seed"))
+    if return_debug_mask:
+        from flashgen.compat.torch_dropout import debug_mask  # calls without one need no module
+
+        mask = debug_mask(query, key, lse, dropout["dropout_seed"], dropout_p, is_causal, scale)
     return out, lse, None, None, query.shape[2], key.shape[2], state, offset, mask
 
 

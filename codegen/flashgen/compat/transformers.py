@@ -50,6 +50,7 @@ _NAMES = {
     "sinks": "s_aux",
     "cu_seqlens_q": "cu_seq_lens_q",
     "cu_seqlens_kv": "cu_seq_lens_k",
+    "return_weights": "output_attentions",
     "max_seqlen_q": "max_length_q",
     "max_seqlen_kv": "max_length_k",
 }
@@ -194,7 +195,7 @@ def attention_forward(
     output_attentions: bool = False,
     block_table: Tensor | None = None,
     **unused: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """A layer of query, (batch, heads, seqlen_q, head_dim), key and value, (batch, kv_heads, seqlen_kv, ...).
 
     attention_mask: of `mask`; or of the caller, as for ``sdpa``: bool, True where visible, or float, added to
@@ -203,22 +204,20 @@ def attention_forward(
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of packed sequences, in a batch of 1; they
         replace attention_mask, and sliding_window is the window.
     s_aux: a sink of each query head.
+    output_attentions: also return the weights, (batch, heads, seqlen_q, seqlen_kv), which have no gradient;
+        without dropout and packed sequences.
     unused: arguments that other implementations take, for example position_ids.
 
     dropout: the probability that a score is dropped, in training; not with padding on the left.
 
-    Returns (batch, seqlen_q, heads, head_dim) and None. Raises NotImplementedError for position_bias,
-    block_table and output_attentions, and what ``flashgen.attention`` raises.
+    Returns (batch, seqlen_q, heads, head_dim), and the weights or None. Raises NotImplementedError for
+    position_bias and block_table, and what ``flashgen.attention`` raises.
     """
     for name, x in (("position_bias", position_bias), ("block_table", block_table)):
         if x is not None:
             raise NotImplementedError(
                 f"{name} was given, which attn_implementation={NAME!r} does not serve; use 'sdpa'"
             )
-    if output_attentions:
-        raise NotImplementedError(
-            f"output_attentions is True; attn_implementation={NAME!r} returns no weights: use 'eager'"
-        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     q, k, v = (x.transpose(1, 2) for x in autocast(query, key, value))
     options: dict[str, Any] = {
@@ -240,10 +239,15 @@ def attention_forward(
             q, k, v = q[0], k[0], v[0]
         elif attention_mask is None:
             options |= _causal(sliding_window) if causal else {}
-        elif attention_mask.dtype == torch.int32:
+        elif attention_mask.dtype == torch.int32 and not output_attentions:
             options |= _of_ranges(attention_mask)
+        elif attention_mask.dtype == torch.int32:
+            options["mask"] = _hidden_by_ranges(attention_mask, q.shape[1], k.shape[1])
         else:
             options |= _of_dense(attention_mask, k)
+        if output_attentions:
+            out, weights = attention_of_any_width(q, k, v, return_weights=True, **options)
+            return out, weights
         out = attention_of_any_width(q, k, v, **options)
     return (out[None] if packed else out), None
 
@@ -263,6 +267,21 @@ def _of_ranges(ranges: Tensor) -> dict[str, Any]:
     if numbers in (_END, _FIRST_AND_END):
         options["kv_lengths"] = ranges[:, -1].contiguous()
     return options
+
+
+def _hidden_by_ranges(ranges: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    """The dense mask of what `mask` says of a causal pattern, (batch, 1, seqlen_q, seqlen_kv)."""
+    width, numbers = ranges.shape[2:]
+    ranges = ranges[:, 0, 0, :, None, None, None]
+    end = ranges[:, -1] if numbers in (_END, _FIRST_AND_END) else seqlen_kv
+    keys = torch.arange(seqlen_kv, device=ranges.device)
+    position = end - seqlen_q + torch.arange(seqlen_q, device=ranges.device)[:, None]
+    hidden = keys > position
+    if width != _ANY_WIDTH:
+        hidden = hidden | (keys <= position - width)
+    if numbers in (_FIRST_AND_END, _FIRST_ALONE):
+        hidden = hidden | (keys < ranges[:, 0])
+    return hidden.expand(ranges.shape[0], 1, seqlen_q, seqlen_kv)
 
 
 def _of_dense(attention_mask: Tensor, k: Tensor) -> dict[str, Any]:

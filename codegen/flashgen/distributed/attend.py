@@ -76,8 +76,8 @@ def attention(
         gradient of sinks is what the rows of this rank add to it: like the gradient of a weight, it is to be
         summed over ranks.
     dropout_p, dropout_seed: as in ``flashgen.attention``, with the random numbers of one GPU; all ranks pass
-        the same seed. None: what the first rank draws. By the method "ulysses" alone; packed documents take
-        a launch for each document.
+        the same seed. None: what the first rank draws. A batch takes a launch for each entry, packed
+        documents one for each document.
     cu_seqlens: the bounds of all documents, over all ranks, from 0 to the number of tokens; integers, or an
         int32 tensor, best in host memory: each call reads it there. Documents may be cut anywhere.
     seqlen: the number of tokens of all ranks, where these do not have equally many and there is no
@@ -113,8 +113,7 @@ def attention(
     if names.outer == names.inner:
         if method == "auto":
             aligned = alibi_slopes is None or (mask is None and (causal or right == 0))
-            gathers = aligned and dropout_p == NO_DROPOUT
-            method = _method(q, k, v, names, documents, seqlen, layout, (left, right), causal, gathers)
+            method = _method(q, k, v, names, documents, seqlen, layout, (left, right), causal, aligned)
         names = Names(names.outer, "") if method == "gather" else Names("", names.inner)
     elif method != "auto":
         raise BadParam(

@@ -6,6 +6,7 @@ computes a part, and no part knows of the other's tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -54,6 +55,13 @@ def parts_of(units: tuple[Shard, ...], place: int, cu_seqlens: tuple[int, ...]) 
     if whole:
         parts.append(_part(tokens_of(cut[place]), [whole], 0, cu_seqlens))
     return tuple(parts)
+
+
+@lru_cache(maxsize=64)
+def numbers_of(part: Part, cu_seqlens: tuple[int, ...]) -> dict[int, int]:
+    """The number, in the call with these bounds, of the document that begins at each token of a part."""
+    numbers = (bisect_right(cu_seqlens, token) - 1 for token in part.documents)
+    return dict(zip(part.cu_seqlens, numbers, strict=False))
 
 
 def _part(first_row: int, runs: Sequence[Runs], place: int, cu_seqlens: tuple[int, ...]) -> Part:

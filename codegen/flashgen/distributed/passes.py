@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from flashgen.call.compute import compute
 from flashgen.call.kvcache import KVCache
@@ -23,9 +23,9 @@ from flashgen.distributed.gather import (
 )
 from flashgen.distributed.kernels import attend
 from flashgen.distributed.masks import mask_of
-from flashgen.distributed.segments import launches_of_documents, longest_of, visibility
+from flashgen.distributed.segments import launches_of_documents, longest_of, visibility, with_rows_before
 from flashgen.errors import naming
-from flashgen.operators.dropout import LANES, NO_DROPOUT
+from flashgen.operators.dropout import LANES, NO_DROPOUT, QUERIES
 from flashgen.runtime.arrays import kind_of
 
 if TYPE_CHECKING:
@@ -102,18 +102,20 @@ def _forward_of_step(call: _Call, inputs: Inputs, step: Step, out: Tensor, lse: 
     if part.tables and _forward_of_tables(call, inputs, step, heads, out, lse):
         return
     whole = _Whole.of(call, step, k, v)
-    for launch, batch, number in _launches(call, q):
+    for piece in _launches(call, q):
+        launch, batch, before = piece.launch, piece.batch, piece.before
         keys, values = whole.keys_and_values(launch)
         rows = launch.rows
+        of_rows = out[batch, rows, heads]
         arrays = _arrays(
             part,
-            launch,
-            q=q[batch, rows, heads],
+            with_rows_before(launch, before) if before else launch,
+            q=_after_rows(q[batch, rows, heads], before),
             k=keys[batch],
             v=values[batch],
-            out=out[batch, rows, heads],
+            out=_after_rows(of_rows, before),
         )
-        more = _options(call, launch, inputs, heads, number)
+        more = _options(call, piece, inputs, heads)
         more["sm_margin"] = options.sm_margin
         record = call_of(AttentionCall, **arrays, **more, return_lse=True)
         if inputs.mask is None:
@@ -121,7 +123,9 @@ def _forward_of_step(call: _Call, inputs: Inputs, step: Step, out: Tensor, lse: 
         else:
             with naming(names_of(record)):
                 _, some = compute(request_of(record), kind_of(record.q))
-        lse[batch, heads, rows] = some
+        lse[batch, heads, rows] = some[..., before:]
+        if before:
+            of_rows[...] = arrays["out"][..., before:, :, :]
 
 
 def _forward_of_tables(
@@ -137,7 +141,7 @@ def _forward_of_tables(
     keys, values = keys_and_values(step, inputs.k, inputs.v, order)
     for launch in part.tables:
         table = table_of(launch, order.device)
-        more = _options(call, launch, inputs, heads, slice(None))
+        more = _options(call, _Piece(launch), inputs, heads)
         more["sm_margin"] = options.sm_margin
         if more["alibi_slopes"] is not None:
             more["alibi_slopes"] = more["alibi_slopes"].reshape(-1)
@@ -219,22 +223,25 @@ def _backward_of_step(
     heads = _q_heads(step.heads, q, k)
     total = None if sums is None else sums.empty(step)
     whole = _Whole.of(call, step, k, v)
-    for launch, batch, number in _launches(call, q):
+    for piece in _launches(call, q):
+        launch, batch, before = piece.launch, piece.batch, piece.before
         keys, values = whole.keys_and_values(launch)
         rows = launch.rows
+        dq = gradients.dq[batch, rows, heads]
         of_launch = _arrays(
             part,
-            launch,
-            q=q[batch, rows, heads],
+            with_rows_before(launch, before) if before else launch,
+            q=_after_rows(q[batch, rows, heads], before),
             k=keys[batch],
             v=values[batch],
-            out=out[batch, rows, heads],
-            dout=dout[batch, rows, heads],
-            dq=gradients.dq[batch, rows, heads],
+            out=_after_rows(out[batch, rows, heads], before),
+            dout=_after_rows(dout[batch, rows, heads], before),
+            dq=_after_rows(dq, before),
         )
         for name, x in (("lse", lse), ("dlse", dlse)):
             if x is not None:
-                of_launch[name] = _of_launch(part, x[batch, heads, rows]).contiguous()
+                of_rows = pad(x[batch, heads, rows], (before, 0)) if before else x[batch, heads, rows]
+                of_launch[name] = _of_launch(part, of_rows).contiguous()
         fp32 = _adds_up(call, q)
         if fp32 and not part.packed:  # kernels of sequences with lengths write fp32
             of_launch["kv_lengths"] = kv_lengths_of(*keys[batch].shape[:2], q.device)
@@ -248,11 +255,13 @@ def _backward_of_step(
         record = call_of(
             GradientCall,
             **of_launch,
-            **_options(call, launch, inputs, heads, number),
+            **_options(call, piece, inputs, heads),
             deterministic=options.deterministic,
         )
         with naming(names_of(record)):
             _, _, _, *more = compute(gradients_of(record), kind_of(record.q))
+        if before:
+            dq[...] = of_launch["dq"][..., before:, :, :]
         if sums is not None:
             sums.add(total[:, batch], of_keys, launch)
         if gradients.dsinks is not None:
@@ -306,20 +315,43 @@ def _writes_results(call: _Call, q: Tensor) -> bool:
     return one and (not fp32 or q.dtype.itemsize == 4 or _adds_up(call, q))
 
 
-def _launches(call: _Call, q: Tensor) -> Iterator[tuple[Launch, slice, int]]:
-    """The launches of a step, each with its batch entries, and the number of the first of these or of its
-    document. With dropout it is one entry or document after another, since the random numbers of each depend
-    on the heads of all ranks.
+class _Piece(NamedTuple):
+    """A launch and its batch entries. With dropout ``number`` is of its one entry or document, and a block of
+    random numbers has 16 rows: ``before`` are the rows of padding that complete the block of the first row.
+    """
+
+    launch: Launch
+    batch: slice = slice(None)
+    number: int = 0
+    before: int = 0
+
+    @property
+    def first_row(self) -> int:
+        """The first row, of padding or not, as random numbers count the rows of an entry or document."""
+        return self.launch.segments[0].position - self.before
+
+
+def _launches(call: _Call, q: Tensor) -> Iterator[_Piece]:
+    """The launches of a step. With dropout it is one batch entry or document after another, since the random
+    numbers of each depend on the heads of all ranks, and on where its rows begin.
     """
     for launch in call.part.launches:
         if call.options.dropout_p == NO_DROPOUT:
-            yield launch, slice(None), 0
-        elif call.part.packed:
-            for one in launches_of_documents(launch):
-                document = bisect_right(call.setting.cu_seqlens, one.segments[0].k_begin) - 1
-                yield one, slice(None), document
-        else:
-            yield from ((launch, slice(entry, entry + 1), entry) for entry in range(q.shape[0]))
+            yield _Piece(launch)
+            continue
+        for one in launches_of_documents(launch) if call.part.packed else (launch,):
+            first = one.segments[0]
+            before = first.position % QUERIES
+            if call.part.packed:
+                yield _Piece(one, number=call.part.numbers[first.k_begin], before=before)
+            else:
+                for entry in range(q.shape[0]):
+                    yield _Piece(one, slice(entry, entry + 1), entry, before)
+
+
+def _after_rows(x: Tensor, before: int) -> Tensor:
+    """``x``, (batch, rows, heads, width), after this many rows of zeros."""
+    return pad(x, (0, 0, 0, 0, before, 0)) if before else x
 
 
 def _dropout_seed(setting: Setting, seed: Tensor, heads: slice, number: int) -> Tensor:
@@ -352,14 +384,14 @@ def _arrays(part: PartOfCall, launch: Launch, **arrays: Tensor) -> dict[str, Any
     return result
 
 
-def _options(call: _Call, launch: Launch, inputs: Inputs, heads: slice, number: int) -> dict[str, Any]:
+def _options(call: _Call, piece: _Piece, inputs: Inputs, heads: slice) -> dict[str, Any]:
     """The options of a launch: a window is moved by its shift, and arrays of heads are of its heads."""
-    options = call.options
+    options, launch = call.options, piece.launch
     left, right = options.window
     dropout: dict[str, Any] = {}
     if inputs.dropout_seed is not None:
-        seed = _dropout_seed(call.setting, inputs.dropout_seed, heads, number)
-        dropout = {"dropout_p": options.dropout_p, "dropout_seed": seed}
+        seed = _dropout_seed(call.setting, inputs.dropout_seed, heads, piece.number)
+        dropout = {"dropout_p": options.dropout_p, "dropout_seed": seed, "dropout_row": piece.first_row}
     result = dropout | {
         "causal": options.causal,
         "window_size": (

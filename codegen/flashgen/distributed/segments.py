@@ -49,7 +49,8 @@ def visibility(causal: bool, window_size: tuple[int, int]) -> Visibility:
 
 class Segment(NamedTuple):
     """Rows [q_begin, q_end) of the rank's shard on the tokens [k_begin, k_end) as keys. ``layer`` counts the
-    segments of one launch in one document: keys of segments of one layer are disjoint.
+    segments of one launch in one document: keys of segments of one layer are disjoint. ``position`` is the
+    place of the first row in its document.
     """
 
     q_begin: int
@@ -57,6 +58,7 @@ class Segment(NamedTuple):
     k_begin: int
     k_end: int
     layer: int = 0
+    position: int = 0
 
 
 class Launch(NamedTuple):
@@ -88,6 +90,14 @@ def longest_of(launch: Launch) -> tuple[int, int]:
 def launches_of_documents(launch: Launch) -> tuple[Launch, ...]:
     """A launch for each segment."""
     return tuple(Launch((x._replace(layer=0),), launch.shift) for x in launch.segments)
+
+
+@lru_cache(maxsize=256)
+def with_rows_before(launch: Launch, rows: int) -> Launch:
+    """A launch of one segment, with this many rows of padding before its own."""
+    (segment,) = launch.segments
+    begin, position = segment.q_begin - rows, segment.position - rows
+    return Launch((segment._replace(q_begin=begin, position=position),), launch.shift)
 
 
 class Piece(NamedTuple):
@@ -134,7 +144,7 @@ def launches_of(
         layer = layers.get(piece.first, 0)
         layers[piece.first] = layer + 1
         rows = piece.end - piece.begin
-        launches[-1][1].append(Segment(row, row + rows, piece.first, piece.first + after, layer))
+        launches[-1][1].append(Segment(row, row + rows, piece.first, piece.first + after, layer, piece.begin))
         row += rows
     return tuple(Launch(tuple(segments), shift) for shift, segments in launches)
 

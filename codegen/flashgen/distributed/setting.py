@@ -20,7 +20,7 @@ from flashgen.distributed.kernels import Whole
 from flashgen.distributed.layouts import check_layout, runs_of, shards_of, tokens_of, unit_of
 from flashgen.distributed.masks import Rows, check_mask, rows_of
 from flashgen.distributed.model import bounds_of, heads_per_step
-from flashgen.distributed.parts import Part, parts_of
+from flashgen.distributed.parts import Part, numbers_of, parts_of
 from flashgen.distributed.segments import Launch, Segment, launches_of, visibility
 from flashgen.distributed.ulysses import Members
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, DeviceTypeNotSupported, arg
@@ -74,7 +74,7 @@ class PartOfCall(NamedTuple):
     heads at a time; None where the unit has the keys. ``packed`` is whether launches are of packed
     sequences; ``tables`` are the forward launches of tables of segments, of one batch entry that is gathered.
     With a mask all rows are one launch, whose line knows them from ``places``; None where they are all
-    tokens.
+    tokens. ``numbers`` has the number of each document by its first token, see `parts.numbers_of`.
     """
 
     rows: slice
@@ -85,6 +85,7 @@ class PartOfCall(NamedTuple):
     tables: tuple[Launch, ...]
     per_step: int
     places: Rows | None
+    numbers: dict[int, int]
 
 
 class Setting(NamedTuple):
@@ -160,6 +161,7 @@ def setting_of(
     heads_q, heads_kv = values["heads"]
     split = head_shares(heads_q, heads_kv, ranks.inner_size)
     visible = visibility(options.causal, options.window)
+    plain = options.dropout_p == NO_DROPOUT
     places = places_of(options.layout, cu, *ranks[2:])
     sizes = values["head_dim"], values["batch"], q.dtype.itemsize, ranks.world
 
@@ -185,10 +187,11 @@ def setting_of(
                 packed and mask is None,
                 launches_of(part.own, part.cu_seqlens, visible, packed) if mask is None else one_launch(part),
                 launches_of(part.own, part.cu_seqlens, visible, packed=True)
-                if part.gathers and values["batch"] == 1 and mask is None
+                if part.gathers and values["batch"] == 1 and mask is None and plain
                 else (),
                 per_step(part),
                 None if mask is None or not (packed or part.gathers) else rows_of(part, cu),
+                numbers_of(part, cu),
             )
             for part, units in zip(places.parts, places.units, strict=True)
         ),
@@ -279,11 +282,6 @@ def check_options(options: Options, has_slopes: bool, packed: bool, ranks: Ranks
     if options.softcap is not None and not 0 < options.softcap < math.inf:
         raise BadParam(f"{arg('softcap')} is {options.softcap}; it must be a number above 0, or None")
     check_bias(options.dropout_p)
-    if options.dropout_p != NO_DROPOUT and ranks.outer_size > 1:
-        raise BadParam(
-            f"{arg('dropout_p')} is {options.dropout_p:g} and {arg('method')} gathers; random numbers depend "
-            "on the positions of rows, which a launch of a shard does not know: 'ulysses' can compute dropout"
-        )
     per_step = options.kv_heads_per_step
     if per_step is not None and per_step < 1:
         raise BadParam(f"{arg('kv_heads_per_step')} is {per_step}; expected 1 or more, or None")

@@ -252,6 +252,7 @@ NUMBERS = {
     # Codes of e4m3.
     "out_is_fp16": Declared("int32_t", "elements of out are fp16, not bfloat16"),
     # Dropout.
+    "dropout_row": Declared("int32_t", "the row of random numbers of query 0; a multiple of 16"),
     "keep_threshold": Declared("int32_t", "the largest random byte of a score that counts"),
     "keep_scale": Declared("float", "1 / (1 - dropout_p)"),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadParam, NullPointer, arg
+from flashgen.errors import BadParam, InternalError, NullPointer, arg
 from flashgen.operators import blocklists, contract, kvcodes, trees
 from flashgen.operators import lengths as of_lengths
 from flashgen.operators.arguments import (
@@ -22,7 +22,7 @@ from flashgen.operators.arguments import (
 )
 from flashgen.operators.attention_problem import AttentionProblem, pages_of, starts_of
 from flashgen.operators.combinations import Feature, refuse
-from flashgen.operators.dropout import NO_DROPOUT, check_bias, probability_of
+from flashgen.operators.dropout import NO_DROPOUT, QUERIES, check_bias, probability_of
 from flashgen.operators.lengths import BOUNDS, LENGTH_ARRAYS, PAGES, STARTS
 from flashgen.operators.maskoptions import mask_semantics, simplify
 from flashgen.operators.operator import Axis, Operator, Value, by_name, lined, modified
@@ -93,7 +93,7 @@ SPLITS = ("none", "fixed")
 OPTIONS = (
     *("causal", "mask_type", "window_size", "block_size", "return_lse", "splits"),
     *BOUNDS,
-    *("dropout_p", "kv_dtype", "sm_margin", "score"),
+    *("dropout_p", "dropout_row", "kv_dtype", "sm_margin", "score"),
 )
 # What only calls without lengths have.
 OF_PLAIN = (*blocklists.NAMES, "block_size")
@@ -117,6 +117,7 @@ def normalise(
     max_seqlen_kv: int | Expected | None = None,
     splits: Splits = AUTO,
     dropout_p: float = NO_DROPOUT,
+    dropout_row: int | None = None,
     kv_dtype: str | None = None,
     sm_margin: int | None = 0,
     latent: tuple[type[AttentionProblem], Operator] | None = None,
@@ -241,6 +242,7 @@ def normalise(
         rule_sizes=rule_sizes,
         block_lists=block_lists,
         dropout_p=dropout_p,
+        dropout_row=_first_row(dropout_row),
         kv_dtype=kv_dtype,
         sm_margin=sm_margin or 0,
         kv_scales=kv_scales,
@@ -248,6 +250,15 @@ def normalise(
     if any(value is not None for value in score_scalars):
         return problem.with_scalars((None, *score_scalars))
     return problem
+
+
+def _first_row(dropout_row: int | None) -> int:
+    """The row of random numbers of the first query. Raises InternalError."""
+    if dropout_row is None:
+        return 0
+    if dropout_row < 0 or dropout_row % QUERIES:
+        raise InternalError(f"dropout_row is {dropout_row}; it must be a multiple of {QUERIES}, 0 or more")
+    return dropout_row
 
 
 def _probability(dropout_p: Any, inputs: Mapping[str, ArrayView]) -> float:

@@ -48,9 +48,9 @@ class AttentionProblem(Problem):
     that are visible. ``score`` is the score modification, if any; ``score_scalars`` are its numbers, NaN
     until a call gives them, and ``score_sizes`` the sizes of symbols that are its own. ``splits`` is what the
     call says of split-KV, ``sinks_dtype`` the dtype of its sinks, None without them. ``dropout_p`` is the
-    probability that a score is dropped. ``kv_dtype`` is the dtype of k and v if q has another, ``kv_scales``
-    is ``token`` if each token has scales, else ``none``. ``sm_margin`` is how many multiprocessors the kernel
-    leaves to others.
+    probability that a score is dropped, ``dropout_row`` the row of random numbers of the first query.
+    ``kv_dtype`` is the dtype of k and v if q has another, ``kv_scales`` is ``token`` if each token has
+    scales, else ``none``. ``sm_margin`` is how many multiprocessors the kernel leaves to others.
 
     With ``lengths`` sequences have several lengths, whose bounds are ``seqlen_q`` and ``seqlen_kv``; kernels
     and grids are chosen by the bounds. Mask and window fit a sequence that is as long as the bounds, and move
@@ -79,6 +79,7 @@ class AttentionProblem(Problem):
     rule_sizes: tuple[tuple[str, int], ...] = ()
     block_lists: BlockLists | None = None
     dropout_p: float = NO_DROPOUT
+    dropout_row: int = 0
     kv_dtype: str | None = None
     sm_margin: int = 0
     kv_scales: str = kvcodes.PER_TILE
@@ -223,6 +224,7 @@ class AttentionProblem(Problem):
             "window_left": self.window_left,
             "window_right": self.window_right,
             "sink_bytes": DTYPE_BYTES[self.sinks_dtype or "fp32"],
+            "dropout_row": self.dropout_row,
             "keep_threshold": keep_threshold(self.dropout_p),
             "keep_scale": keep_scale(self.dropout_p),
         } | self.scalar_values()
@@ -283,6 +285,7 @@ class AttentionProblem(Problem):
             rule=self.rule,
             rule_sizes=rule_sizes,
             dropout_p=self.dropout_p,
+            dropout_row=self.dropout_row,
             kv_dtype=self.kv_dtype,
             kv_scales=self.kv_scales,
         )

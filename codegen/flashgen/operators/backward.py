@@ -83,7 +83,7 @@ LENGTH_ARRAYS = tuple(name for name in lengths.LENGTH_ARRAYS if name not in CACH
 OPTIONS = (
     *("causal", "mask_type", "window_size", "block_size"),
     *BOUNDS,
-    *("dropout_p", "score", "deterministic", "dkv_dtype"),
+    *("dropout_p", "dropout_row", "score", "deterministic", "dkv_dtype"),
 )
 # The dimensions of grids that go over lists of key blocks.
 LISTS = ("list_columns", "list_entries")

@@ -12,6 +12,9 @@ https://doi.org/10.1145/2063384.2063405) gives 16 bytes for each of 32 lanes of 
 
 The lane and the byte are where an accumulator of mma.sync m16n8 has the score. A score counts if its byte is
 at most `keep_threshold`; O is multiplied by `keep_scale`.
+
+A call may have a part of the queries of another call, with the random numbers of that call: ``dropout_row``
+is the place of its first query there, a multiple of 16.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ if TYPE_CHECKING:
 
 NO_DROPOUT = 0.0
 QUERIES, KEYS, LANES = 16, 32, 32  # of a block of scores, and who has them
-_ROUNDS = 7
-_FACTORS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL = 0x9E3779B9, 0xBB67AE85
-_WORD = 0xFFFFFFFF
+# Of Philox.
+ROUNDS = 7
+FACTORS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
+WORD = 0xFFFFFFFF
 # How far the share of scores that count may be from 1 - dropout_p, relative to it.
 _MOST_BIAS = 0.01
 
@@ -78,6 +82,7 @@ class Dropout(NamedTuple):
     threshold: int
     scale: float
     num_heads: int
+    first_row: int = 0
 
     def kept(self, batch: Any, head: Any, rows: Any, keys: Any) -> np.ndarray:
         """Whether scores count, (pairs, rows, keys). ``batch`` and ``head`` are the pairs of batch entry and
@@ -85,7 +90,7 @@ class Dropout(NamedTuple):
         keys in their sequence.
         """
         pairs = np.atleast_1d(np.asarray(batch) * self.num_heads + np.asarray(head))
-        return self._bytes(pairs, np.asarray(rows), np.asarray(keys)) <= self.threshold
+        return self._bytes(pairs, np.asarray(rows) + self.first_row, np.asarray(keys)) <= self.threshold
 
     def factors(self, batch: Any, head: Any, rows: Any, keys: Any) -> np.ndarray:
         """What P is multiplied by: ``scale`` where a score counts, else 0; fp32, arguments as for `kept`."""
@@ -113,15 +118,15 @@ class Dropout(NamedTuple):
 
 def philox(seed: int, counter: np.ndarray, row_block: np.ndarray, key_block: np.ndarray) -> np.ndarray:
     """Four words of 32 bits for each element of the arrays, which are uint64 and broadcast: (..., 4)."""
-    word = np.uint64(_WORD)
+    word = np.uint64(WORD)
     half = np.uint64(32)
     c0, c1, c2, c3 = np.broadcast_arrays(counter & word, counter >> half, row_block, key_block)
-    key0, key1 = seed & _WORD, seed >> 32 & _WORD
-    for _ in range(_ROUNDS):
-        low, high = c0 * _FACTORS[0], c2 * _FACTORS[1]
+    key0, key1 = seed & WORD, seed >> 32 & WORD
+    for _ in range(ROUNDS):
+        low, high = c0 * np.uint64(FACTORS[0]), c2 * np.uint64(FACTORS[1])
         c0, c1 = (high >> half) ^ c1 ^ np.uint64(key0), high & word
         c2, c3 = (low >> half) ^ c3 ^ np.uint64(key1), low & word
-        key0, key1 = key0 + _WEYL[0] & _WORD, key1 + _WEYL[1] & _WORD
+        key0, key1 = key0 + WEYL[0] & WORD, key1 + WEYL[1] & WORD
     return np.stack((c0, c1, c2, c3), -1).astype(np.uint32)
 
 
@@ -134,6 +139,7 @@ class WithDropout(Protocol):
     """A problem that may have dropout; see `AttentionProblem`."""
 
     dropout_p: float
+    dropout_row: int
     num_heads_q: int
 
     def has(self, name: str) -> bool:
@@ -146,4 +152,4 @@ def dropout_of(problem: WithDropout, arrays: Mapping[str, np.ndarray | None]) ->
         return None
     seed, offset = (int(x) for x in arrays["dropout_seed"])
     threshold, scale = keep_threshold(problem.dropout_p), keep_scale(problem.dropout_p)
-    return Dropout(seed, offset, threshold, scale, problem.num_heads_q)
+    return Dropout(seed, offset, threshold, scale, problem.num_heads_q, problem.dropout_row)

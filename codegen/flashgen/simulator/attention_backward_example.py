@@ -274,6 +274,7 @@ def _normalised(
         **block_size,
         **line,
         dropout_p=randomarrays.dropout_p_of(rng, others),
+        dropout_row=randomarrays.dropout_row_of(rng, others),
         deterministic=variant.axis("dq_order") != "none",
         score=variant.score,
         score_arrays=randomarrays.score_views(score_arrays),

@@ -11,7 +11,7 @@ import numpy as np
 
 from flashgen.operators import operator_of
 from flashgen.operators.arguments import dtype_name
-from flashgen.operators.dropout import NO_DROPOUT
+from flashgen.operators.dropout import NO_DROPOUT, QUERIES
 from flashgen.operators.kvcodes import E4M3, SCALES
 from flashgen.operators.numbers import bfloat16_bits
 from flashgen.operators.scores import TYPES
@@ -114,6 +114,11 @@ def scales_of_tokens(
 def dropout_p_of(rng: np.random.Generator, others: Mapping[str, np.ndarray]) -> float:
     """A probability of dropout for a call with these optional inputs."""
     return float(rng.choice((0.1, 0.25, 0.5))) if "dropout_seed" in others else NO_DROPOUT
+
+
+def dropout_row_of(rng: np.random.Generator, others: Mapping[str, np.ndarray]) -> int:
+    """The row of random numbers of the first query of such a call."""
+    return QUERIES * int(rng.integers(0, 1 << 20)) if "dropout_seed" in others else 0
 
 
 def array_views(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayView]:
