@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype e4m3, accumulate promoted, mask_type causal, sinks none, out_codes none,
-//           gqa mha
+//           v_layout none, gqa mha
 // tile      block_m 128, block_n 128, q_stages 2, stages 3, panel 128, producer_registers 24
 // block     384 threads, 181440 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
@@ -244,7 +244,7 @@ struct TileSequence {
 __device__ int mapped_row(const Params&, int key);  // The row of a key in the tensor maps of K and V
 // Loads kBlockN rows of K or V of one head, panel by panel
 template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-    int first_key, int head, int batch);
+    int first_key, int head, int batch, int row_bytes = kPanelRowBytes);
 // Loads K and V of a KV block, each when its buffer is empty
 __device__ void produce_kv(const Params& params, const Tile& tile, int kv_block, const SharedAddresses& shared,
     RingPosition<kStages>& ring);
@@ -669,11 +669,11 @@ __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; 
 // Loads kBlockN rows of K or V of one head, panel by panel. Rows and columns outside of the array become zeros.
 template <int kPanelCount>
 __device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+                                              int first_key, int head, int batch, int row_bytes) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * row_bytes);
 #pragma unroll
     for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+        tma_load_4d(destination + panel * kBlockN * row_bytes, map, full, panel * kPanelColumns, first_key, head, batch);
     }
 }
 

@@ -222,7 +222,7 @@ struct TileSequence {
 __device__ int mapped_row(const Params&, int key);  // The row of a key in the tensor maps of K and V
 // Loads kBlockN rows of K or V of one head, panel by panel
 template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-    int first_key, int head, int batch);
+    int first_key, int head, int batch, int row_bytes = kPanelRowBytes);
 // Loads K and V of a KV block, each when its buffer is empty
 __device__ void produce_kv(const Params& params, const Tile& tile, int kv_block, const SharedAddresses& shared,
     RingPosition<kStages>& ring);
@@ -611,11 +611,11 @@ __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; 
 // Loads kBlockN rows of K or V of one head, panel by panel. Rows and columns outside of the array become zeros.
 template <int kPanelCount>
 __device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+                                              int first_key, int head, int batch, int row_bytes) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * row_bytes);
 #pragma unroll
     for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+        tma_load_4d(destination + panel * kBlockN * row_bytes, map, full, panel * kPanelColumns, first_key, head, batch);
     }
 }
 

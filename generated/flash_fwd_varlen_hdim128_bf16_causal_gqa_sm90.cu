@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages none, kv_starts none, sinks none, dropout
-//           none, gqa gqa
+//           none, kv_dtype none, gqa gqa
 // tile      block_m 192, block_n 64, q_stages 2, stages 3, panel 64, producer_registers 32
 // block     512 threads, 197864 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
@@ -359,7 +359,7 @@ __device__ void to_whole_array(const Params& params, const SequenceTile& found, 
 __device__ void produce_q(const Params& params, const Tile& tile, const SharedAddresses& shared, const RingPosition<kQStages>& ring);
 // Loads kBlockN rows of K or V of one head, panel by panel
 template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-    int first_key, int head, int batch);
+    int first_key, int head, int batch, int row_bytes = kPanelRowBytes);
 
 // The tiles that a thread block of the persistent grid takes, one after the other.
 struct TileSequence {
@@ -1144,11 +1144,11 @@ __device__ __forceinline__ void produce_q(const Params& params, const Tile& tile
 // Loads kBlockN rows of K or V of one head, panel by panel. Rows and columns outside of the array become zeros.
 template <int kPanelCount>
 __device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+                                              int first_key, int head, int batch, int row_bytes) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * row_bytes);
 #pragma unroll
     for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+        tma_load_4d(destination + panel * kBlockN * row_bytes, map, full, panel * kPanelColumns, first_key, head, batch);
     }
 }
 

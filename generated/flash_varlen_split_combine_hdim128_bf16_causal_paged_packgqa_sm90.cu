@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages paged, splits none, kv_starts none, sinks
-//           none, gqa packed
+//           none, kv_dtype none, gqa packed
 // tile      block_m 192, block_n 64, q_stages 2, stages 3, panel 64, producer_registers 56
 // block     256 threads, 0 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory

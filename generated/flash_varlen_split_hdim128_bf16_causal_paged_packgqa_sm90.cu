@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages paged, splits none, kv_starts none, sinks
-//           none, gqa packed
+//           none, kv_dtype none, gqa packed
 // tile      block_m 192, block_n 64, q_stages 2, stages 3, panel 64, producer_registers 56
 // block     512 threads, 197960 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
@@ -479,7 +479,7 @@ struct BoxKeys {
 
 // K or V as a producer warp brings it: where TMA finds the array, the buffers of its stages, the mbarriers of the first one, and the boxes of
 // a KV block.
-template <int kPanelCount>
+template <int kPanelCount, int kRing = kStages, int kRowBytes = kPanelRowBytes>
 struct PagedArray {
     const tensor_map& map;
     shared_address buffers;
@@ -490,8 +490,8 @@ struct PagedArray {
     // loads: TMA takes its operands from uniform registers, so lanes that start their own would do so one after the other, in a loop. Pages and
     // rows pass to that lane through shared memory. Shuffles need all lanes, so they would come before the branch, and what they bring
     // would take registers, of which few are left to the producer.
-    __device__ __forceinline__ void load(const Params& params, const SequenceTile& found, RingPosition<kStages>& ring, int lane) const {
-        constexpr int kBytes = kPanelCount * kBlockN * kPanelRowBytes;  // of a buffer
+    __device__ __forceinline__ void load(const Params& params, const SequenceTile& found, RingPosition<kRing>& ring, int lane) const {
+        constexpr int kBytes = kPanelCount * kBlockN * kRowBytes;  // of a buffer
         const Tile tile = tile_of(params, found);
         const KvBlocks blocks = kv_blocks_of(params, found);
         const int block_pages = divide(kBlockN, params.page_size_divisor);
@@ -510,7 +510,7 @@ struct PagedArray {
                     const int row = load_shared_32(boxes + box * sizeof(Box) + offsetof(Box, row));
 #pragma unroll
                     for (int panel = 0; panel < kPanelCount; ++panel) {
-                        tma_load_4d(buffers + ring.stage * kBytes + (panel * kBlockN + box * kBoxKeys) * kPanelRowBytes, map,
+                        tma_load_4d(buffers + ring.stage * kBytes + (panel * kBlockN + box * kBoxKeys) * kRowBytes, map,
                                     full + 8 * ring.stage, panel * kPanelColumns, row, tile.kv_head, page);
                     }
                 }

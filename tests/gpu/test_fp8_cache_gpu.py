@@ -124,6 +124,35 @@ def test_bits_are_those_of_the_numbers_that_codes_stand_for(
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((300, 3000, 8, 2, 128), {"causal": True, "softcap": 20.0}),
+        ((150, 2000, 4, 4, 64), {"window_size": (700, 50)}),
+        ((500, 1500, 4, 1, 256), {}),
+        ((200, 9000, 2, 2, 192), {"causal": True}),
+    ],
+    ids=str,
+)
+def test_a_chunk_of_a_prompt_is_near_the_numbers_that_codes_stand_for(shape, options, dtype, pages):
+    """Kernels of both may have other tiles, so not to the bit; twice codes are the same bits."""
+    q, k, v, k_scale, v_scale, lengths = inputs(shape, dtype, power_of_two=True)
+    codes = cache_of(k, v, k_scale, v_scale, lengths, pages)
+    plan = flashgen.plan(q, codes, **options)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert "converts_codes" in plan.variant.features
+    numbers = [
+        (x.float() * scale[:, None, :, None]).to(DTYPES[dtype]) for x, scale in ((k, k_scale), (v, v_scale))
+    ]
+    out = flashgen.attention(q, codes, **options)
+    expected = flashgen.attention(q, KVCache(*numbers, codes.lengths), **options)
+    size = expected.float().abs().nanmean()
+    assert (out.float() - expected.float()).abs().max() <= 40 * size * torch.finfo(DTYPES[dtype]).eps
+    assert torch.equal(out, flashgen.attention(q, codes, **options))
+
+
 def test_nan_codes_that_are_seen_are_nan():
     q, k, v, k_scale, v_scale, lengths = inputs((1, 500, 4, 2, 64), "bf16")
     v.view(torch.uint8)[0, 3, 1] = 0xFF

@@ -64,6 +64,23 @@ def test_results_are_within_the_bound(shape, width, mask, out_dtype):
     assert torch.equal(out, flashgen.attention(*arrays, **named, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"out_dtype": "e4m3"}], ids=str)
+@pytest.mark.parametrize("accumulate", ["promoted", "fast"])
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+def test_bits_do_not_depend_on_the_layout_of_v(width, accumulate, options):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("kernels that read v with contiguous tokens are for Hopper")
+    shape = (2, 300, 1008, 4, 2)
+    generator = torch.Generator("cuda").manual_seed(width)
+    (q, k, v), scale = inputs(shape, width, generator, 2.0), scales(shape, generator)
+    columns = v.view(torch.uint8).permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2).view(v.dtype)
+    named = dict(zip(SCALES, scale, strict=True)) | {"accumulate": accumulate, **options}
+    assert "_vt_" in flashgen.plan(q, k, columns, **named).variant.name
+    results = [flashgen.attention(q, k, x, **named, return_lse=True) for x in (v, columns)]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def mask_of(kind, shape, generator):
     """A mask, and the same as a dense one."""
     batch, queries, keys, heads, _ = shape

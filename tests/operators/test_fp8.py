@@ -65,6 +65,53 @@ def test_the_cpu_path_is_attention_of_the_numbers(of_q, options):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
+def by_columns(v):
+    """The same array with contiguous tokens."""
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(v, -3, -1)), -1, -3)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (20, 3)}], ids=str)
+@pytest.mark.parametrize("batched", [True, False])
+def test_tokens_of_v_may_be_contiguous(options, batched):
+    q, k, v = (x if batched else x[0] for x in inputs(keys=96))
+    columns = by_columns(v)
+    assert columns.strides[-3] == 1
+    assert np.array_equal(columns, v)
+    results = [flashgen.attention(q, k, x, v_scale=SCALE, **options) for x in (v, columns)]
+    assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "error", "words"),
+    [
+        (
+            90,
+            lambda v: by_columns(v),
+            BadTensorShape,
+            ["tokens are contiguous", "90 tokens", "multiple of 16"],
+        ),
+        (
+            96,
+            lambda v: np.moveaxis(np.zeros((2, 2, 16, 104), np.uint8).view(v.dtype)[..., :96], -1, 1),
+            BadTensorStrides,
+            ["tokens are contiguous", "multiples of 16"],
+        ),
+    ],
+)
+def test_a_v_of_contiguous_tokens_that_no_kernel_reads(keys, change, error, words):
+    q, k, v = inputs(keys=keys)
+    with pytest.raises(error) as raised:
+        flashgen.attention(q, k, change(v), v_scale=SCALE)
+    assert all(word in str(raised.value) for word in ["v ", *words])
+
+
+def test_with_lengths_the_last_dimension_of_v_is_contiguous():
+    q, k, v = inputs(keys=96)
+    lengths = np.array([96, 50], np.int32)
+    with pytest.raises(BadTensorStrides, match="with lengths or a KVCache"):
+        flashgen.attention(q, k, by_columns(v), v_scale=SCALE, kv_lengths=lengths)
+
+
 MASKS = {
     "array": lambda: np.random.default_rng(2).random((2, 1, 70, 90)) < 0.5,
     "line": lambda: flashgen.Mask("kv <= q + far[h]", far=np.array([3, -50, 9, 80], np.int32)),

@@ -39,6 +39,9 @@ DENSE = f"{FAMILY}_hdim128_e4m3_promoted_dense_sm90"
 DENSE_WIDE = f"{FAMILY}_hdim256_e4m3_promoted_dense_sink_gqa_sm90"
 LISTED = f"{FAMILY}_hdim128_e4m3_promoted_blocks_gqa_sm90"
 LISTED_WIDE = f"{FAMILY}_hdim256_e4m3_promoted_blocks_sm90"
+# V whose tokens are contiguous.
+COLUMNS = f"{FAMILY}_hdim128_e4m3_promoted_vt_sm90"
+COLUMNS_TO_CODES = f"{FAMILY}_hdim256_e4m3_promoted_causal_codes_vt_packgqa_sm90"
 
 
 def with_score(name, score):
@@ -197,6 +200,12 @@ def test_mma_sync_keeps_13_bits_of_sums(fresh_seed):
         (f"{FAMILY}_hdim96_e4m3_fast_dense_codes_gqa_sm90", Shape(100, 300, 4, 2, head_dim_v=80)),
         (f"{FAMILY}_hdim192_128_e4m3_promoted_dense_sm90", Shape(100, 300, 2)),
         (LISTED, BEFORE),
+        (COLUMNS, LONG),
+        (COLUMNS_TO_CODES, FEW_QUERIES),
+        (f"{FAMILY}_hdim64_e4m3_promoted_local_vt_gqa_sm90", BLIND),
+        (f"{FAMILY}_hdim96_e4m3_promoted_dense_vt_gqa_sm90", Shape(200, 304, 4, 2, head_dim=80)),
+        (f"{FAMILY}_hdim192_128_e4m3_fast_local_codes_vt_sm90", MASKED),
+        (f"{FAMILY}_hdim128_e4m3_promoted_blocks_vt_gqa_sm90", BEFORE),
         (ADA, LONG),
         (ADA_CAPPED, BLIND),
         (f"{FAMILY}_hdim128_e4m3_promoted_dense_m64_sm89", MASKED),
@@ -234,6 +243,24 @@ def test_mma_sync_keeps_13_bits_of_sums(fresh_seed):
 )
 def test_results_are_within_the_bound(name, shape, fresh_seed):
     within_the_bound(VARIANTS[name], shape, fresh_seed)
+
+
+@pytest.mark.parametrize("name", [PROMOTED, TO_CODES, FAST])
+def test_bits_do_not_depend_on_the_layout_of_v(name, fresh_seed):
+    """The tensor core adds the same keys at once."""
+    shape = Shape(100, 304, 2, batch=2)
+    columns = VARIANTS[name.replace("_sm90", "_vt_sm90")]
+    example = make(columns, shape, fresh_seed)
+    of_rows = make(VARIANTS[name], shape, fresh_seed)
+    for array in ("q", "k", "v"):
+        getattr(of_rows, array)[...] = getattr(example, array)
+    for scale in ALL_SCALES:
+        if scale in of_rows.others:
+            of_rows.others[scale][...] = example.others[scale]
+    assert of_rows.others.keys() == example.others.keys()
+    simulated(columns, example, fresh_seed)
+    simulated(VARIANTS[name], of_rows, fresh_seed)
+    assert (example.out == of_rows.out).all()
 
 
 def test_errors_of_normal_values_are_rounding_of_p(fresh_seed):
@@ -309,6 +336,22 @@ FAULTS = {
         PROMOTED, LONG, PHASES,
         "mbarrier_wait(shared.v_rows_empty(ring.stage), ring.parity ^ 1); store_shared_32",
         "store_shared_32",
+    ),
+    "V^T written over by TMA while it is read": (
+        COLUMNS, LONG, PHASES, "mbarrier_wait(shared.v_empty(ring.stage), ring.parity ^ 1);", "",
+    ),
+    "P of the other half of the quad": (
+        COLUMNS, LONG, NUMBERS, "first_source = even_source + wants_upper", "first_source = even_source",
+    ),
+    "P of rows g and g + 8 mixed up": (
+        COLUMNS, LONG, NUMBERS, "wants_upper ? 0x3276 : 0x7632", "wants_upper ? 0x1054 : 0x5410",
+    ),
+    "columns of O of the neighbouring lane": (
+        COLUMNS, LONG, NUMBERS, "lane % 2 * 8 + lane % 4 / 2 * 4", "lane % 2 * 8 + lane % 4 % 2 * 4",
+    ),
+    "codes of O of the neighbouring lane": (
+        COLUMNS_TO_CODES, FEW_QUERIES, NUMBERS,
+        "exchange_columns(codes, codes >> 16, lane)", "uint2{codes, codes >> 16}",
     ),
     "even and odd columns of V swapped": (
         PROMOTED, LONG, NUMBERS, "words[4] = {__byte_perm(pairs[0], pairs[1], 0x6420)",

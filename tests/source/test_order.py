@@ -179,7 +179,16 @@ def test_shipped_kernels_have_no_function_before_the_roles(spec):
         source = render(step)
         before = source[: source.index("__global__")]
         names = re.findall(r"^__device__ [^;{]*?(\w+)\([^;{]*\{", before, re.MULTILINE)
-        roles = ("produce", "consume", "transpose_v", "put_values", "find_tiles", "read_mask", "main_loop")
+        roles = (
+            "produce",
+            "consume",
+            "transpose_v",
+            "put_values",
+            "find_tiles",
+            "read_mask",
+            "main_loop",
+            "convert_codes",
+        )
         assert [name for name in names if not name.startswith(roles)] == []
 
 

@@ -13,3 +13,5 @@ HEAD_SETS = "head_sets"
 # Elements of an array of a score modification, by query and key, are copied to shared memory before their
 # scores are there. Modified variants have it where a block has room for them.
 STAGES_SCORES = "stages_scores"
+# A warpgroup converts codes of K and V to elements, on their way from TMA to wgmma.
+CONVERTS_CODES = "converts_codes"

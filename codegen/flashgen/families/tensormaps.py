@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
     from flashgen.families.kinds import Keys
     from flashgen.families.paramrows import Member
+    from flashgen.families.params import Param
     from flashgen.families.yamlfile import Document
 
 # Limits of ``cuTensorMapEncodeTiled``. SWIZZLES are the bytes of a box's rows for which there is a swizzle.
 DTYPES = ("fp16", "bf16", "fp32", "e4m3")
 SWIZZLES = (32, 64, 128)
 MAX_BOX = 256
+_OF_CODES = "kv_dtype"  # the axis that says whether k and v are codes of a byte
 
 
 class Boxes:
@@ -37,7 +39,7 @@ class Boxes:
             if member.box is not None
         ]
         # The axes and tile keys on which the boxes depend.
-        self.reads = {"dtype", "element_bytes"} if self._maps else set()
+        self.reads = {"dtype", "element_bytes", *({_OF_CODES} & names)} if self._maps else set()
         for param, _, columns, rows in self._maps:
             self.reads |= {key for key, _ in param.when} | columns.reads | rows.reads
 
@@ -47,7 +49,7 @@ class Boxes:
         Raises SpecError, which says ``where``, for a box that TMA cannot move.
         """
         return tuple(
-            self._box(keys, columns, rows, values, where)
+            self._box(param, keys, columns, rows, values, where)
             for param, keys, columns, rows in self._maps
             if param.present(values)
         )
@@ -60,6 +62,7 @@ class Boxes:
 
     def _box(
         self,
+        param: Param,
         keys: Keys,
         columns: Expression,
         rows: Expression,
@@ -73,7 +76,8 @@ class Boxes:
             self._number((*keys, "columns"), columns, values, where),
             self._number((*keys, "rows"), rows, values, where),
         )
-        row_bytes = box.columns * values["element_bytes"]
+        codes = param.name in ("k", "v") and values.get(_OF_CODES) == "e4m3"
+        row_bytes = box.columns * (1 if codes else values["element_bytes"])
         if row_bytes not in SWIZZLES:
             width = f"{box.columns} columns are {row_bytes} bytes for {where()}"
             why = f"{width}; allowed: the bytes of a swizzle, {', '.join(map(str, SWIZZLES))}"

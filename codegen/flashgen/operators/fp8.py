@@ -12,17 +12,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, arg
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, arg
 from flashgen.operators import attention, blocklists
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
+    ROW_ALIGNMENT,
     Argument,
     ArrayView,
     check_devices,
     check_strides,
     dtype_name,
+    normal_strides,
     place,
     shown,
+    view_of_shape,
 )
 from flashgen.operators.attention import ATTENTION, OF_PLAIN, SCALARS, AttentionProblem
 from flashgen.operators.kvcodes import E4M3
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from flashgen.operators.arguments import ArrayLayout, Strides
     from flashgen.operators.rules import Rule
     from flashgen.operators.scores import Score
     from flashgen.operators.sequences import Sequence
@@ -48,6 +52,8 @@ ACCUMULATE = ("promoted", "fast")
 SCALES = ("q_scale", "k_scale", "v_scale")
 ALL_SCALES = (*SCALES, "out_scale")
 
+# The dimensions of v in memory where its tokens are contiguous.
+_V_BY_COLUMNS = "batch head_dim_v num_heads_kv seqlen_kv"
 _LENGTHS = tuple(argument.name for argument in LENGTH_ARGUMENTS)
 _FORWARD = {x.name: x._replace(differentiable=False) for x in ATTENTION.arguments}
 ARGUMENTS = (
@@ -78,11 +84,13 @@ OPTIONS = (
 class Fp8Problem(AttentionProblem):
     """Shapes, strides and options of one call. ``dtype`` is "e4m3", ``out_dtype`` the dtype of the result.
     ``scale_sizes`` are the sizes of the symbols of the scales: 1 where all batch entries or heads share one.
+    ``v_by_columns`` is whether tokens of v are contiguous: its rows in memory are columns.
     """
 
     out_dtype: str = OUT_DTYPES[0]
     accumulate: str = ACCUMULATE[0]
     scale_sizes: tuple[tuple[str, int], ...] = ()
+    v_by_columns: bool = False
     operator_name: ClassVar[str] = "attention_fp8"
 
     @property
@@ -93,11 +101,19 @@ class Fp8Problem(AttentionProblem):
     def dtype_of(self, argument: Argument) -> str:
         return self.out_dtype if argument.name == "out" else AttentionProblem.dtype_of(self, argument)
 
+    def layout_of(self, position: int, sizes: Mapping[str, int]) -> ArrayLayout | None:
+        layout = AttentionProblem.layout_of(self, position, sizes)
+        if not self.v_by_columns or layout is None or layout.argument.name != "v":
+            return layout
+        argument = layout.argument._replace(shape=_V_BY_COLUMNS)
+        return layout._replace(argument=argument, extents=argument.extents(sizes))
+
     def new_dtype(self, argument: Argument) -> str | None:
         return self.out_dtype if argument.name == "out" else argument.dtypes[0]
 
     def description(self) -> str:
-        return f"{AttentionProblem.description(self)}, accumulate {self.accumulate}, out {self.out_dtype}"
+        common = f"{AttentionProblem.description(self)}, accumulate {self.accumulate}, out {self.out_dtype}"
+        return common + (", v_layout vt" if self.v_by_columns else "")
 
     def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
         return AttentionProblem.values(self, axes) | {"out_is_fp16": int(self.out_dtype == "fp16")}
@@ -145,9 +161,45 @@ def normalise(
         allowed = " or ".join(map(repr, ACCUMULATE))
         raise BadParam(f"{arg('accumulate')} is {shown(accumulate)}; expected {allowed}")
     _refuse_scales_of_rows(scales, others)
+    columns = _strides_by_columns(views["v"], others)
+    if columns is not None:  # checked: the others see an array of rows
+        rows = view_of_shape(v.shape, CODES, v.device).strides
+        views["v"] = dataclasses.replace(views["v"], strides=rows)
     forward = attention.normalise(**views, out=out, of_codes=True, **others)
     extents = {name: _scale_extents(name, view, forward.sizes) for name, view in scales.items()}
-    return _with_scales(forward, extents, out_dtype, accumulate)
+    problem = _with_scales(forward, extents, out_dtype, accumulate)
+    if columns is None:
+        return problem
+    strides = list(problem.strides)
+    strides[problem.operator.position("v")] = columns
+    return dataclasses.replace(problem, strides=tuple(strides), v_by_columns=True)
+
+
+def _strides_by_columns(v: ArrayView, others: Mapping[str, Any]) -> Strides | None:
+    """The strides of batch entries, columns and heads of a v whose tokens are contiguous instead of its
+    columns; None for any other v. Raises BadTensorShape and BadTensorStrides.
+    """
+    if len(v.shape) not in (3, 4) or 0 in v.shape or v.strides is None:
+        return None
+    tokens, heads, width = v.shape[-3:]
+    of_tokens, of_heads, of_columns = v.strides[-3:]
+    if of_tokens != 1 or of_columns == 1 or width == 1:
+        return None
+    how = f"{arg('v')} has strides {v.strides} (in elements), so its tokens are contiguous"
+    instead = "or pass v with its last dimension contiguous"
+    if any(others.get(name) is not None for name in _LENGTHS):
+        raise BadTensorStrides(f"{how}; with lengths or a KVCache its last dimension must be contiguous")
+    if tokens % ROW_ALIGNMENT:
+        raise BadTensorShape(
+            f"{how}, and its {tokens} tokens are no multiple of {ROW_ALIGNMENT}; pad k and v and mask the "
+            f"padding, {instead}"
+        )
+    batch, of_batch = (v.shape[0], v.strides[0]) if len(v.shape) == 4 else (1, 0)
+    extents = batch, width, heads, tokens
+    strides = normal_strides(extents, (of_batch, of_columns, of_heads))
+    if any(stride % ROW_ALIGNMENT for stride in strides):
+        raise BadTensorStrides(f"{how}; its other strides must be multiples of {ROW_ALIGNMENT}, {instead}")
+    return strides
 
 
 def _with_scales(
@@ -326,6 +378,9 @@ ATTENTION_FP8 = Operator(
             lambda problem, value: (value == "codes") == (problem.out_dtype == CODES),
             ("none", "codes"),
             default="none",
+        ),
+        "v_layout": Axis(
+            lambda problem, value: (value == "vt") == problem.v_by_columns, ("none", "vt"), default="none"
         ),
     }
     | {name: ATTENTION.axes[name] for name in ("mask_type", "sinks", "dropout", "gqa", "pages", "kv_starts")},

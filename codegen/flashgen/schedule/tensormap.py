@@ -26,7 +26,7 @@ _MAX_STRIDE = 1 << 40
 REQUIREMENTS = (
     "at least one element in each array, strides that are positive multiples of 16 bytes and less than 2^40, "
     "in a packed variant a group size that divides the rows of a box, and with pages a page size that is a "
-    "multiple of them"
+    "multiple of them; of v whose tokens are contiguous a first seen key whose number is a multiple of 16"
 )
 
 
@@ -72,7 +72,12 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
     distance = 0
     if not array.argument.is_output and "seqlen_kv" in array.argument.symbols:
         begin, end = problem.seen_keys
-        seqlen, distance = end - begin, begin * row_stride * size
+        if array.argument.symbols[-1] == "seqlen_kv":  # rows are columns of v
+            columns, distance = end - begin, begin * size
+            if distance % ALIGNMENT:
+                return None
+        else:
+            seqlen, distance = end - begin, begin * row_stride * size
     if dict(variant.axes).get("pages") == "paged" and "rows_kv" in array.argument.symbols and seqlen % rows:
         return None
     if variant.gqa == "packed" and "num_heads_q" in array.argument.symbols:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashgen.operators.arguments import ROW_ALIGNMENT
 from flashgen.operators.fp8 import CODES, OUT_DTYPES, SCALES, arrays_of_sequence, normalise
 from flashgen.operators.fp8_reference import judge
 from flashgen.simulator import randomarrays, randomlines, randomlists
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from flashgen.operators.reference import Verdict
     from flashgen.simulator.example import Shape
 
+# The dimensions of v in memory where its tokens are contiguous, which is its own inverse.
+_BY_COLUMNS = (0, 3, 2, 1)
+
 
 class Fp8Example(AttentionExample):
     """A problem with its arrays in host memory; codes are bytes, bfloat16 elements their bits."""
@@ -47,6 +52,9 @@ def make(variant: Variant, shape: Shape, seed: int) -> Fp8Example:
     Raises BadParam for sizes that are not the variant's, and what the contract raises.
     """
     rng = np.random.default_rng(seed)
+    by_columns = variant.axis("v_layout") == "vt"
+    if by_columns:
+        shape = _with_whole_tokens(variant, shape)
     head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
     of_codes = variant.axis("out_codes") == "codes"
     out_dtype = CODES if of_codes else str(rng.choice(OUT_DTYPES[:2]))
@@ -60,14 +68,17 @@ def make(variant: Variant, shape: Shape, seed: int) -> Fp8Example:
         if variant.score is not None:  # its arrays may have an element for each query or key
             options |= {"max_seqlen_q": shape.seqlen_q, "max_seqlen_kv": shape.seqlen_kv}
     else:
-        q, k, v = (
-            random_rows(rng, (shape.batch, seqlen, heads, width), "e4m3", spread, shape.gap)
-            for seqlen, heads, width, spread in (
-                (shape.seqlen_q, shape.heads, head_dim, shape.spread),
-                (shape.seqlen_kv, kv_heads, head_dim, 1.0),
-                (shape.seqlen_kv, kv_heads, head_dim_v, 1.0),
+        q, k = (
+            random_rows(rng, (shape.batch, seqlen, heads, head_dim), "e4m3", spread, shape.gap)
+            for seqlen, heads, spread in (
+                (shape.seqlen_q, shape.heads, shape.spread),
+                (shape.seqlen_kv, kv_heads, 1.0),
             )
         )
+        of_v = (shape.batch, shape.seqlen_kv, kv_heads, head_dim_v)
+        in_memory = tuple(of_v[dimension] for dimension in (_BY_COLUMNS if by_columns else range(4)))
+        v = random_rows(rng, in_memory, "e4m3", 1.0, shape.gap)
+        v = v.transpose(_BY_COLUMNS) if by_columns else v
         out = rows_within_nan((*q.shape[:-1], head_dim_v), out_dtype, shape.gap)
         size = (shape.batch, shape.heads, shape.seqlen_q)
         lse = np.full(size, np.nan, np.float32) if shape.return_lse else None
@@ -100,6 +111,20 @@ def make(variant: Variant, shape: Shape, seed: int) -> Fp8Example:
     others |= of_line | lists
     lengths = {name: x for name, x in lengths.items() if name in problem.operator.positions}
     return Fp8Example(problem, q, k, v, mask, out, lse, score_arrays, lengths, others)
+
+
+def _with_whole_tokens(variant: Variant, shape: Shape) -> Shape:
+    """A shape near this one for a v whose tokens are contiguous: the keys, and the first key that a window
+    shows, are multiples of 16.
+    """
+    keys = shape.seqlen_kv + -shape.seqlen_kv % ROW_ALIGNMENT
+    shape = dataclasses.replace(shape, seqlen_kv=keys)
+    if shape.window is None and variant.mask_type != "local":
+        return shape
+    left, right = window_for(variant, shape)
+    if left >= 0:
+        left += -(shape.seqlen_q + left) % ROW_ALIGNMENT
+    return dataclasses.replace(shape, window=(left, right))
 
 
 def _heads(rng: np.random.Generator, name: str, heads: int, kv_heads: int) -> int:

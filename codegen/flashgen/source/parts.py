@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.families.features import STAGES_SCORES
+from flashgen.families.features import CONVERTS_CODES, STAGES_SCORES
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
@@ -44,6 +44,8 @@ class Parts(NamedTuple):
     schedule: str  # of Hopper's consumers
     store: str  # how O leaves Hopper's consumers
     release_q: str  # when Hopper's consumers release Q
+    key_rows: str  # where keys of calls with lengths are, for Hopper's producers: sequences or pages
+    score_scale: str  # of what Hopper's scores of codes have a scale: none, a tile, rows or keys
 
 
 def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
@@ -80,7 +82,19 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         schedule=schedule,
         store="by_tma" if by_tma else "from_registers",
         release_q="after_store" if by_tma else "after_qk",
+        key_rows="pages" if form.has_lengths and axes.get("pages") == "paged" else "sequences",
+        score_scale=_score_scale(form),
     )
+
+
+def _score_scale(form: Variant) -> str:
+    """What Hopper's forward kernels multiply scores of codes by."""
+    axes = form.axis_values
+    if form.dtype == "e4m3":
+        return "rows" if axes.get("gqa") == "packed" else "tile"
+    if CONVERTS_CODES in form.features:
+        return "keys" if axes.get("kv_scales") == "token" else "tile"
+    return "none"
 
 
 def _loop(form: Variant) -> str:

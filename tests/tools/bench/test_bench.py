@@ -1311,6 +1311,7 @@ DECLINED = {
     "flashgen-v3": {"fp32", *LENGTHS, *BACKWARD},
     "flashgen-fp8": {"window", "fp32", "softcap", "alibi", "append", "append pages", *BACKWARD},
     "flashgen-fp8-fast": {"window", "fp32", "softcap", "alibi", "append", "append pages", *BACKWARD},
+    "flashgen-fp8-vt": {"window", "fp32", "softcap", "alibi", *LENGTHS, *BACKWARD},
 }
 
 

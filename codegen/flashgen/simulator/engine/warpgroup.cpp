@@ -395,19 +395,25 @@ void Warpgroup::end_wait(WarpState& state, Warp& warp) {
     for (; first_ <= least; ++first_) products_.pop_front();
 }
 
+// The accumulators within these registers: a product may have a part of an array.
 void Warpgroup::pin(Thread& thread, float* registers, int count, Location where) {
-    Accumulator* accumulator = find(thread, registers);
-    if (accumulator == nullptr || !accumulator->done || accumulator->values.size() != static_cast<size_t>(count)) return;
-    for (int i = 0; i < count; ++i) {
-        if (std::bit_cast<uint32_t>(registers[i]) == std::bit_cast<uint32_t>(under_way_pattern())) continue;
-        block_.fail(thread, SIM_REGISTER_IN_FLIGHT, where,
-                    format("register %d of an accumulator was written while the wgmma at %s was at work on it, or before it "
-                           "was pinned",
-                           i, text_of(accumulator->where).c_str()),
-                    {accumulator->where, -1});
+    auto& accumulators = accumulators_[member_of(thread)];
+    auto is_pinned = [&](const auto& each) {
+        return each->done && each->registers >= registers && each->registers + each->values.size() <= registers + count;
+    };
+    for (const auto& accumulator : accumulators) {
+        if (!is_pinned(accumulator)) continue;
+        for (size_t i = 0; i < accumulator->values.size(); ++i) {
+            if (std::bit_cast<uint32_t>(accumulator->registers[i]) == std::bit_cast<uint32_t>(under_way_pattern())) continue;
+            block_.fail(thread, SIM_REGISTER_IN_FLIGHT, where,
+                        format("register %zu of an accumulator was written while the wgmma at %s was at work on it, or before it "
+                               "was pinned",
+                               i, text_of(accumulator->where).c_str()),
+                        {accumulator->where, -1});
+        }
+        std::copy(accumulator->values.begin(), accumulator->values.end(), accumulator->registers);
     }
-    std::copy(accumulator->values.begin(), accumulator->values.end(), registers);
-    std::erase_if(accumulators_[member_of(thread)], [&](const auto& each) { return each.get() == accumulator; });
+    std::erase_if(accumulators, is_pinned);
 }
 
 void Warpgroup::fail_use(Thread& thread, Location where) {

@@ -249,16 +249,18 @@ class FlashgenKept:
 
 
 class FlashgenFp8:
-    """``flashgen.plan`` on e4m3 codes of the same arrays, which are made beforehand."""
+    """``flashgen.plan`` on e4m3 codes of the same arrays, which are made beforehand; with ``by_columns`` the
+    tokens of v are contiguous.
+    """
 
     hosts = ("cupy", "torch")
     # Of ‖out - ours‖ / ‖ours‖: q, k and v lose 2.5 % each, and P as much.
     tolerance = 0.1
 
-    def __init__(self, name: str, accumulate: str) -> None:
+    def __init__(self, name: str, accumulate: str, by_columns: bool) -> None:
         self.name = name
         self.variant: str | None = None
-        self._accumulate = accumulate
+        self._accumulate, self._by_columns = accumulate, by_columns
 
     def unavailable(self) -> str | None:
         return Flashgen().unavailable()
@@ -271,6 +273,8 @@ class FlashgenFp8:
         )
         if case.is_backward or not (plain and case.mask in masks):
             return "forward, without windows, scores and what a cache of 16 bits alone has"
+        if self._by_columns and (case.lengths != "none" or case.seqlen_kv % 16):
+            return "without lengths, and of multiples of 16 keys"
         return "fp16 and bf16 only" if case.dtype == "fp32" else None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
@@ -285,7 +289,10 @@ class FlashgenFp8:
             if case.lengths == "cache":
                 lengths = ("kv_lengths", "pages")
             scales |= {name: getattr(inputs, name) for name in lengths}
-            calls.append(([codes for codes, _ in pairs], scales | {"out": inputs.out}))
+            codes = [codes for codes, _ in pairs]
+            if self._by_columns:
+                codes[2] = _by_columns(codes[2])
+            calls.append((codes, scales | {"out": inputs.out}))
         codes, named = calls[0]
         longest = max(case.sequences) if case.is_packed else (None, None)
         options = _options(case, sets[0]) if case.lengths == "none" else {"causal": case.is_causal}
@@ -308,6 +315,13 @@ class FlashgenFp8:
             return plan(*codes, **named, **_mask_arrays(case, sets[index]))
 
         return run
+
+
+def _by_columns(v: Any) -> Any:
+    """The same array (batch, tokens, heads, columns) with contiguous tokens."""
+    if hasattr(v, "permute"):
+        return v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    return v.transpose(0, 2, 3, 1).copy().transpose(0, 3, 1, 2)
 
 
 class FlashgenFixed:

@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 OURS = "flashgen"
 # Flashgen by one algorithm each; timed only where a grid, or the user, names them.
 LINEAGE = {f"{OURS}-{algorithm}": algorithm for algorithm in ("naive", "v1", "v2", "v3")}
-# Flashgen on e4m3 codes of a case's arrays, by how it adds P V; timed where they are named.
-FP8 = {f"{OURS}-fp8": "promoted", f"{OURS}-fp8-fast": "fast"}
+# Flashgen on e4m3 codes of a case's arrays, by how it adds P V, and whether tokens of v are contiguous; timed
+# where they are named.
+FP8 = {
+    f"{OURS}-fp8": ("promoted", False),
+    f"{OURS}-fp8-fast": ("fast", False),
+    f"{OURS}-fp8-vt": ("promoted", True),
+}
 # The fastest of the others; what counts in a cell is the best of those that take it.
 RIVALS = ("torch-cudnn", "torch-varlen", "flash-attn-3", "flash-attn-4", "flex-attention", "cudnn-flex")
 
@@ -54,7 +59,7 @@ def all_peers() -> dict[str, Peer]:
         FlexAttention(),
         CudnnFlex(),
         *(Flashgen(algorithm=algorithm) for algorithm in LINEAGE.values()),
-        *(FlashgenFp8(name, accumulate) for name, accumulate in FP8.items()),
+        *(FlashgenFp8(name, *of_codes) for name, of_codes in FP8.items()),
     ]
     return {peer.name: peer for peer in peers}
 
