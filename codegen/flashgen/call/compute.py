@@ -90,16 +90,14 @@ def _plan_of(request: Request, kind: arrays.Kind) -> tuple[Plan, tuple[int, ...]
         # On a GPU there is one backend, and only a new plan asks whether it is forbidden: a look takes 1 µs.
         backend = os.environ.get("FLASHGEN_BACKEND") or None
     settings = request.operator.name, request.options, backend, request.algorithm
-    expecting, recent = kind.expecting, None
+    expecting = kind.expecting
     if expecting is not None:
         try:
-            recent, pointers_of = _recent.get(settings, (None, None))
+            plan, pointers = recent(settings, values)
         except TypeError:  # an option is not hashable, as below
-            pointers_of = None
-        if pointers_of is not None:
-            pointers = pointers_of(values)
-            if pointers is not None:
-                return recent, pointers
+            pointers = None
+        if pointers is not None:
+            return plan, pointers
     try:
         layouts, pointers = kind.read(values)
     except RuntimeError:
@@ -115,10 +113,29 @@ def _plan_of(request: Request, kind: arrays.Kind) -> tuple[Plan, tuple[int, ...]
         plan = make_plan(request, keeps_scalars=False)
         _remember(key, plan)
     if expecting is not None:
-        pointers_of = expecting(values) if plan is recent else None
-        with _plans_lock:
-            _recent[settings] = plan, pointers_of
+        note(settings, plan, expecting, values)
     return plan, pointers
+
+
+def plan_of(request: Request, kind: arrays.Kind) -> Plan:
+    """The kept plan of a request, whose arrays are of one library."""
+    return _plan_of(request, kind)[0]
+
+
+def recent(key: Any, values: tuple[Any, ...]) -> tuple[Plan | None, tuple[int, ...] | None]:
+    """The plan that was noted last under a key, and the pointers of these arrays if their layouts are those
+    of two calls in a row that were noted; (..., None) otherwise.
+    """
+    plan, pointers_of = _recent.get(key, (None, None))
+    return plan, None if pointers_of is None else pointers_of(values)
+
+
+def note(key: Any, plan: Plan, expecting: Callable[..., Expecting | None], values: tuple[Any, ...]) -> None:
+    """Note the plan of a call with these arrays, for `recent`."""
+    before, _ = _recent.get(key, (None, None))
+    pointers_of = expecting(values) if plan is before else None
+    with _plans_lock:
+        _recent[key] = plan, pointers_of
 
 
 def _remember(key: Any, plan: Plan) -> None:
