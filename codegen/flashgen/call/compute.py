@@ -8,6 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from flashgen.call import growing
 from flashgen.call.backends import runner_for
 from flashgen.call.kvcache import arrays_instead
 from flashgen.errors import InternalError, naming
@@ -32,6 +33,8 @@ _plans: dict[Any, Plan] = {}
 # By all of a request but its arrays: the plan of the last one and, once two of one layout followed each
 # other, what gives the pointers of such arrays.
 _recent: dict[Any, tuple[Plan, Expecting | None]] = {}
+# By what calls have in common whose numbers of keys differ: the last plan that was made anew.
+_relatives: dict[Any, growing.Relative] = {}
 _plans_lock = forks.guard()
 # Called with each new plan's request, views and problem, while calls are recorded.
 observer: Callable[[Request, Mapping[str, ArrayView | None], Problem], None] | None = None
@@ -110,11 +113,24 @@ def _plan_of(request: Request, kind: arrays.Kind) -> tuple[Plan, tuple[int, ...]
         make_plan(request)  # raises what is wrong, by name
         raise
     if plan is None:
-        plan = make_plan(request, keeps_scalars=False)
+        plan = _new_plan(request, kind, settings, layouts)
         _remember(key, plan)
     if expecting is not None:
         note(settings, plan, expecting, values)
     return plan, pointers
+
+
+def _new_plan(request: Request, kind: arrays.Kind, settings: Any, layouts: tuple[Any, ...]) -> Plan:
+    """A plan that is not kept: it follows from a plan for fewer keys, or is made anew."""
+    common = growing.key_of(settings, layouts) if observer is None else None
+    relative = None if common is None else _relatives.get(common)
+    plan = None if relative is None else growing.plan_of(relative, request, kind, layouts)
+    if plan is None:
+        plan = make_plan(request, keeps_scalars=False)
+        if common is not None:
+            with _plans_lock:
+                _relatives[common] = growing.Relative(plan)
+    return plan
 
 
 def plan_of(request: Request, kind: arrays.Kind) -> Plan:
@@ -140,7 +156,7 @@ def note(key: Any, plan: Plan, expecting: Callable[..., Expecting | None], value
 
 def _remember(key: Any, plan: Plan) -> None:
     with _plans_lock:
-        for plans in (_plans, _recent):
+        for plans in (_plans, _recent, _relatives):
             while len(plans) >= MAX_PLANS:
                 del plans[next(iter(plans))]
         _plans[key] = plan
@@ -151,6 +167,7 @@ def forget() -> None:
     with _plans_lock:
         _plans.clear()
         _recent.clear()
+        _relatives.clear()
 
 
 def ready(request: Request) -> tuple[Plan, Ready]:

@@ -7,12 +7,12 @@ plan is the same.
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from flashgen.call import compute
 from flashgen.operators.arguments import ROW_ALIGNMENT
 from flashgen.runtime.arrays import tensor_kind
+from flashgen.runtime.torchkind import picking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ class Shortcuts:
         absent = len(self._names)
         if len(self._ways) >= compute.MAX_PLANS:
             self._ways.clear()
-        in_order = itemgetter(*[places.get(x.name, absent) for x in operator.arguments])
+        in_order = picking([places.get(x.name, absent) for x in operator.arguments])
         self._ways[key] = in_order, requested.scalars
         compute.note(key, plan, kind.expecting, arrays)
 

@@ -89,7 +89,7 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
     extents = (columns, *extents)
     if not all(1 <= extent < _MAX_EXTENT for extent in extents):
         return None
-    in_bytes = _stride_bytes(extents, tuple(stride * size for stride in strides), size)
+    in_bytes = stride_bytes(extents, strides, size)
     if in_bytes is None:
         return None
     return TensorMap(array.dtype, extents, in_bytes, box, param.box.columns * size, distance)
@@ -102,15 +102,16 @@ def expressible(problem: Problem, variant: Variant) -> bool:
     )
 
 
-def _stride_bytes(extents: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...] | None:
-    """The strides, with those that are never multiplied made to look contiguous; None where one will not do.
+def stride_bytes(extents: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+    """The strides, in elements of ``size`` bytes, in bytes, with those that are never multiplied made to look contiguous; None where one will not do.
 
     NVIDIA's limits do not rule out 0, but in its formula each stride spans the bytes within the dimension, so
     an array that is broadcast has no map here.
     """
     map_strides: list[int] = []
     span = math.ceil(extents[0] * size / ALIGNMENT) * ALIGNMENT  # bytes within a dimension
-    for extent, stride in zip(extents[1:], strides, strict=True):
+    for extent, step in zip(extents[1:], strides, strict=True):
+        stride = step * size
         if extent <= 1:
             stride = min(span, _MAX_STRIDE - ALIGNMENT)
         elif not 0 < stride < _MAX_STRIDE or stride % ALIGNMENT:
