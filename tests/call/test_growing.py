@@ -19,8 +19,11 @@ def cache(batch, keys, heads, width, order, dtype=np.float16):
     from fake_gpu import array
 
     size = np.dtype(dtype).itemsize
-    steps = (heads * keys * width, width, keys * width) if order == HEADS_OUTSIDE else (
-        keys * heads * width, heads * width, width)
+    steps = (
+        (heads * keys * width, width, keys * width)
+        if order == HEADS_OUTSIDE
+        else (keys * heads * width, heads * width, width)
+    )
     return array((batch, keys, heads, width), dtype, strides=tuple(size * x for x in (*steps, 1)))
 
 
@@ -50,7 +53,9 @@ def same(plan, new):
 def made(monkeypatch):
     """The requests of plans that are made anew by calls."""
     requests, make = [], compute.make_plan
-    monkeypatch.setattr(compute, "make_plan", lambda of, **options: requests.append(of) or make(of, **options))
+    monkeypatch.setattr(
+        compute, "make_plan", lambda of, **options: requests.append(of) or make(of, **options)
+    )
     return requests
 
 
@@ -121,7 +126,10 @@ def test_forget_drops_what_others_follow_from(fake_gpu):
 
 def test_calls_with_other_widths_have_nothing_in_common():
     settings = ("attention", (), None, None)
-    layouts = lambda width, keys: ("q", ((2, keys, 4, width), True, "d"), ((2, keys, 4, width), True, "d"))
+
+    def layouts(width, keys):
+        return "q", ((2, keys, 4, width), True, "d"), ((2, keys, 4, width), True, "d")
+
     assert growing.key_of(settings, layouts(64, 5)) == growing.key_of(settings, layouts(64, 6))
     assert growing.key_of(settings, layouts(64, 5)) != growing.key_of(settings, layouts(32, 5))
     assert growing.key_of(("append", (), None, None), layouts(64, 5)) is None

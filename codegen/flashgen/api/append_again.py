@@ -28,7 +28,8 @@ _OF_CACHE = ("k", "v", "lengths", "pages", "index", "starts", "k_scale", "v_scal
 _of_cache, _of_rotary = attrgetter(*_OF_CACHE), attrgetter("cos", "sin", "positions")
 _GIVEN = ("q", "cu_seqlens_q", "out")
 _of_call = attrgetter(*_GIVEN)
-_KINDS = {x.name: x.kind for x in AttentionCall.fields if x.name not in (*_GIVEN, "k", "append", "rotary")}
+_BESIDE = (*_GIVEN, "k", "append", "rotary")
+_KINDS = {x.name: x.kind for x in AttentionCall.fields if x.name not in _BESIDE}
 _other_arrays = attrgetter(*(name for name, kind in _KINDS.items() if kind == "array"))
 _options = attrgetter(*(name for name, kind in _KINDS.items() if kind != "array"))
 _NOTHING = {type(None)}

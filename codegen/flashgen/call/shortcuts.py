@@ -46,7 +46,7 @@ class Shortcuts:
         if way is None:
             return None
         plan, pointers = compute.recent(key, arrays)
-        if pointers is None or any([pointer % ROW_ALIGNMENT for pointer in pointers[:3]]):
+        if pointers is None or (pointers[0] | pointers[1] | pointers[2]) % ROW_ALIGNMENT:
             return None
         in_order, scalars = way
         return plan.run(in_order((*arrays, None)), in_order((*pointers, 0)), scalars, None)

@@ -58,7 +58,8 @@ _VARLEN = Shortcuts("q", "k", "v", "sinks", "cu_seqlens_q", "cu_seqlens_kv")
 
 def _is_plain(dropout_p: Any, window_size: Any, alibi_slopes: Any) -> bool:
     """Whether a call may have a shortcut: without dropout, whose seeds differ, and alibi."""
-    return dropout_p == 0.0 and alibi_slopes is None and type(window_size) is tuple
+    no_dropout = type(dropout_p) is float and dropout_p == 0.0
+    return no_dropout and alibi_slopes is None and type(window_size) is tuple
 
 
 def flash_attn_func(

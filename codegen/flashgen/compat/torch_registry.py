@@ -214,8 +214,16 @@ def _auxiliary(x: Tensor, rng_state: Tensor | None) -> tuple[Tensor, Tensor, Ten
     """The state of dropout, seed and offset, which both have 64 bits; and what stands for its mask."""
     # Without dropout nobody reads these elements: zeros would be two kernels.
     device = x.device
-    state = rng_state.view(torch.uint64) if rng_state is not None else torch.empty(2, dtype=torch.uint64, device=device)
-    return state, torch.empty((), dtype=torch.uint64, device=device), torch.empty(0, dtype=x.dtype, device=device)
+    state = (
+        rng_state.view(torch.uint64)
+        if rng_state is not None
+        else torch.empty(2, dtype=torch.uint64, device=device)
+    )
+    return (
+        state,
+        torch.empty((), dtype=torch.uint64, device=device),
+        torch.empty(0, dtype=x.dtype, device=device),
+    )
 
 
 def _flash_attention_forward(query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:

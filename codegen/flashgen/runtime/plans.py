@@ -133,9 +133,12 @@ class Plan:
         self._makers: dict[int, Any] | None = None
         if kind.maker is not None and not self._spread:
             self._makers = {
-                place: kind.maker(shape, examples[0], dtype) for place, (shape, dtype) in self._outputs.items()
+                place: kind.maker(shape, examples[0], dtype)
+                for place, (shape, dtype) in self._outputs.items()
             }
-            self._makers[_OF_WORKSPACE] = kind.maker((self._needed + WORKSPACE_ALIGNMENT,), examples[0], "uint8")
+            self._makers[_OF_WORKSPACE] = kind.maker(
+                (self._needed + WORKSPACE_ALIGNMENT,), examples[0], "uint8"
+            )
 
     def with_layouts(self, problem: Problem, runner: Runner, layouts: Any, changed: Sequence[int]) -> Plan:
         """A plan of a problem that differs from this plan's in the layouts of the inputs at ``changed``, for

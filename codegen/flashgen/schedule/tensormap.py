@@ -103,7 +103,8 @@ def expressible(problem: Problem, variant: Variant) -> bool:
 
 
 def stride_bytes(extents: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...] | None:
-    """The strides, in elements of ``size`` bytes, in bytes, with those that are never multiplied made to look contiguous; None where one will not do.
+    """Strides in elements of ``size`` bytes as strides in bytes, with those that are never multiplied made to
+    look contiguous; None where one will not do.
 
     NVIDIA's limits do not rule out 0, but in its formula each stride spans the bytes within the dimension, so
     an array that is broadcast has no map here.
