@@ -50,7 +50,7 @@ class _Way(NamedTuple):
 
 
 def again(call: Call) -> tuple[Plan, Any] | None:
-    """The plan of the attention and the arrays of its call, queued; None where no earlier call was like it."""
+    """The plan of the attention and the arrays of its queued call; None where no earlier call was like it."""
     found = _of(call)
     if found is None:
         return None

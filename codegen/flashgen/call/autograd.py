@@ -40,6 +40,7 @@ from flashgen.call.tensors import (
     with_rows,
 )
 from flashgen.errors import BadParam, FlashgenError, NullPointer, arg
+from flashgen.host.torchimport import is_file_of
 from flashgen.operators.backward import BACKWARD
 from flashgen.operators.combinations import Feature, refuse
 from flashgen.operators.contract import check_rank
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.call.record import Call
+
+is_file_of(__file__, __name__)
 
 # The tensors whose operators nobody but autograd looks at.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
