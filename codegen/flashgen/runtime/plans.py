@@ -131,14 +131,12 @@ class Plan:
         self._spread = {place: view.strides for place, view in views.items() if not is_contiguous(view)}
         # What allocates results and workspace, if the library has something quicker than `empty` for it.
         self._makers: dict[int, Any] | None = None
-        if kind.maker is not None and not self._spread:
+        if kind.maker is not None:
+            size = (self._needed + WORKSPACE_ALIGNMENT,)
+            new = self._outputs | {_OF_WORKSPACE: (size, "uint8")}
             self._makers = {
-                place: kind.maker(shape, examples[0], dtype)
-                for place, (shape, dtype) in self._outputs.items()
+                place: kind.maker(shape, examples[0], dtype) for place, (shape, dtype) in new.items()
             }
-            self._makers[_OF_WORKSPACE] = kind.maker(
-                (self._needed + WORKSPACE_ALIGNMENT,), examples[0], "uint8"
-            )
 
     def with_layouts(self, problem: Problem, runner: Runner, layouts: Any, changed: Sequence[int]) -> Plan:
         """A plan of a problem that differs from this plan's in the layouts of the inputs at ``changed``, for
@@ -343,31 +341,27 @@ class Plan:
     def _allocated(self, caller_arrays: Arrays, addresses: Pointers, stream: Any) -> tuple[Arrays, Pointers]:
         """The arrays with new ones for all outputs that are missing, and their pointers."""
         kind, arrays, pointers = self.kind, [*caller_arrays], [*addresses]
-        makers = self._makers if stream is None and type(arrays[0]) in self._types else None
+        quick = self._makers is not None and stream is None and type(arrays[0]) in self._types
         for position, (shape, dtype) in self._outputs.items():
             if arrays[position] is None:
-                if makers is not None:
-                    arrays[position] = makers[position]()
-                    pointers[position] = kind.pointer(arrays[position])
-                    continue
                 if position in self._spread:
                     name, strides = self.problem.operator.arguments[position].name, self._spread[position]
                     raise NullPointer(
                         f"{arg(name)} is None, but the plan was made with one of strides {strides} (in "
                         f"elements); pass one with the same layout, or make the plan without {arg(name)}"
                     )
-                arrays[position] = kind.empty(shape, caller_arrays[0], stream, dtype)
-                pointers[position] = kind.pointer(arrays[position])
+                like = caller_arrays[0]
+                new = self._makers[position]() if quick else kind.empty(shape, like, stream, dtype)
+                arrays[position], pointers[position] = new, kind.pointer(new)
         return tuple(arrays), tuple(pointers)
 
     def _workspace(self, workspace: Any, like: Any, stream: Any) -> tuple[Any, int]:
         """The caller's workspace, or a new one, and its address."""
         needed = self._needed
         if workspace is None:
-            if self._makers is not None and stream is None and type(like) in self._types:
-                memory = self._makers[_OF_WORKSPACE]()
-                return memory, -(-self.kind.pointer(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-            memory = self.kind.empty((needed + WORKSPACE_ALIGNMENT,), like, stream, "uint8")
+            quick = self._makers is not None and stream is None and type(like) in self._types
+            size = (needed + WORKSPACE_ALIGNMENT,)
+            memory = self._makers[_OF_WORKSPACE]() if quick else self.kind.empty(size, like, stream, "uint8")
             return memory, -(-self.kind.pointer(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         if self._expected_workspace is not None:
             native_pointers = self._expected_workspace((workspace,))

@@ -9,6 +9,7 @@ below.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
@@ -57,13 +58,19 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
 
     Raises SpecError for an array that there is no map of.
     """
+    paged = dict(variant.axes).get("pages") == "paged"
+    return _described(problem, variant.spec, paged, variant.gqa == "packed", param)
+
+
+@lru_cache(maxsize=256)  # the variants among which dispatch chooses have few different maps
+def _described(problem: Problem, spec: str, paged: bool, packed: bool, param: Param) -> TensorMap | None:
     array = None
     if param.name in problem.operator.positions:
         array = problem.array(param.name)
     if array is None or len(array.extents) != 4 or array.argument.layout != "rows" or param.box is None:
         mapped = [a.name for a in problem.operator.arguments if len(a.symbols) == 4 and a.layout == "rows"]
         raise SpecError(
-            f"{variant.spec}: params has a {TENSOR_MAP} of {param.name}; only these arrays have one: "
+            f"{spec}: params has a {TENSOR_MAP} of {param.name}; only these arrays have one: "
             f"{', '.join(mapped)}"
         )
     batch, seqlen, heads, columns = array.extents
@@ -73,9 +80,9 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
     if not array.argument.is_output and "seqlen_kv" in array.argument.symbols:
         begin, end = problem.seen_keys
         seqlen, distance = end - begin, begin * row_stride * size
-    if dict(variant.axes).get("pages") == "paged" and "rows_kv" in array.argument.symbols and seqlen % rows:
+    if paged and "rows_kv" in array.argument.symbols and seqlen % rows:
         return None
-    if variant.gqa == "packed" and "num_heads_q" in array.argument.symbols:
+    if packed and "num_heads_q" in array.argument.symbols:
         group = heads // problem.sizes["num_heads_kv"]
         if rows % group:
             return None
