@@ -40,7 +40,7 @@ def request(q, k, v, **options):
 def planned(of):
     """The plan of a call as `attention` finds it, and as it is made anew."""
     kind = arrays.kind_of(of.arrays[0])
-    return compute.plan_of(of, kind), compute.make_plan(of, keeps_scalars=False)
+    return compute._plan_of(of, kind)[0], compute.make_plan(of, keeps_scalars=False)
 
 
 def same(plan, new):
@@ -79,7 +79,7 @@ def test_few_plans_are_made_anew(step, fake_gpu, monkeypatch):
     requests = made(monkeypatch)
     for keys in range(1024, 1280, step):
         k = cache(2, keys, 4, 64, HEADS_OUTSIDE)
-        compute.plan_of(request(query(2, 1, 16, 64), k, k, causal=True), arrays.kind_of(k))
+        compute._plan_of(request(query(2, 1, 16, 64), k, k, causal=True), arrays.kind_of(k))
     assert 4 <= len(requests) <= 16
 
 
@@ -89,7 +89,7 @@ def test_a_window_and_a_causal_mask_are_planned_anew(fake_gpu, monkeypatch):
         before = len(requests)
         for keys in range(90, 96):
             k = cache(2, keys, 4, 64, HEADS_OUTSIDE)
-            compute.plan_of(request(query(2, 2, 16, 64), k, k, **options), arrays.kind_of(k))
+            compute._plan_of(request(query(2, 2, 16, 64), k, k, **options), arrays.kind_of(k))
         assert len(requests) == before + 6
 
 
@@ -118,7 +118,7 @@ def test_the_launched_struct_has_the_new_length(fake_gpu):
 
 def test_forget_drops_what_others_follow_from(fake_gpu):
     k = cache(2, 300, 4, 64, HEADS_OUTSIDE)
-    compute.plan_of(request(query(2, 1, 16, 64), k, k), arrays.kind_of(k))
+    compute._plan_of(request(query(2, 1, 16, 64), k, k), arrays.kind_of(k))
     assert compute._relatives
     compute.forget()
     assert not compute._relatives

@@ -133,9 +133,13 @@ def _new_plan(request: Request, kind: arrays.Kind, settings: Any, layouts: tuple
     return plan
 
 
-def plan_of(request: Request, kind: arrays.Kind) -> Plan:
-    """The kept plan of a request, whose arrays are of one library."""
-    return _plan_of(request, kind)[0]
+def kept_plan(request: Request, kind: arrays.Kind) -> Plan | None:
+    """The plan of an earlier call, if one requested the same for arrays on a GPU of these layouts."""
+    settings = request.operator.name, request.options, request.backend, request.algorithm
+    try:
+        return _plans.get((settings, kind.read(request.arrays)[0]))
+    except (RuntimeError, TypeError):  # a tensor without memory; an option that is not hashable
+        return None
 
 
 def recent(key: Any, values: tuple[Any, ...]) -> tuple[Plan | None, tuple[int, ...] | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flashgen.call import compute
+from flashgen.errors import FlashgenError
 from flashgen.operators.arguments import ROW_ALIGNMENT
 from flashgen.runtime.arrays import tensor_kind
 from flashgen.runtime.torchkind import picking
@@ -26,17 +27,17 @@ class Shortcuts:
     """
 
     def __init__(self, *names: str) -> None:
-        self._names = names
-        # By options and shapes: what puts the drop-in's arrays into the operator's order, and the scalars.
-        self._ways: dict[Any, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {}
+        self.names = names
+        # By options and shapes: what puts the drop-in's arrays into the operator's order, and the scalars;
+        # None where a call copied an array.
+        self._ways: dict[Any, tuple[Callable[[Any], Any], tuple[Any, ...]] | None] = {}
 
     def run(self, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
         """The results of a call, or None for one that no shortcut serves: the drop-in does what it does for a
         first call.
         """
-        q = arrays[0]
-        kind = tensor_kind(q)
-        if kind is None or kind.watched(q) or kind.on_host(q):
+        kind = tensor_kind(arrays[0])
+        if kind is None or kind.records(*arrays[:3]) or kind.on_host(arrays[0]):
             return None
         key = self._key(options, arrays)
         try:
@@ -49,25 +50,37 @@ class Shortcuts:
         if pointers is None or (pointers[0] | pointers[1] | pointers[2]) % ROW_ALIGNMENT:
             return None
         in_order, scalars = way
-        return plan.run(in_order((*arrays, None)), in_order((*pointers, 0)), scalars, None)
+        try:
+            return plan.run(in_order((*arrays, None)), in_order((*pointers, 0)), scalars, None)
+        except FlashgenError:  # before anything is queued; the drop-in raises it by its names, or copies
+            return None
 
     def keep(self, options: tuple[Any, ...], arrays: tuple[Any, ...], request: Callable[[], Request]) -> None:
-        """After a call: keep the shortcut of calls like it. ``request`` makes what it requested, whose arrays
-        are at the same addresses. A call that was recorded has none.
+        """After a call: keep the shortcut of calls like it. ``request`` makes what it requested of these very
+        arrays, or views of them. A call that was recorded, or copied an array, has none.
         """
         kind = tensor_kind(arrays[0])
         if kind is None or kind.on_host(arrays[0]) or kind.expecting is None or kind.records(*arrays[:3]):
             return
         key = self._key(options, arrays)
-        plan, operator = compute.plan_of(requested := request(), kind), requested.operator
-        places = {name: place for place, name in enumerate(self._names)}
-        absent = len(self._names)
+        try:
+            if self._ways.get(key, ()) is None:
+                return
+        except TypeError:  # an option is not hashable
+            return
         if len(self._ways) >= compute.MAX_PLANS:
             self._ways.clear()
-        in_order = picking([places.get(x.name, absent) for x in operator.arguments])
+        requested = request()
+        plan = compute.kept_plan(requested, kind)
+        if plan is None:
+            self._ways[key] = None
+            return
+        places = {name: place for place, name in enumerate(self.names)}
+        absent = len(self.names)
+        in_order = picking([places.get(x.name, absent) for x in requested.operator.arguments])
         self._ways[key] = in_order, requested.scalars
         compute.note(key, plan, kind.expecting, arrays)
 
     def _key(self, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
         # 1, 1.0 and True are equal, and not each is a flag.
-        return self._names, arrays[0].shape, arrays[1].shape, options, *map(type, options)
+        return self.names, arrays[0].shape, arrays[1].shape, options, *map(type, options)

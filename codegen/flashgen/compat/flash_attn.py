@@ -110,8 +110,7 @@ def flash_attn_func(
     plain = _is_plain(dropout_p, window_size, alibi_slopes)
     way = softmax_scale, causal, softcap, deterministic, return_attn_probs, *(window_size if plain else ())
     arrays = q, k, v, s_aux
-    with naming(OPTIONS):
-        result = _FUNC.run(way, arrays) if plain else None
+    result = _FUNC.run(way, arrays) if plain else None
     if result is not None:
         return (*result, None) if return_attn_probs else result
     refuse_probabilities(return_attn_probs, dropout_p)
@@ -240,8 +239,7 @@ def flash_attn_varlen_func(
     way = softmax_scale, causal, softcap, deterministic, return_attn_probs, max_seqlen_q, max_seqlen_k
     way += window_size if plain else ()
     arrays = q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k
-    with naming(_SEQUENCES):
-        result = _VARLEN.run(way, arrays) if plain else None
+    result = _VARLEN.run(way, arrays) if plain else None
     if result is not None:
         return (*result, None) if return_attn_probs else result
     refuse_probabilities(return_attn_probs, dropout_p)

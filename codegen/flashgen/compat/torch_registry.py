@@ -14,8 +14,8 @@ import torch
 
 from flashgen.api.attention import attention
 from flashgen.call.kvcache import KVCache
-from flashgen.call.record import AttentionCall, call_of
-from flashgen.call.request import request_of
+from flashgen.call.record import AttentionCall, GradientCall, call_of
+from flashgen.call.request import Request, gradients_of, request_of
 from flashgen.call.shortcuts import Shortcuts
 from flashgen.compat.flash_attn_arguments import contiguous, pages_of_packed, splits_of, with_dropout
 from flashgen.compat.refusals import refuse_dropout
@@ -59,6 +59,7 @@ _NAMES = {
 
 
 _SDPA = Shortcuts("q", "k", "v", "out")
+_SDPA_BACKWARD = Shortcuts("q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
 # Where _flash_attention_forward has dropout_p, after query.
 _DROPOUT_P = 6
 
@@ -314,9 +315,26 @@ def _scaled_dot_product_flash_attention_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     gradients = [torch.empty_like(x) for x in (query, key, value)]
+    arrays = query, key, value, grad_out, out, logsumexp, *gradients
+    way = is_causal, scale, torch.are_deterministic_algorithms_enabled()
+    if not dropout_p and _SDPA_BACKWARD.run(way, arrays) is not None:
+        return tuple(gradients)
     options = _options(scale, is_causal) | with_dropout(dropout_p, query, philox_seed.view(torch.int64))
     _differentiate(gradients, grad_out, query, key, value, out, logsumexp.contiguous(), **options)
+    if not dropout_p:
+        _SDPA_BACKWARD.keep(way, arrays, lambda: _gradients_requested(arrays, options))
     return tuple(gradients)
+
+
+def _gradients_requested(arrays: tuple[Tensor, ...], options: dict[str, Any]) -> Request:
+    """What `_differentiate` requests where it copies nothing; ``arrays`` in the order of `_SDPA_BACKWARD`."""
+    names, query = _SDPA_BACKWARD.names, arrays[0]
+    named = {name: x if name == "lse" else x.transpose(1, 2) for name, x in zip(names, arrays, strict=True)}
+    scale = query.shape[-1] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return gradients_of(
+        call_of(GradientCall, **options | named | {"softmax_scale": scale, "deterministic": deterministic})
+    )
 
 
 def _differentiate(gradients: list[Tensor], *arrays: Any, **options: Any) -> None:
