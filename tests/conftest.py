@@ -305,6 +305,7 @@ def forget_plans(monkeypatch):
     def forget():
         monkeypatch.setattr(compute, "_plans", {})
         monkeypatch.setattr(compute, "_recent", {})
+        monkeypatch.setattr(compute, "_relatives", {})
 
     forget()
     return forget

@@ -6,6 +6,7 @@ from dataclasses import fields
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
+from flashgen.api import append_again
 from flashgen.api.append import adopted_arrays, arrays_in_order, interleaved, requested
 from flashgen.api.pair_of_plans import PairOfPlans
 from flashgen.api.queue_both import queue_both
@@ -265,14 +266,19 @@ def _check_rotated(q: Any, k_new: Any, positions: str, is_masked: bool) -> None:
         )
 
 
-def append_and_attend(call: Call, append_request: Request) -> Any:
+def append_and_attend(call: Call) -> Any:
     """``attention(append=)``. Raises what is wrong with the append or the attention before anything is
     queued.
     """
+    found = append_again.again(call)
+    if found is not None:
+        return found[0].results_of(found[1])
+    append_request = requested_append(call)
     append, first = ready(append_request)
     request = _attention_after(call, first)
     attention, second = _attending(ready, request, call)
     queue_both(append, first, attention, second, (*request.arrays, None), append_request.arrays)
+    append_again.keep(call, append, append_request, attention, request, first[1])
     return _handed(attention, second, call.q, call.stream)
 
 

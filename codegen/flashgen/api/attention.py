@@ -46,9 +46,9 @@ def _attention(call: Call) -> Any:
         flag("deterministic", call.deterministic)
     try:
         if call.append is not None or call.rotary is not None:
-            from flashgen.api.append_and_attend import append_and_attend, requested_append
+            from flashgen.api.append_and_attend import append_and_attend
 
-            return append_and_attend(call, requested_append(call))
+            return append_and_attend(call)
         return compute(request_of(call), kind)
     except dlpack.Traced:
         pass  # below, so that its errors are not chained to this one

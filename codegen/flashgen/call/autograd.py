@@ -40,6 +40,7 @@ from flashgen.call.tensors import (
     with_rows,
 )
 from flashgen.errors import BadParam, FlashgenError, NullPointer, arg
+from flashgen.host.torchimport import is_file_of
 from flashgen.operators.backward import BACKWARD
 from flashgen.operators.combinations import Feature, refuse
 from flashgen.operators.contract import check_rank
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.call.record import Call
+
+is_file_of(__file__, __name__)
 
 # The tensors whose operators nobody but autograd looks at.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
@@ -113,9 +116,9 @@ def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether nothing needs to see an operator: nothing watches, there is no transform of torch.func, and no
     subclass of tensors.
     """
-    return not (
-        kind_of(tensors[0]).watched(tensors[0]) or torch._C._are_functorch_transforms_active()
-    ) and _PLAIN.issuperset(map(type, tensors))
+    if not _PLAIN.issuperset(map(type, tensors)) or torch._C._are_functorch_transforms_active():
+        return False
+    return not kind_of(tensors[0]).watched(tensors[0])
 
 
 def _differentiable(call: Call) -> bool:
@@ -180,7 +183,7 @@ def _by_input(gradients: tuple[Tensor, ...], inputs: tuple[Any, ...]) -> tuple[A
     if len(gradients) == len(inputs):
         return gradients
     remaining = iter(gradients)
-    return tuple(None if x is None else next(remaining) for x in inputs)
+    return tuple([None if x is None else next(remaining) for x in inputs])
 
 
 def _readable(arrays: tuple[Any, ...]) -> dict[str, Any]:
@@ -307,18 +310,18 @@ def plain(call: Call) -> Any:
     tensors without a score modification or a mask by a line. None for any other call, which `attention` has
     to look at.
     """
-    if not _is_eager((call.q, call.k, call.v)) or call.has_score():
+    if torch.compiler.is_compiling():  # torch.compile does not trace the next line
+        return None
+    inputs, is_plain = _inputs(call), call.is_plain()
+    if not _is_eager(inputs) or (not is_plain and call.has_score()):
         return None
     if call.q.dtype == torch.float8_e4m3fn:  # which has no gradients
-        return None
-    inputs = _inputs(call)
-    if not _PLAIN.issuperset(map(type, inputs)):
         return None
     if call.tree is not None:
         return None
     if call.mask is not None and any(getattr(call, name) is not None for name in LENGTHS):
         return None
-    if call.is_normal():
+    if is_plain or call.is_normal():
         kept = call.copy()
     else:
         try:
@@ -326,25 +329,23 @@ def plain(call: Call) -> Any:
         except FlashgenError:
             return None
     return_lse, kept.return_lse = call.return_lse, True
-    return _Attention.apply(*inputs[:_GRADIENTS], inputs, return_lse, kept)
+    return _Attention.apply(*inputs[:_GRADIENTS], (inputs, return_lse, kept))
 
 
 class _Attention(torch.autograd.Function):
     """`plain` in eager mode, where recording an operator takes ten times as long as queueing kernels. Takes
-    the differentiable arrays, all arrays, whether to return the LSE, and a record for this call alone.
+    the differentiable arrays, and (all arrays, whether to return the LSE, a record for this call alone).
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        inputs, return_lse, call = args[_GRADIENTS:]
+        inputs, return_lse, call = args[_GRADIENTS]
         request = request_of(call)
         out, lse = compute(request, kind_of(call.q))
-        ctx.has_lengths = "kv_lengths" in request.operator.positions
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, out, lse)
-        for name in INPUTS:  # what has memory is in autograd's care: it looks for changes, and calls hooks
-            setattr(call, name, None)
-        ctx.call = call
+        call.drop_arrays()  # what has memory is in autograd's care: it looks for changes, and calls hooks
+        ctx.of_call = call, "kv_lengths" in request.operator.positions
         return (out, lse) if return_lse else out
 
     @staticmethod
@@ -352,21 +353,21 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(saved[_COUNT])
-        arrays, call = (dout, *saved, dlse), ctx.call
+        arrays, (call, has_lengths) = (dout, *saved, dlse), ctx.of_call
         # Where gradients are recorded themselves, the operator refuses to have its own.
         if torch.is_grad_enabled() or not _is_eager(arrays):
             _, entries = encode(call.replace(**dict(zip(INPUTS, saved, strict=False))))
-            return *_recorded(*arrays, [], *entries), None, None, None
+            return *_recorded(*arrays, [], *entries), None
         if torch.are_deterministic_algorithms_enabled():
             call = call.replace(deterministic=True)
         if not dout.is_contiguous():
             arrays = (with_rows(dout), *arrays[1:])
         try:
-            gradients = compute(_GRADIENT_REQUESTS[ctx.has_lengths](call, *arrays), kind_of(dout))
+            gradients = compute(_GRADIENT_REQUESTS[has_lengths](call, *arrays), kind_of(dout))
         except (FlashgenError, RuntimeError):  # some array needs a copy, or an error names what is wrong
             options = {name: getattr(call, name) for name in _SHARED}
             gradients = _gradients(call_of(GradientCall, **options, **_readable(arrays)))
-        return *_by_input(gradients, saved[:_GRADIENTS]), None, None, None
+        return *_by_input(gradients, saved[:_GRADIENTS]), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> None:

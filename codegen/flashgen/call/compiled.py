@@ -51,6 +51,7 @@ from flashgen.call.tensors import (
     with_rows,
 )
 from flashgen.errors import BadParam, NullPointer, arg, naming
+from flashgen.host.torchimport import is_file_of
 from flashgen.operators.append import APPEND
 from flashgen.operators.kvcodes import E4M3, SCALES_OUT
 from flashgen.operators.merge import MERGE
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
 
     from flashgen.call.record import Call
     from flashgen.runtime.torchkind import TorchKind
+
+is_file_of(__file__, __name__)
 
 load_operators()
 

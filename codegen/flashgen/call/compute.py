@@ -8,6 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from flashgen.call import growing
 from flashgen.call.backends import runner_for
 from flashgen.call.kvcache import arrays_instead
 from flashgen.errors import InternalError, naming
@@ -32,6 +33,8 @@ _plans: dict[Any, Plan] = {}
 # By all of a request but its arrays: the plan of the last one and, once two of one layout followed each
 # other, what gives the pointers of such arrays.
 _recent: dict[Any, tuple[Plan, Expecting | None]] = {}
+# By what calls have in common whose numbers of keys differ: the last plan that was made anew.
+_relatives: dict[Any, growing.Relative] = {}
 _plans_lock = forks.guard()
 # Called with each new plan's request, views and problem, while calls are recorded.
 observer: Callable[[Request, Mapping[str, ArrayView | None], Problem], None] | None = None
@@ -90,16 +93,14 @@ def _plan_of(request: Request, kind: arrays.Kind) -> tuple[Plan, tuple[int, ...]
         # On a GPU there is one backend, and only a new plan asks whether it is forbidden: a look takes 1 µs.
         backend = os.environ.get("FLASHGEN_BACKEND") or None
     settings = request.operator.name, request.options, backend, request.algorithm
-    expecting, recent = kind.expecting, None
+    expecting = kind.expecting
     if expecting is not None:
         try:
-            recent, pointers_of = _recent.get(settings, (None, None))
+            plan, pointers = recent(settings, values)
         except TypeError:  # an option is not hashable, as below
-            pointers_of = None
-        if pointers_of is not None:
-            pointers = pointers_of(values)
-            if pointers is not None:
-                return recent, pointers
+            pointers = None
+        if pointers is not None:
+            return plan, pointers
     try:
         layouts, pointers = kind.read(values)
     except RuntimeError:
@@ -112,18 +113,54 @@ def _plan_of(request: Request, kind: arrays.Kind) -> tuple[Plan, tuple[int, ...]
         make_plan(request)  # raises what is wrong, by name
         raise
     if plan is None:
-        plan = make_plan(request, keeps_scalars=False)
+        plan = _new_plan(request, kind, settings, layouts)
         _remember(key, plan)
     if expecting is not None:
-        pointers_of = expecting(values) if plan is recent else None
-        with _plans_lock:
-            _recent[settings] = plan, pointers_of
+        note(settings, plan, expecting, values)
     return plan, pointers
+
+
+def _new_plan(request: Request, kind: arrays.Kind, settings: Any, layouts: tuple[Any, ...]) -> Plan:
+    """A plan that is not kept: it follows from a plan for fewer keys, or is made anew."""
+    common = growing.key_of(settings, layouts) if observer is None else None
+    relative = None if common is None else _relatives.get(common)
+    plan = None if relative is None else growing.plan_of(relative, request, kind, layouts)
+    if plan is None:
+        plan = make_plan(request, keeps_scalars=False)
+        if common is not None:
+            with _plans_lock:
+                _relatives[common] = growing.Relative(plan)
+    return plan
+
+
+def kept_plan(request: Request, kind: arrays.Kind) -> Plan | None:
+    """The plan of an earlier call, if one requested the same for arrays on a GPU of these layouts."""
+    settings = request.operator.name, request.options, request.backend, request.algorithm
+    try:
+        return _plans.get((settings, kind.read(request.arrays)[0]))
+    except (RuntimeError, TypeError):  # a tensor without memory; an option that is not hashable
+        return None
+
+
+def recent(key: Any, values: tuple[Any, ...]) -> tuple[Plan | None, tuple[int, ...] | None]:
+    """The plan that was noted last under a key, and the pointers of these arrays if their layouts are those
+    of two calls in a row that were noted; (..., None) otherwise.
+    """
+    plan, pointers_of = _recent.get(key, (None, None))
+    return plan, None if pointers_of is None else pointers_of(values)
+
+
+def note(key: Any, plan: Plan, expecting: Callable[..., Expecting | None], values: tuple[Any, ...]) -> None:
+    """Note the plan of a call with these arrays, for `recent`."""
+    before, _ = _recent.get(key, (None, None))
+    pointers_of = expecting(values) if plan is before else None
+    with _plans_lock:
+        _recent[key] = plan, pointers_of
 
 
 def _remember(key: Any, plan: Plan) -> None:
     with _plans_lock:
-        for plans in (_plans, _recent):
+        for plans in (_plans, _recent, _relatives):
             while len(plans) >= MAX_PLANS:
                 del plans[next(iter(plans))]
         _plans[key] = plan
@@ -134,6 +171,7 @@ def forget() -> None:
     with _plans_lock:
         _plans.clear()
         _recent.clear()
+        _relatives.clear()
 
 
 def ready(request: Request) -> tuple[Plan, Ready]:

@@ -72,6 +72,10 @@ class Call:
     def copy(self) -> Self:
         raise NotImplementedError
 
+    def drop_arrays(self) -> None:
+        """Keep nothing but options: of a record that its only owner has made for a later call."""
+        raise NotImplementedError
+
     def is_normal(self) -> bool:
         """Whether all options are in the form that is part of a plan's key."""
         raise NotImplementedError
@@ -128,7 +132,9 @@ def _record(name: str, doc: str, fields: tuple[Field, ...]) -> type[Call]:
         for names in (SCORES, OF_CODES)
     )
     end = ["        False", "    )"]
+    arrays = [f"    self.{x.name} = None" for x in fields if x.kind == "array"]
     sources = {
+        "drop_arrays": [*arrays, ""],
         "copy": [*begin, *copies, "    return other"],
         "normalised": [*begin, *normal, "    return other"],
         "has_score": ["    return (", *scores, *end],

@@ -14,6 +14,9 @@ from typing import Any
 
 from flashgen.api.attention import attention
 from flashgen.call.kvcache import KVCache
+from flashgen.call.record import AttentionCall, call_of
+from flashgen.call.request import request_of
+from flashgen.call.shortcuts import Shortcuts
 from flashgen.compat.flash_attn_arguments import (
     OPTIONS,
     check_cache,
@@ -49,6 +52,14 @@ _QKV_SEQUENCES = _QKV | {
     "max_seqlen_q": "max_seqlen",
     "max_seqlen_k": "max_seqlen",
 }
+_FUNC = Shortcuts("q", "k", "v", "sinks")
+_VARLEN = Shortcuts("q", "k", "v", "sinks", "cu_seqlens_q", "cu_seqlens_kv")
+
+
+def _is_plain(dropout_p: Any, window_size: Any, alibi_slopes: Any) -> bool:
+    """Whether a call may have a shortcut: without dropout, whose seeds differ, and alibi."""
+    no_dropout = type(dropout_p) is float and dropout_p == 0.0
+    return no_dropout and alibi_slopes is None and type(window_size) is tuple
 
 
 def flash_attn_func(
@@ -96,6 +107,12 @@ def flash_attn_func(
     Raises NotImplementedError for return_attn_probs with dropout, and what
     ``flashgen.attention`` raises.
     """
+    plain = _is_plain(dropout_p, window_size, alibi_slopes)
+    way = softmax_scale, causal, softcap, deterministic, return_attn_probs, *(window_size if plain else ())
+    arrays = q, k, v, s_aux
+    result = _FUNC.run(way, arrays) if plain else None
+    if result is not None:
+        return (*result, None) if return_attn_probs else result
     refuse_probabilities(return_attn_probs, dropout_p)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rank(name, x, "batch, seqlen, nheads, headdim")
@@ -104,6 +121,8 @@ def flash_attn_func(
     options |= {"sinks": s_aux, "dropout_p": dropout_p}
     with naming(OPTIONS):
         result = attention_of_any_width(q, k, v, **options)
+    if plain:
+        _FUNC.keep(way, arrays, lambda: request_of(call_of(AttentionCall, q=q, k=k, v=v, **options)))
     return (*result, None) if return_attn_probs else result
 
 
@@ -216,6 +235,13 @@ def flash_attn_varlen_func(
     block_table for such q, k, v or s_aux, NullPointer without cu_seqlens, and BadTensorShape for blocks
     whose rows are no multiple of 16 bytes.
     """
+    plain = block_table is None and _is_plain(dropout_p, window_size, alibi_slopes)
+    way = softmax_scale, causal, softcap, deterministic, return_attn_probs, max_seqlen_q, max_seqlen_k
+    way += window_size if plain else ()
+    arrays = q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k
+    result = _VARLEN.run(way, arrays) if plain else None
+    if result is not None:
+        return (*result, None) if return_attn_probs else result
     refuse_probabilities(return_attn_probs, dropout_p)
     refuse_gradients(alibi_slopes=alibi_slopes)
     if block_table is not None:
@@ -239,6 +265,9 @@ def flash_attn_varlen_func(
             check_rank(name, x, "total_k, nheads_k, headdim")
         with naming(_SEQUENCES):
             result = attention_of_any_width(q, k, v, cu_seqlens_kv=cu_seqlens_k, **options)
+        if plain:
+            options["cu_seqlens_kv"] = cu_seqlens_k
+            _VARLEN.keep(way, arrays, lambda: request_of(call_of(AttentionCall, q=q, k=k, v=v, **options)))
     else:
         for name, x in (("k", k), ("v", v)):
             check_cache(name, x, "num_blocks, page_block_size, nheads_k, headdim")

@@ -14,6 +14,9 @@ import torch
 
 from flashgen.api.attention import attention
 from flashgen.call.kvcache import KVCache
+from flashgen.call.record import AttentionCall, GradientCall, call_of
+from flashgen.call.request import Request, gradients_of, request_of
+from flashgen.call.shortcuts import Shortcuts
 from flashgen.compat.flash_attn_arguments import contiguous, pages_of_packed, splits_of, with_dropout
 from flashgen.compat.refusals import refuse_dropout
 from flashgen.compat.widths import (
@@ -55,6 +58,8 @@ _NAMES = {
 }
 
 
+_SDPA = Shortcuts("q", "k", "v", "out")
+_SDPA_BACKWARD = Shortcuts("q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
 # Where _flash_attention_forward has dropout_p, after query.
 _DROPOUT_P = 6
 
@@ -208,8 +213,18 @@ def _attend_varlen(
 
 def _auxiliary(x: Tensor, rng_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The state of dropout, seed and offset, which both have 64 bits; and what stands for its mask."""
-    state = torch.zeros(2, dtype=torch.int64, device=x.device) if rng_state is None else rng_state
-    return state.view(torch.uint64), torch.zeros((), dtype=torch.uint64, device=x.device), x.new_empty(0)
+    # Without dropout nobody reads these elements: zeros would be two kernels.
+    device = x.device
+    state = (
+        rng_state.view(torch.uint64)
+        if rng_state is not None
+        else torch.empty(2, dtype=torch.uint64, device=device)
+    )
+    return (
+        state,
+        torch.empty((), dtype=torch.uint64, device=device),
+        torch.empty(0, dtype=x.dtype, device=device),
+    )
 
 
 def _flash_attention_forward(query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -266,9 +281,17 @@ def _scaled_dot_product_flash_attention(
     """
     _refuse(return_debug_mask and not dropout_p)
     out = torch.empty_like(query)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    dropout = with_dropout(dropout_p, query)
-    lse = _attend(out.transpose(1, 2), q, k, v, **_options(scale, is_causal), **dropout)
+    arrays, way = (query, key, value, out), (dropout_p, is_causal, scale)
+    results, dropout = None if dropout_p else _SDPA.run(way, arrays), {}
+    if results is None:
+        dropout = with_dropout(dropout_p, query)
+        options = _options(scale, is_causal) | dropout
+        q, k, v, into = (x.transpose(1, 2) for x in arrays)
+        results = out, _attend(into, q, k, v, **options)
+        if not dropout:
+            options |= {"out": into, "return_lse": True}
+            _SDPA.keep(way, arrays, lambda: request_of(call_of(AttentionCall, q=q, k=k, v=v, **options)))
+    lse = results[1]
     state, offset, mask = _auxiliary(query, dropout.get("dropout_seed"))
     if return_debug_mask:
         from flashgen.compat.torch_dropout import debug_mask  # calls without one need no module
@@ -296,9 +319,26 @@ def _scaled_dot_product_flash_attention_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     gradients = [torch.empty_like(x) for x in (query, key, value)]
+    arrays = query, key, value, grad_out, out, logsumexp, *gradients
+    way = is_causal, scale, torch.are_deterministic_algorithms_enabled()
+    if not dropout_p and _SDPA_BACKWARD.run(way, arrays) is not None:
+        return tuple(gradients)
     options = _options(scale, is_causal) | with_dropout(dropout_p, query, philox_seed.view(torch.int64))
     _differentiate(gradients, grad_out, query, key, value, out, logsumexp.contiguous(), **options)
+    if not dropout_p:
+        _SDPA_BACKWARD.keep(way, arrays, lambda: _gradients_requested(arrays, options))
     return tuple(gradients)
+
+
+def _gradients_requested(arrays: tuple[Tensor, ...], options: dict[str, Any]) -> Request:
+    """What `_differentiate` requests where it copies nothing; ``arrays`` in the order of `_SDPA_BACKWARD`."""
+    names, query = _SDPA_BACKWARD.names, arrays[0]
+    named = {name: x if name == "lse" else x.transpose(1, 2) for name, x in zip(names, arrays, strict=True)}
+    scale = query.shape[-1] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return gradients_of(
+        call_of(GradientCall, **options | named | {"softmax_scale": scale, "deterministic": deterministic})
+    )
 
 
 def _differentiate(gradients: list[Tensor], *arrays: Any, **options: Any) -> None:

@@ -261,6 +261,8 @@ def _of_ranges(ranges: Tensor) -> dict[str, Any]:
     """The options for what `mask` says of a causal pattern."""
     width, numbers = ranges.shape[2:]
     options = _causal(None if width == _ANY_WIDTH else width)
+    if not numbers:
+        return options
     ranges = ranges[:, 0, 0]
     if numbers in (_FIRST_AND_END, _FIRST_ALONE):
         options["kv_starts"] = ranges[:, 0].contiguous()

@@ -17,9 +17,12 @@ from flashgen.distributed.layouts import LAYOUTS_OF_DOCUMENTS, runs_of, tokens_o
 from flashgen.distributed.passes import Inputs
 from flashgen.distributed.setting import Options, setting_of
 from flashgen.errors import BadParam
+from flashgen.host.torchimport import is_file_of
 
 if TYPE_CHECKING:
     from flashgen.distributed.setting import Setting
+
+is_file_of(__file__, __name__)
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor? cu_seqlens, "

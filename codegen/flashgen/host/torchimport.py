@@ -5,6 +5,8 @@ operators, for which no room is imported until one is looked up, and tensors are
 from __future__ import annotations
 
 import importlib
+import inspect
+import os
 import sys
 from typing import Any
 
@@ -29,6 +31,16 @@ OPERATORS = {
 def follow() -> None:
     """Do so now, where PyTorch is imported already, or once it is."""
     after_import("torch", _imported)
+
+
+def is_file_of(file: str, module: str) -> None:
+    """Tell ``inspect`` of which module a file is, before the module registers operators.
+
+    PyTorch notes where an operator is registered, by ``inspect``, which asks every module for its file. That
+    loads the modules that load when they are first used: CuPy's cupyx, and with it SciPy and pytest.
+    """
+    # As inspect writes it, which does not follow links.
+    inspect.modulesbyfile.setdefault(os.path.normcase(os.path.abspath(file)), module)  # noqa: PTH100
 
 
 def _imported() -> None:

@@ -23,6 +23,7 @@ class CupyKind:
     name = "cupy"
     expecting = None
     wrote = None
+    maker = None
 
     def __init__(self, cupy: Any) -> None:
         self.types = {cupy.ndarray, type(None)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import struct
 from collections.abc import Callable
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
     from flashgen.runtime.arrays import Arrays, Pointers, Work
     from flashgen.runtime.kernel import Kernel
+    from flashgen.schedule.parameters import Struct
     from flashgen.schedule.plan import Step, Steps
 
 # One step of a call, ready to be queued: called as ``launch(stream, argument, 0)``, where the device is
@@ -55,6 +57,12 @@ class Launcher:
         else:
             shape = (*blocks, *threads, grid.smem_bytes)
             self._launch = partial(driver.launchKernel, loaded.function_ptr, *shape)
+
+    def of(self, params: Struct) -> Launcher:
+        """Launches of the same kernel on the same grid, with another parameter struct of its size."""
+        other = copy.copy(self)
+        other._params, other._template, other._encoded = params, params.template, False
+        return other
 
     def at(self, pointers: Pointers, problem: Problem) -> Prepared:
         """The launch of the kernel with its parameter struct for arrays at ``pointers`` and the scalars of
@@ -103,11 +111,22 @@ class Runner:
     """Queues the steps of a call on a GPU, in order; see ``plans.Runner``."""
 
     def __init__(self, planned: Steps, device: Device, kernels: Sequence[Kernel]) -> None:
+        self.planned, self.device = planned, device
         self.steps, self.variant = planned.steps, planned.main
+        # For how many keys the kernel and the grid are the same: `schedule.growing`.
+        self.keys_alike = range(0)
         self.workspace_bytes = planned.workspace.nbytes
         self._launchers = [
             Launcher(step, device, loaded) for step, loaded in zip(planned.steps, kernels, strict=True)
         ]
+
+    def of(self, steps: Sequence[Step]) -> Runner:
+        """What queues these steps, which differ from its own in their parameter structs alone."""
+        other = copy.copy(self)
+        other.steps = tuple(steps)
+        pairs = zip(self._launchers, steps, strict=True)
+        other._launchers = [launcher.of(step.struct) for launcher, step in pairs]
+        return other
 
     def at(self, pointers: Pointers, problem: Problem) -> Work:
         launches = [launcher.at(pointers, problem) for launcher in self._launchers]

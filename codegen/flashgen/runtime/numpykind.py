@@ -22,6 +22,7 @@ class NumpyKind:
 
     name = "numpy"
     expecting = None  # nothing is quicker than `read`
+    maker = None  # nothing is quicker than `empty`
     wrote = None  # no one keeps arrays for a backward pass
 
     def __init__(self, numpy: Any) -> None:

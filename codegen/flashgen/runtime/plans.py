@@ -22,6 +22,8 @@ from flashgen.runtime.misfits import check_fit
 from flashgen.runtime.streams import stream_pointer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.schedule.plan import Step
@@ -33,6 +35,7 @@ Ready = tuple[Work, Arrays, Pointers, int, Any]
 MAX_WORKS = 256
 # What messages refer to as the inputs that a call of a plan has to give.
 TAKES = "what the plan takes"
+_OF_WORKSPACE = -1  # in place of the position of a result
 _WORKSPACE = Argument("workspace", "output", "bytes", ("uint8",), "contiguous", WORKSPACE_ALIGNMENT)
 
 
@@ -71,6 +74,7 @@ class Plan:
         "_known",
         "_known_workspace",
         "_layouts",
+        "_makers",
         "_memory",
         "_needed",
         "_no_scalars",
@@ -125,6 +129,36 @@ class Plan:
         outputs = {place: examples[place] for place in self._results if examples[place] is not None}
         views = {place: libraries.view(x, arguments[place].name) for place, x in outputs.items()}
         self._spread = {place: view.strides for place, view in views.items() if not is_contiguous(view)}
+        # What allocates results and workspace, if the library has something quicker than `empty` for it.
+        self._makers: dict[int, Any] | None = None
+        if kind.maker is not None:
+            size = (self._needed + WORKSPACE_ALIGNMENT,)
+            new = self._outputs | {_OF_WORKSPACE: (size, "uint8")}
+            self._makers = {
+                place: kind.maker(shape, examples[0], dtype) for place, (shape, dtype) in new.items()
+            }
+
+    def with_layouts(self, problem: Problem, runner: Runner, layouts: Any, changed: Sequence[int]) -> Plan:
+        """A plan of a problem that differs from this plan's in the layouts of the inputs at ``changed``, for
+        arrays of ``layouts``, as `Kind.read` has them.
+        """
+        other = object.__new__(Plan)
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.problem, other._runner, other._layouts, other._known = problem, runner, layouts, layouts
+        other._expected, other._works = None, {}
+        if self._memory is not None:
+            array_layouts, spans = map(list, self._memory)
+            sizes = problem.sizes
+            for place in changed:
+                array_layouts[place] = array = problem.layout_of(place, sizes)
+                spans[place] = array.span()
+            other._memory = tuple(array_layouts), tuple(spans)
+        return other
+
+    @property
+    def runner(self) -> Runner:
+        return self._runner
 
     @property
     def variant(self) -> Variant | None:
@@ -307,6 +341,7 @@ class Plan:
     def _allocated(self, caller_arrays: Arrays, addresses: Pointers, stream: Any) -> tuple[Arrays, Pointers]:
         """The arrays with new ones for all outputs that are missing, and their pointers."""
         kind, arrays, pointers = self.kind, [*caller_arrays], [*addresses]
+        quick = self._makers is not None and stream is None and type(arrays[0]) in self._types
         for position, (shape, dtype) in self._outputs.items():
             if arrays[position] is None:
                 if position in self._spread:
@@ -315,15 +350,18 @@ class Plan:
                         f"{arg(name)} is None, but the plan was made with one of strides {strides} (in "
                         f"elements); pass one with the same layout, or make the plan without {arg(name)}"
                     )
-                arrays[position] = kind.empty(shape, caller_arrays[0], stream, dtype)
-                pointers[position] = kind.pointer(arrays[position])
+                like = caller_arrays[0]
+                new = self._makers[position]() if quick else kind.empty(shape, like, stream, dtype)
+                arrays[position], pointers[position] = new, kind.pointer(new)
         return tuple(arrays), tuple(pointers)
 
     def _workspace(self, workspace: Any, like: Any, stream: Any) -> tuple[Any, int]:
         """The caller's workspace, or a new one, and its address."""
         needed = self._needed
         if workspace is None:
-            memory = self.kind.empty((needed + WORKSPACE_ALIGNMENT,), like, stream, "uint8")
+            quick = self._makers is not None and stream is None and type(like) in self._types
+            size = (needed + WORKSPACE_ALIGNMENT,)
+            memory = self._makers[_OF_WORKSPACE]() if quick else self.kind.empty(size, like, stream, "uint8")
             return memory, -(-self.kind.pointer(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         if self._expected_workspace is not None:
             native_pointers = self._expected_workspace((workspace,))

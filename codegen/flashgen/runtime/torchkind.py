@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -129,12 +130,13 @@ class TorchKind:
             for place, x in enumerate(arrays)
             if x is not None and places.setdefault(id(x), place) != place
         ]
-        tensors = [arrays[place] for place in places.values()]
+        distinct = [*places.values()]
+        tensors_of = picking(distinct)
+        in_order = picking([len(distinct) if x is None else distinct.index(places[id(x)]) for x in arrays])
+        tensors = tensors_of(arrays)
         # One call instead of seven for each tensor.
         fit = self._guards(*tensors, **_ALL_FIXED).check
-        count = len(tensors)
         absent = [place for place, x in enumerate(arrays) if x is None]
-        repeated = {place for place, _ in again}
         differentiable = any(x.requires_grad for x in tensors)
         is_grad_enabled, forward_ad = self._is_grad_enabled, self._forward_ad
 
@@ -142,22 +144,22 @@ class TorchKind:
             for place in absent:
                 if arrays[place] is not None:
                     return None
-            seen = arrays
-            if again:
-                for place, first in again:
-                    if arrays[place] is not arrays[first]:
-                        return None
-                seen = tuple([x for place, x in enumerate(arrays) if place not in repeated])
+            for place, first in again:
+                if arrays[place] is not arrays[first]:
+                    return None
+            tensors = tensors_of(arrays)
             try:
-                tensors = [x for x in seen if x is not None and not x.is_nested]  # at which a guard aborts
+                for x in tensors:
+                    if x is None or x.is_nested:  # at which a guard aborts
+                        return None
             except AttributeError:  # of another library
                 return None
-            if len(tensors) != count or not fit(*tensors):
+            if not fit(*tensors):
                 return None
             # What a guard does not look at: derivatives that would be lost.
             if (differentiable and is_grad_enabled()) or forward_ad._current_level >= 0:
                 return None
-            return tuple([0 if x is None else x.data_ptr() for x in arrays])
+            return in_order((*[x.data_ptr() for x in tensors], 0))
 
         return pointers
 
@@ -231,6 +233,11 @@ class TorchKind:
         with torch.cuda.stream(self._stream(stream_pointer(stream), like.device)):
             return torch.empty(shape, dtype=torch_dtype, device=like.device)
 
+    def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None) -> Callable[[], Any]:
+        """What makes tensors as `empty` does on the current stream, beside plain tensors as ``like``."""
+        options = {"dtype": like.dtype if dtype is None else self._made[dtype], "device": like.device}
+        return functools.partial(self.torch.empty_strided, shape, _contiguous_strides(shape), **options)
+
     def integers(self, values: Sequence[int], like: Any, stream: Any) -> Any:
         torch = self.torch
         with self._use(stream, like.device):
@@ -301,6 +308,13 @@ class TorchKind:
         if type(x) in self.types or not isinstance(x, self.torch.Tensor):
             return False
         return type(x).__torch_dispatch__ is not self._no_dispatch and not x.is_nested
+
+
+def picking(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What gives the elements at these places, as a tuple."""
+    if len(places) == 1:
+        return lambda values: (values[places[0]],)
+    return operator.itemgetter(*places)
 
 
 @functools.lru_cache(maxsize=1024)

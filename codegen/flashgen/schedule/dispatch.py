@@ -26,6 +26,7 @@ The rule, which a spec names ``least_time``:
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError, arg
@@ -55,13 +56,15 @@ from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 from flashgen.schedule.visited import visited_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from flashgen.families.arch import Device
     from flashgen.families.model import Spec
     from flashgen.families.variant import Variant
     from flashgen.operators.blocklists import BlockLists
-    from flashgen.operators.operator import Problem, Value
+    from flashgen.operators.operator import Operator, Problem, Value
+
+    _Point = tuple[tuple[int, ...], dict[str, Value]]
 
 __all__ = ["offers", "select"]
 
@@ -102,8 +105,8 @@ def offers(
     offered: list[Variant] = []
     by_work: dict[tuple[int, ...], list[tuple[Spec, dict[str, Value]]]] = {}
     for spec in families:
-        for axes in _serving(problem, spec) if problem.score is None or spec.score_seam else ():
-            by_work.setdefault(problem.operator.work(axes), []).append((spec, axes))
+        for work, axes in _serving(problem, spec) if problem.score is None or spec.score_seam else ():
+            by_work.setdefault(work, []).append((spec, axes))
     for _, alike in sorted(by_work.items()):
         selected = [variant for spec, axes in alike for variant in spec.select(**axes) if variant.is_main]
         if problem.score is not None:
@@ -402,21 +405,28 @@ def _served(spec: Spec) -> str:
     return f"{axes} ({spec.name}.yaml)"
 
 
-def _serving(problem: Problem, spec: Spec) -> Iterator[dict[str, Value]]:
-    """The axes of each point of ``spec`` that computes ``problem``; the spec may exclude some of them."""
-    operator = problem.operator
-    others = [axis for name, axis in operator.axes.items() if name not in spec.axes]
-    if not all(axis.serves(problem, axis.default) for axis in others if axis.default_from is None):
-        return
-    suited = [
-        [value for value in values if operator.axes[name].serves(problem, value)]
-        for name, values in spec.axes.items()
-    ]
-    following = [axis for axis in others if axis.default_from is not None]
-    for values in itertools.product(*suited):
-        axes = dict(zip(spec.axes, values, strict=True))
-        if not following or operator.serves(problem, axes):
-            yield axes
+def _serving(problem: Problem, spec: Spec) -> Iterable[_Point]:
+    """The axes of each point of ``spec`` that computes ``problem``, with what it is compared by; the spec may
+    exclude some of them.
+    """
+    claimed = problem.operator.axes
+
+    def serves(name: str, value: Value) -> bool:
+        following = (x for other, x in claimed.items() if x.default_from == name and other not in spec.axes)
+        return all(axis.serves(problem, value) for axis in (claimed[name], *following))
+
+    others = (name for name, axis in claimed.items() if name not in spec.axes and axis.default_from is None)
+    if not all(serves(name, claimed[name].default) for name in others):
+        return ()
+    suited = (tuple([x for x in values if serves(name, x)]) for name, values in spec.axes.items())
+    return _points(problem.operator, spec, tuple(suited))
+
+
+@lru_cache(maxsize=1024)
+def _points(operator: Operator, spec: Spec, suited: tuple[tuple[Value, ...], ...]) -> tuple[_Point, ...]:
+    """The points of these values of the axes of a spec: hundreds, alike for most problems."""
+    points = (dict(zip(spec.axes, values, strict=True)) for values in itertools.product(*suited))
+    return tuple((operator.work(axes), axes) for axes in points)
 
 
 def misfit(problem: Problem, variant: Variant) -> str:

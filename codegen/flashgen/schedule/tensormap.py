@@ -9,6 +9,7 @@ below.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
@@ -57,13 +58,19 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
 
     Raises SpecError for an array that there is no map of.
     """
+    paged = dict(variant.axes).get("pages") == "paged"
+    return _described(problem, variant.spec, paged, variant.gqa == "packed", param)
+
+
+@lru_cache(maxsize=256)  # the variants among which dispatch chooses have few different maps
+def _described(problem: Problem, spec: str, paged: bool, packed: bool, param: Param) -> TensorMap | None:
     array = None
     if param.name in problem.operator.positions:
         array = problem.array(param.name)
     if array is None or len(array.extents) != 4 or array.argument.layout != "rows" or param.box is None:
         mapped = [a.name for a in problem.operator.arguments if len(a.symbols) == 4 and a.layout == "rows"]
         raise SpecError(
-            f"{variant.spec}: params has a {TENSOR_MAP} of {param.name}; only these arrays have one: "
+            f"{spec}: params has a {TENSOR_MAP} of {param.name}; only these arrays have one: "
             f"{', '.join(mapped)}"
         )
     batch, seqlen, heads, columns = array.extents
@@ -78,9 +85,9 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
                 return None
         else:
             seqlen, distance = end - begin, begin * row_stride * size
-    if dict(variant.axes).get("pages") == "paged" and "rows_kv" in array.argument.symbols and seqlen % rows:
+    if paged and "rows_kv" in array.argument.symbols and seqlen % rows:
         return None
-    if variant.gqa == "packed" and "num_heads_q" in array.argument.symbols:
+    if packed and "num_heads_q" in array.argument.symbols:
         group = heads // problem.sizes["num_heads_kv"]
         if rows % group:
             return None
@@ -94,7 +101,7 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
     extents = (columns, *extents)
     if not all(1 <= extent < _MAX_EXTENT for extent in extents):
         return None
-    in_bytes = _stride_bytes(extents, tuple(stride * size for stride in strides), size)
+    in_bytes = stride_bytes(extents, strides, size)
     if in_bytes is None:
         return None
     return TensorMap(array.dtype, extents, in_bytes, box, param.box.columns * size, distance)
@@ -107,15 +114,17 @@ def expressible(problem: Problem, variant: Variant) -> bool:
     )
 
 
-def _stride_bytes(extents: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...] | None:
-    """The strides, with those that are never multiplied made to look contiguous; None where one will not do.
+def stride_bytes(extents: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+    """Strides in elements of ``size`` bytes as strides in bytes, with those that are never multiplied made to
+    look contiguous; None where one will not do.
 
     NVIDIA's limits do not rule out 0, but in its formula each stride spans the bytes within the dimension, so
     an array that is broadcast has no map here.
     """
     map_strides: list[int] = []
     span = math.ceil(extents[0] * size / ALIGNMENT) * ALIGNMENT  # bytes within a dimension
-    for extent, stride in zip(extents[1:], strides, strict=True):
+    for extent, step in zip(extents[1:], strides, strict=True):
+        stride = step * size
         if extent <= 1:
             stride = min(span, _MAX_STRIDE - ALIGNMENT)
         elif not 0 < stride < _MAX_STRIDE or stride % ALIGNMENT:
