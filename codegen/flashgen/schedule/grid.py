@@ -180,7 +180,8 @@ def launch_of(
             f"{sizes} make {blocks} {unit}, and one launch has at most {MAX_BLOCKS}; split the batch"
         )
     if variant.grid.persistent:
-        blocks = min(blocks, blocks_at_a_time(variant, device))
+        cluster = variant.grid.cluster
+        blocks = min(blocks, max(1, blocks_at_a_time(variant, device) // cluster) * cluster)
     return Launch(blocks, variant.threads, variant.smem_bytes, variant.grid.cluster)
 
 
