@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, sums none
-// tile      block_m 128, block_n 128, stages 6, cluster 1, producer_registers 24, consumer_registers 240
+// tile      block_m 128, block_n 128, stages 6, producer_registers 24, consumer_registers 240
 // block     384 threads, 197728 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      score_gradient_sm90.yaml
@@ -28,8 +28,15 @@
 //
 //   barrier              arrivals of a phase                                          who waits
 //   full                 1: the producer, and the bytes of TMA                        consumers
-//   empty                kCluster kWarps: each consumer warp, after its MMAs          producer
+//   empty                kWarps: lane 0 of each consumer warp, after its MMAs         producer
+//   kTurnBarrier         256: the other consumer, and the consumer that waits          a consumer, before its MMAs
 //   kSumsBarrier         256: consumers, around their use of shared memory for sums   consumers
+//
+// Consumers take turns at issuing MMAs, so that the tensor cores work for one while the other computes P and dS. S(n) is Q K^T and dP(n) is
+// dO V^T of the n-th pair:
+//
+//   consumer 0           issue S(0) dP(0) | P(0), dS(0)                       | issue S(1) dP(1) | P(1), dS(1)
+//   consumer 1                            | issue S(0) dP(0) | P(0), dS(0)                       | issue S(1) dP(1)
 
 using element = bf16;
 
@@ -41,7 +48,6 @@ constexpr int kStages = 6;
 constexpr int kConsumers = kBlockM / 64;  // consumer warpgroups, 64 rows each
 constexpr int kWarps = 4 * kConsumers;  // consumer warps
 constexpr int kThreads = 128 * (kConsumers + 1);  // the last warpgroup is the producer
-constexpr int kCluster = 1;  // thread blocks of a cluster, which have neighbouring tiles of queries
 constexpr int kWarpRows = 16;
 constexpr int kRowTileStep = 16;                  // rows of an MMA tile
 constexpr int kKeyTiles = kBlockN / 8;            // groups of 8 keys
@@ -74,7 +80,8 @@ constexpr int kFullOffset = offsetof(SharedStorage, full);
 constexpr int kEmptyOffset = offsetof(SharedStorage, empty);
 
 enum NamedBarrier : int {  // __syncthreads() has the number 0
-    kSumsBarrier = 1,
+    kTurnBarrier = 1,  // + consumer
+    kSumsBarrier = kTurnBarrier + kConsumers,
 };
 
 struct Params {
@@ -195,8 +202,7 @@ struct RingPosition {
 };
 
 __device__ int mapped_row(const Params&, int key);  // The row of a key in the tensor maps of K and V
-// Whether some row of a tile, or of the other tiles of its cluster, attends to some of its keys
-__device__ bool is_visible(const Params& params, const Tile& tile);
+__device__ bool is_visible(const Params& params, const Tile& tile);  // Whether some row of a tile attends to some of its keys
 
 // What a thread block computes at a time: the sums of a tile over a part of its pairs.
 struct Work {
@@ -251,10 +257,6 @@ __device__ void store_some(const Params& params, int64_t place, const uint4& chu
 __device__ void leave_sums(const Params& params, const Tile& tile, const SumsOfTile& sums, shared_address, int warp, int lane);
 // Stores the sums of a tile over a part of its pairs, which the join kernel adds up
 __device__ void leave_part(const Params& params, const Tile& tile, const SumsOfTile& sums, int part, int warp, int lane);
-// Loads the keys of a slice
-__device__ void load_keys(shared_address destination, const tensor_map& map, shared_address full, int column, int key, int kv_head,
-    int batch);
-__device__ void release_stage(shared_address empty, int lane);  // Releases a stage
 // Loads a slice of rows and of keys, the columns from `column` on, as soon as the stage is empty
 __device__ void load_slice(shared_address shared, RingPosition<kStages>& ring, const tensor_map& of_rows, const tensor_map& of_keys,
     int column, int row, int key, int head, int kv_head, int batch);
@@ -291,13 +293,22 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     const int lane = threadIdx.x % 32;
     const int rows_offset = warp / 4 * 64 * kPanelRowBytes;  // of the warpgroup's rows in a stage
     const Pairs pairs(params);
-    RingPosition<kStages> ring;  // the next slice
+    const int consumer = warp / 4;
+    // With kReleaseEarly there are no turns: the slices of dP come after both consumers have computed S.
+    auto begin_turn = [&] {
+        if constexpr (!kReleaseEarly) barrier_sync(kTurnBarrier + consumer, 256);
+    };
+    auto end_turn = [&] {
+        if constexpr (!kReleaseEarly) barrier_arrive(kTurnBarrier + 1 - consumer, 256);
+    };
+    if (consumer == 1) end_turn();  // consumer 0 has the first turn
+    RingPosition<kStages> ring;     // the next slice
     // Releases slices, from the one that is `distance` before the next one on.
     auto release = [&](int distance, int slices) {
 #pragma unroll
         for (int i = 0; i < slices; ++i) {
             const int stage = ring.stage - distance + i;
-            release_stage(shared + kEmptyOffset + 8 * (stage < 0 ? stage + kStages : stage), lane);
+            if (lane == 0) mbarrier_arrive(shared + kEmptyOffset + 8 * (stage < 0 ? stage + kStages : stage));
         }
     };
     for (int index = block_index(); index < params.num_tiles; index += gridDim.x) {
@@ -311,6 +322,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             const Tile of_pair = pairs.at(tile, pair);
             const SavedRows rows(params, of_pair, first_row, lane);
             // 1. Issue S = Q K^T: wait for each slice.
+            begin_turn();
             SumsOfTile scores;
 #pragma unroll
             for (int slice = 0; slice < kSlices; ++slice) {
@@ -334,6 +346,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 ring.advance();
             }
             wgmma_commit();
+            end_turn();
             // 3. Wait for S, leave dP in flight; modify and mask S, and turn it into P.
             await_mma<1>(scores);
             if constexpr (!kReleaseEarly) release(kSlices + kSlicesV, kSlices);
@@ -350,6 +363,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         if (params.pair_parts > 1) leave_part(params, tile, sums, work.part, warp, lane);
         else leave_sums(params, tile, sums, shared, warp, lane);
     }
+    if (consumer == 0) begin_turn();  // consumer 1 has ended its last turn
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -361,7 +375,7 @@ score_gradient_hdim128_bf16_sm90(const __grid_constant__ Params params) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(shared + kFullOffset + 8 * stage, 1);
-            mbarrier_init(shared + kEmptyOffset + 8 * stage, kCluster * kWarps);
+            mbarrier_init(shared + kEmptyOffset + 8 * stage, kWarps);
         }
         fence_mbarrier_init();
     } else if (threadIdx.x == 32) {
@@ -495,10 +509,9 @@ __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first
 // because 0 times a NaN in memory would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
-// Whether some row of a tile, or of the other tiles of its cluster, attends to some of its keys. Otherwise its sums are 0.
+// Whether some row of a tile attends to some of its keys. Otherwise its sums are 0.
 __device__ __forceinline__ bool is_visible(const Params& params, const Tile& tile) {
-    constexpr int kRows = kCluster * kBlockM;
-    const KvBlocks blocks = kv_blocks_of(params, tile.first_row / kRows * kRows, kRows);
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
     const int kv_block = tile.first_key / kBlockN;
     return blocks.first <= kv_block && kv_block <= blocks.last;
 }
@@ -695,17 +708,6 @@ __device__ __forceinline__ void leave_part(const Params& params, const Tile& til
     }
 }
 
-// Loads the keys of a slice.
-__device__ __forceinline__ void load_keys(shared_address destination, const tensor_map& map, shared_address full, int column, int key,
-                                          int kv_head, int batch) {
-    tma_load_4d(destination, map, full, column, key, kv_head, batch);
-}
-
-// Releases a stage: a warp calls it once its MMAs have read the stage.
-__device__ __forceinline__ void release_stage(shared_address empty, int lane) {
-    if (lane == 0) mbarrier_arrive(empty);
-}
-
 // Loads a slice of rows and of keys, the columns from `column` on, as soon as the stage is empty. Elements outside of the arrays become zeros.
 __device__ __forceinline__ void load_slice(shared_address shared, RingPosition<kStages>& ring, const tensor_map& of_rows,
                                            const tensor_map& of_keys, int column, int row, int key, int head, int kv_head, int batch) {
@@ -714,12 +716,13 @@ __device__ __forceinline__ void load_slice(shared_address shared, RingPosition<k
     mbarrier_wait(shared + kEmptyOffset + 8 * ring.stage, ring.parity ^ 1);
     mbarrier_arrive_expect_tx(full, kStageBytes);
     tma_load_4d(stage, of_rows, full, column, row, head, batch);
-    load_keys(stage + kKeysOffset, of_keys, full, column, key, kv_head, batch);
+    tma_load_4d(stage + kKeysOffset, of_keys, full, column, key, kv_head, batch);
     ring.advance();
 }
 
 static_assert(kProducerRegisters <= kConsumerRegisters, "the producer gives registers to the consumers");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "consumers would wait for ever");
+static_assert(kConsumers == 2, "two consumers take turns");
 static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kSlices <= kStages && kSlicesV <= kStages, "all slices of S, or of dP, are in shared memory at once");
 static_assert(kKeysOffset % 1024 == 0 && kStageBytes % 1024 == 0, "panels begin where the swizzle does");

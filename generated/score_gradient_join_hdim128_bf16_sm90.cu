@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, sums none
-// tile      block_m 128, block_n 128, stages 6, cluster 1, producer_registers 24, consumer_registers 240
+// tile      block_m 128, block_n 128, stages 6, producer_registers 24, consumer_registers 240
 // block     256 threads, 0 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      score_gradient_sm90.yaml

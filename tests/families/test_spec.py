@@ -977,7 +977,7 @@ PART = "part_time: 384"
         (STEP, "blocks_per_sm: 1", r"steps\[3\]\.grid", "how many rows one has"),
         (STEP, "step_rows: block_m - block_m", r"tiles\[\d+\]", "below 1"),
         (TURNS, "in_turns: 0 - 1", r"tiles\[\d+\]", "below 1"),
-        (SUM_GRID, f"{SUM_GRID}, schedule: persistent_sequences, cluster: 2", r"tiles\[\d+\]", "only with"),
+        (SUM_GRID, f"{SUM_GRID}, schedule: persistent, cluster: 2", r"tiles\[\d+\]", "to each tile"),
     ],
 )
 def test_what_a_family_may_say_of_groups_in_parts(old, new, place, why, tmp_path):

@@ -34,7 +34,7 @@ NAME = "score_gradient_hdim256_{}_sm80"
 PLAIN, CAUSAL, DENSE = (NAME.format(f"fp16{mask}") for mask in ("", "_causal", "_dense"))
 FP32 = NAME.format("fp32")
 HOPPER = "score_gradient_hdim{}_{}_sm90"
-WGMMA, SHARED = HOPPER.format(64, "bf16"), HOPPER.format(64, "bf16_c2")  # SHARED runs in clusters
+WGMMA = HOPPER.format(64, "bf16")
 # More than a tile of queries, and two tiles of keys, for several batch entries; pairs for more than one part.
 TILES = Shape(140, 150, heads=2, kv_heads=1, batch=3, head_dim=40)
 PARTS = Shape(20, 70, heads=2, kv_heads=1, batch=20, head_dim=24)
@@ -62,15 +62,15 @@ TWO_ARRAYS = (
     {"c": "f16"},
 )  # c is staged, and differs from head to head
 ON_HOPPER = {
-    "bias": ("bias", "bias", {}, (WGMMA, SHARED, HOPPER.format(64, "fp16_dense"))),
+    "bias": ("bias", "bias", {}, (WGMMA, HOPPER.format(64, "fp16_dense"))),
     "half bias": (
         *HALF_BIAS,
-        (SHARED, HOPPER.format(128, "fp16_causal"), HOPPER.format(96, "bf16_local")),
+        (WGMMA, HOPPER.format(128, "fp16_causal"), HOPPER.format(96, "bf16_local")),
     ),
     "capped bias": (*SCORES["capped bias"][:2], {"a": "bf16"}, (HOPPER.format(64, "fp16_causal"),)),
     "turned bias": (*SCORES["turned bias"][:2], {"a": "f16"}, (WGMMA,)),
     "two arrays": (*TWO_ARRAYS, (WGMMA,)),
-    "keys": ("bias", "bias", {}, (HOPPER.format(64, "bf16_columns"),)),
+    "keys": ("bias", "bias", {"bias": "bf16"}, (HOPPER.format(64, "bf16_columns"),)),
     "gain of rows": (*SCORES["gain of rows"][:2], {}, (HOPPER.format(64, "bf16_causal_rows"),)),
     "alibi": ("alibi", "slope", {}, (HOPPER.format(128, "fp16_causal_all"),)),
     "distances": (*SCORES["distances"][:2], {}, (HOPPER.format(64, "bf16_diagonals"),)),
@@ -144,10 +144,9 @@ def test_more_slices_than_stages(name, compiler, fresh_seed):
     assert verdict_of(variant, sources_of(variant), WIDE, fresh_seed) is None
 
 
-@pytest.mark.parametrize("name", [WGMMA, SHARED])
-def test_parts_of_batch_entries(name, compiler):
+def test_parts_of_batch_entries(compiler):
     """The join kernel adds the parts up. A seed decides how the array is broadcast."""
-    variant = modified(VARIANTS[name], *HALF_BIAS)
+    variant = modified(VARIANTS[WGMMA], *HALF_BIAS)
     parts = set()
     for seed in range(4):
         parts.add(make(variant, PARTS, seed).problem.pair_parts)
@@ -230,17 +229,14 @@ FAULTS = (
           "ring.parity ^ 1);\n    mbarrier_arrive_expect_tx", "1);\n    mbarrier_arrive_expect_tx"),
     fault("dP of the second consumer for the first", WGMMA, TILES, NUMBERS,
           "warp / 4 * 64 * kPanelRowBytes", "0 * 64 * kPanelRowBytes"),
-    fault("the half of the keys that the peer loads", SHARED, TILES, NUMBERS,
-          "column, key + first, kv_head", "column, key, kv_head"),
-    fault("a stage that the peer has not released", SHARED, TILES, ("deadlock", *ASYNC),
-          "if (lane < kCluster) mbarrier_arrive_cluster(map_shared(empty, lane));",
-          "if (lane < kCluster) mbarrier_arrive_cluster(map_shared(empty, cluster_rank()));"),
     fault("the elements of another head", WGMMA, GROUPED, NUMBERS,
           "if (of_lane.rows[0].c == row) return;", "if (row != nullptr) return;"),
     fault("a part left out", WGMMA, PARTS, NUMBERS,
           "part < params.pair_parts;", "part < max(1, params.pair_parts - 1);"),
     fault("pairs in two parts", WGMMA, PARTS, NUMBERS,
           "work.first_pair = work.part * pairs_of_part;", "work.first_pair = 0;"),
+    fault("a turn that both consumers have", WGMMA, TILES, ("barrier", "deadlock", WRONG),
+          "if (consumer == 1) end_turn();", "end_turn();"),
     fault("a chunk of other keys", WGMMA, TILES, (WRONG, "race"),
           "return lane % 4 * 8;", "return lane % 4 * 4;"),
 )  # fmt: skip

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 # What a family of one kernel says at the top of its file.
 _OF_A_STEP = ("template", "threads", "smem_bytes", "grid", "params")
 _MAY_HAVE = ("visits", "dependent_launch", "score_seam")
-# Schedules that may have clusters.
-_OF_CLUSTERS = ("tile_per_block", "tile_per_cluster", "persistent", "sequences")
 
 
 def read_steps(
@@ -181,8 +179,8 @@ class StepTable:
         least = Grid._field_defaults
         if min(positive) < 1 or any(getattr(grid, name) < least[name] for name in GRID_NUMBERS):
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
-        if grid.cluster > 1 and grid.schedule not in _OF_CLUSTERS:
-            why = f"only with the schedules {', '.join(_OF_CLUSTERS)}"
+        if grid.cluster > 1 and grid.schedule not in ("tile_per_block", "tile_per_cluster", "sequences"):
+            why = "only with a thread block or a cluster to each tile"
             raise error(f"clusters of {grid.cluster} for {where()}: {why}")
         return Resources(threads, smem_bytes, self._boxes.at(values, where), grid, visits)
 

@@ -180,8 +180,7 @@ def launch_of(
             f"{sizes} make {blocks} {unit}, and one launch has at most {MAX_BLOCKS}; split the batch"
         )
     if variant.grid.persistent:
-        cluster = variant.grid.cluster
-        blocks = min(blocks, max(1, blocks_at_a_time(variant, device) // cluster) * cluster)
+        blocks = min(blocks, blocks_at_a_time(variant, device))
     return Launch(blocks, variant.threads, variant.smem_bytes, variant.grid.cluster)
 
 

@@ -43,17 +43,6 @@ __device__ __forceinline__ void tma_load_4d(shared_address destination, const te
         : "memory");
 }
 
-// cp.async.bulk.tensor.4d with multicast: the same box to each block of the cluster whose bit is set in `ranks`, at the offset that `destination`
-// has in this block. Reports its bytes to the barrier of each at the offset of `barrier`.
-__device__ __forceinline__ void tma_load_4d_to_blocks(shared_address destination, const tensor_map& map, shared_address barrier, int c0,
-                                                      int c1, int c2, int c3, uint16_t ranks) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], "
-        "%7;\n" ::"r"(destination),
-        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ranks)
-        : "memory");
-}
-
 // cp.async.bulk.tensor.5d.
 __device__ __forceinline__ void tma_load_5d(shared_address destination, const tensor_map& map, shared_address barrier, int c0,
                                             int c1, int c2, int c3, int c4) {

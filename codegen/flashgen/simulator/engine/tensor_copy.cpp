@@ -112,24 +112,7 @@ void TensorCopies::load(Thread& thread, uint32_t destination, const void* pointe
                         const int* coordinates, int rank, Location where) {
     const SimTensorMap map = read_map(thread, pointer, rank, where);
     box_offset(thread, destination, box_bytes(map), kSharedAlignment, "tensor load", where);
-    start_load(thread, destination, map, block_.mbarriers().of_copy(thread, barrier_address, where), coordinates, "tensor load", where);
-}
-
-void TensorCopies::load_to_blocks(Thread& thread, uint32_t destination, const void* pointer, uint32_t barrier_address,
-                                  const int* coordinates, int rank, uint32_t ranks, Location where) {
-    constexpr const char* kWhat = "tensor load to blocks of the cluster";
-    const SimTensorMap map = read_map(thread, pointer, rank, where);
-    box_offset(thread, destination, box_bytes(map), kSharedAlignment, kWhat, where);
-    if (ranks == 0 || ranks >> block_.num_blocks() != 0) {
-        block_.fail(thread, SIM_OPERAND, where, format("%s 0x%x, of a cluster of %d", kWhat, ranks, block_.num_blocks()));
-    }
-    for (int to = 0; to < block_.num_blocks(); ++to) {
-        if ((ranks >> to & 1) == 0) continue;
-        const uint32_t distance = (to - thread.rank) * kBlockWindow;
-        Mbarrier& barrier = block_.mbarriers().of_send(thread, barrier_address + distance, where);
-        sent_offset(thread, destination + distance, box_bytes(map), kSharedAlignment, barrier, kWhat, where);
-        start_load(thread, destination + distance, map, barrier, coordinates, kWhat, where);
-    }
+    start_load(thread, destination, map, barrier_address, coordinates, "tensor load", where);
 }
 
 void TensorCopies::check_bulk(const Thread& thread, int bytes, const char* what, Location where) {
@@ -149,12 +132,13 @@ void TensorCopies::load_bulk(Thread& thread, uint32_t destination, const void* s
     map.rank = 1;
     map.element_bytes = kChunkBytes;
     const int coordinates[1] = {0};
-    start_load(thread, destination, map, block_.mbarriers().of_copy(thread, barrier_address, where), coordinates, "bulk load", where);
+    start_load(thread, destination, map, barrier_address, coordinates, "bulk load", where);
 }
 
-void TensorCopies::start_load(Thread& thread, uint32_t destination, const SimTensorMap& map, Mbarrier& barrier, const int* coordinates,
-                              const char* what, Location where) {
+void TensorCopies::start_load(Thread& thread, uint32_t destination, const SimTensorMap& map, uint32_t barrier_address,
+                              const int* coordinates, const char* what, Location where) {
     ++block_.counters->tensor_loads;
+    Mbarrier& barrier = block_.mbarriers().of_copy(thread, barrier_address, where);
     const uint32_t bytes = box_bytes(map);
     GlobalMemory& global = block_.global(thread, where);
     uint64_t read = 0;
@@ -356,12 +340,6 @@ void prefetch_tensor_map(const void* map, Location where) {
 void tensor_load(uint32_t destination, const void* map, uint32_t barrier, const int* coordinates, int rank, Location where) {
     Thread& thread = running_thread();
     thread.owner->tensor_copies().load(thread, destination, map, barrier, coordinates, rank, where);
-}
-
-void tensor_load_to_blocks(uint32_t destination, const void* map, uint32_t barrier, const int* coordinates, int rank, uint32_t ranks,
-                           Location where) {
-    Thread& thread = running_thread();
-    thread.owner->tensor_copies().load_to_blocks(thread, destination, map, barrier, coordinates, rank, ranks, where);
 }
 
 void bulk_load(uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where) {

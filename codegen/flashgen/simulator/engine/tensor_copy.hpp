@@ -24,9 +24,6 @@ class TensorCopies {
     void check_map(const Thread& thread, const void* map, int rank, Location where);
     void load(Thread& thread, uint32_t destination, const void* map, uint32_t barrier, const int* coordinates, int rank,
               Location where);
-    // The same box to each block of the cluster whose bit is set in `ranks`, at the same offset, for the mbarrier at the same offset.
-    void load_to_blocks(Thread& thread, uint32_t destination, const void* map, uint32_t barrier, const int* coordinates, int rank,
-                        uint32_t ranks, Location where);
     void load_bulk(Thread& thread, uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where);
     // `bytes` from the thread's block to a block of the cluster.
     void send(Thread& thread, uint32_t destination, uint32_t source, uint32_t barrier, int bytes, Location where);
@@ -80,7 +77,7 @@ class TensorCopies {
     SimTensorMap read_map(const Thread& thread, const void* map, int rank, Location where);
     void check_bulk(const Thread& thread, int bytes, const char* what, Location where);
     uint32_t box_offset(const Thread& thread, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what, Location where);
-    void start_load(Thread& thread, uint32_t destination, const SimTensorMap& map, Mbarrier& barrier, const int* coordinates,
+    void start_load(Thread& thread, uint32_t destination, const SimTensorMap& map, uint32_t barrier, const int* coordinates,
                     const char* what, Location where);
 
     uint32_t sent_offset(Thread& thread, uint32_t destination, uint32_t bytes, uint32_t alignment, const Mbarrier& barrier,

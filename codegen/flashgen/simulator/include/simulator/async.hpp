@@ -34,9 +34,6 @@ void fence_proxy_async(Location where);
 // Tensor copies. `map` points to a SimTensorMap; there are as many coordinates as it has dimensions.
 void prefetch_tensor_map(const void* map, Location where);
 void tensor_load(uint32_t destination, const void* map, uint32_t barrier, const int* coordinates, int rank, Location where);
-// To each block of the cluster whose bit is set in `ranks`, for its mbarrier, both at the offsets that they have in the thread's block.
-void tensor_load_to_blocks(uint32_t destination, const void* map, uint32_t barrier, const int* coordinates, int rank, uint32_t ranks,
-                           Location where);
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, Location where);
 // `bytes` that lie together in global memory.
 void bulk_load(uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where);
