@@ -56,6 +56,8 @@ CELLS = (
     Cell("table of 128 distances (h, d) 4k", "table", (16, 128), array_dtype="float32"),
     # Of AlphaFold's size: many rows share a pair bias.
     Cell("Evoformer: 256 rows, bias (1, h, q, kv) bf16, 384, d32", "bias", (1, 8, 384, 384), 256, 384, 8, 32),
+    Cell("triangle: 256 rows, bias (1, h, q, kv) bf16, 256, d32", "bias", (1, 4, 256, 256), 256, 256, 4, 32),
+    Cell("512 rows, bias (1, h, q, kv) bf16, 256, d64", "bias", (1, 8, 256, 256), 512, 256, 8, 64),
 )
 
 

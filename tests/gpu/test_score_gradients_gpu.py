@@ -107,6 +107,25 @@ def test_head_dims(widths):
     check("of heads", "bf16", widths=widths)
 
 
+@pytest.mark.parametrize("array_dtype", ["fp32", "bf16"])
+def test_a_bias_of_many_batch_entries(array_dtype):
+    """Few tiles, so Hopper's kernels split the batch entries into parts."""
+    random = torch.Generator("cuda").manual_seed(new_seed())
+    q, k, v, dout = (
+        torch.randn(120, rows, 2, 32, generator=random, device="cuda").to(torch.bfloat16)
+        for rows in (150, 200, 200, 150)
+    )
+    bias = torch.randn(2, 150, 200, generator=random, device="cuda").to(DTYPES[array_dtype])
+    options = {"score": "bias", "params": {"bias": bias}}
+    out, lse = flashgen.attention(q, k, v, return_lse=True, **options)
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    *_, gradient = flashgen.attention_backward(**arrays, dparams=("bias",), **options)
+    worst = verdict_of(call_of(GradientCall, **arrays, **options), "bias", gradient)
+    assert worst.share <= 1, worst
+    *_, again = flashgen.attention_backward(**arrays, dparams=("bias",), **options)
+    assert torch.equal(again, gradient)
+
+
 def test_many_scores_and_large_offsets():
     """More than 2^31 bytes of a bias and of its gradient, so that an offset needs 64 bits."""
     q, k, v = (torch.randn(1, 12288, 4, 32, device="cuda", dtype=torch.bfloat16) for _ in "qkv")

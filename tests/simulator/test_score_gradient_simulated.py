@@ -33,6 +33,12 @@ LONG = Shape(20, 70, heads=2, kv_heads=1, head_dim=24, head_dim_v=136, spread=4.
 NAME = "score_gradient_hdim256_{}_sm80"
 PLAIN, CAUSAL, DENSE = (NAME.format(f"fp16{mask}") for mask in ("", "_causal", "_dense"))
 FP32 = NAME.format("fp32")
+HOPPER = "score_gradient_hdim{}_{}_sm90"
+WGMMA = HOPPER.format(64, "bf16")
+# More than a tile of queries, and two tiles of keys, for several batch entries; pairs for more than one part.
+TILES = Shape(140, 150, heads=2, kv_heads=1, batch=3, head_dim=40)
+PARTS = Shape(20, 70, heads=2, kv_heads=1, batch=20, head_dim=24)
+WIDE = Shape(40, 150, heads=2, kv_heads=1, batch=2, head_dim=200, head_dim_v=256)
 # Formulas with the array that they are differentiated by, and variants that sum it.
 SCORES = {
     "bias": ("bias", "bias", (PLAIN, DENSE, FP32)),
@@ -47,6 +53,27 @@ SCORES = {
     "table of keys": ("score * a[min(h, 1), min(kv, 7)]", "a", (NAME.format("fp16_columns"),)),
     "table of rows": ("score + n * a[q - 5]", "a", (NAME.format("fp16_dense_rows"),)),
     "one element": ("where(kv < q, score, -a[0] * score)", "a", (NAME.format("bf16_local_all"),)),
+}
+# The same for Hopper, with the types of arrays.
+HALF_BIAS = ("score + a[b, h, q, kv]", "a", {"a": "bf16"})
+TWO_ARRAYS = (
+    "score * a[q, kv] + c[h, q, kv]",
+    "a",
+    {"c": "f16"},
+)  # c is staged, and differs from head to head
+ON_HOPPER = {
+    "bias": ("bias", "bias", {}, (WGMMA, HOPPER.format(64, "fp16_dense"))),
+    "half bias": (
+        *HALF_BIAS,
+        (WGMMA, HOPPER.format(128, "fp16_causal"), HOPPER.format(96, "bf16_local")),
+    ),
+    "capped bias": (*SCORES["capped bias"][:2], {"a": "bf16"}, (HOPPER.format(64, "fp16_causal"),)),
+    "turned bias": (*SCORES["turned bias"][:2], {"a": "f16"}, (WGMMA,)),
+    "two arrays": (*TWO_ARRAYS, (WGMMA,)),
+    "keys": ("bias", "bias", {"bias": "bf16"}, (HOPPER.format(64, "bf16_columns"),)),
+    "gain of rows": (*SCORES["gain of rows"][:2], {}, (HOPPER.format(64, "bf16_causal_rows"),)),
+    "alibi": ("alibi", "slope", {}, (HOPPER.format(128, "fp16_causal_all"),)),
+    "distances": (*SCORES["distances"][:2], {}, (HOPPER.format(64, "bf16_diagonals"),)),
 }
 
 
@@ -86,6 +113,8 @@ def sources_of(variant, planted=None):
 def test_the_gradient_of_the_scores(name, compiler, fresh_seed):
     variant = VARIANTS[name]
     for shape in (RAGGED, FEW_KEYS, LONG):
+        if shape is LONG and variant.axis("head_dim_v") < LONG.head_dim_v:
+            continue
         assert verdict_of(variant, sources_of(variant), shape, fresh_seed) is None, shape
 
 
@@ -96,6 +125,33 @@ def test_the_gradient_of_an_array(case, compiler, fresh_seed):
         variant = modified(VARIANTS[name], formula, array)
         for shape in (RAGGED, GROUPED):
             assert verdict_of(variant, sources_of(variant), shape, fresh_seed) is None, (name, shape)
+
+
+@pytest.mark.parametrize("case", ON_HOPPER)
+def test_the_gradient_of_an_array_on_hopper(case, compiler, fresh_seed):
+    formula, array, types, names = ON_HOPPER[case]
+    for name in names:
+        variant = modified(VARIANTS[name], formula, array, types)
+        for shape in (TILES, GROUPED):
+            assert verdict_of(variant, sources_of(variant), shape, fresh_seed) is None, (name, shape)
+
+
+@pytest.mark.parametrize("name", [HOPPER.format(256, "bf16"), HOPPER.format(256, "fp16_diagonals")])
+def test_more_slices_than_stages(name, compiler, fresh_seed):
+    """Q and K leave their stages before V arrives."""
+    case = "distances" if "diagonals" in name else "bias"
+    variant = modified(VARIANTS[name], *SCORES[case][:2])
+    assert verdict_of(variant, sources_of(variant), WIDE, fresh_seed) is None
+
+
+def test_parts_of_batch_entries(compiler):
+    """The join kernel adds the parts up. A seed decides how the array is broadcast."""
+    variant = modified(VARIANTS[WGMMA], *HALF_BIAS)
+    parts = set()
+    for seed in range(4):
+        parts.add(make(variant, PARTS, seed).problem.pair_parts)
+        assert verdict_of(variant, sources_of(variant), PARTS, seed) is None, seed
+    assert max(parts) > 1
 
 
 @pytest.mark.parametrize(
@@ -167,6 +223,22 @@ FAULTS = (
           "place - (params.seqlen_kv - 1));", "place - params.seqlen_kv);"),
     fault("the first head alone", NAME.format("fp16_columns"), RAGGED, NUMBERS,
           "is_of_head ? first_head + 1 : params.kept_heads;", "first_head + 1;"),
+    fault("a stage released while its MMAs run", WGMMA, TILES, ("register in flight", *ASYNC),
+          "await_mma<1>(scores);\n", "await_mma<2>(scores);\n"),
+    fault("a stage filled while MMAs read it", WGMMA, TILES, ASYNC,
+          "ring.parity ^ 1);\n    mbarrier_arrive_expect_tx", "1);\n    mbarrier_arrive_expect_tx"),
+    fault("dP of the second consumer for the first", WGMMA, TILES, NUMBERS,
+          "warp / 4 * 64 * kPanelRowBytes", "0 * 64 * kPanelRowBytes"),
+    fault("the elements of another head", WGMMA, GROUPED, NUMBERS,
+          "if (of_lane.rows[0].c == row) return;", "if (row != nullptr) return;"),
+    fault("a part left out", WGMMA, PARTS, NUMBERS,
+          "part < params.pair_parts;", "part < max(1, params.pair_parts - 1);"),
+    fault("pairs in two parts", WGMMA, PARTS, NUMBERS,
+          "work.first_pair = work.part * pairs_of_part;", "work.first_pair = 0;"),
+    fault("a turn that both consumers have", WGMMA, TILES, ("barrier", "deadlock", WRONG),
+          "if (consumer == 1) end_turn();", "end_turn();"),
+    fault("a chunk of other keys", WGMMA, TILES, (WRONG, "race"),
+          "return lane % 4 * 8;", "return lane % 4 * 4;"),
 )  # fmt: skip
 # The modification of SCORES that a fault is planted for; the scores themselves without an entry.
 MODIFIED = {
@@ -185,6 +257,12 @@ MODIFIED = {
     "distances one too early": "distances",
     "the first head alone": "table of keys",
 }
+TYPED = {
+    "the elements of another head": TWO_ARRAYS,
+    "a part left out": HALF_BIAS,
+    "pairs in two parts": HALF_BIAS,
+    "a chunk of other keys": HALF_BIAS,
+}
 
 
 @pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
@@ -192,6 +270,8 @@ def test_a_planted_fault_is_found(planted, compiler, fixed_seed):
     variant = VARIANTS[planted.variant]
     if planted.name in MODIFIED:
         variant = modified(variant, *SCORES[MODIFIED[planted.name]][:2])
+    if planted.name in TYPED:
+        variant = modified(variant, *TYPED[planted.name])
     sources = sources_of(variant, planted)
     # An array that is broadcast over heads, as some seeds have it, does not show a fault of its heads.
     found = (verdict_of(variant, sources, planted.shape, fixed_seed + more) for more in range(12))

@@ -144,6 +144,7 @@ ARRAYS = {
     "row_max": Note("(batch, num_heads_q, seqlen_q): the maximum of each row of S"),
     "dscore": Note("the gradient, contiguous"),
     "tile_sums": Note("sums of dS of each tile of scores, rows of tiles first"),
+    "dscore_parts": Note("(pair_parts, dscore_elements): sums of each part; null where there is one part"),
     "place_sums": Note("(kept_batch, kept_heads, places): null where they are the gradient itself"),
     "running_o": Note("(batch, num_heads_q, seqlen_q, head_dim_v): O so far"),
 }
@@ -230,6 +231,7 @@ NUMBERS = {
     "kept_batch": Declared("int32_t", "batch entries that have sums of their own"),
     "kept_heads": Declared("int32_t", "query heads that have sums of their own"),
     "places": Declared("int32_t", "sums of a batch entry and head: of queries, keys, distances, or one"),
+    "pair_parts": Declared("int32_t", "parts of the batch entries and heads that share an element"),
     "dscore_elements": Declared("int64_t", "of the gradient"),
     "dscore_batch_step": Declared("int64_t", "elements to the next batch entry; 0: all have one"),
     "dscore_head_step": Declared("int64_t", "the same for heads"),

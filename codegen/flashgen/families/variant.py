@@ -192,13 +192,13 @@ class Variant:
         )
 
     def _staging(self, score: Score) -> dict[str, Any]:
-        """The features and the shared memory with a score: as long as there is room, a kernel that can stage
-        elements of its array has a buffer of 2 bytes for each score of a block.
+        """The features and the shared memory with a score: as long as there is room, a main kernel that can
+        stage elements of its array has a buffer of 2 bytes for each score of a block.
         """
         if STAGES_SCORES not in self.features:
             return {}
         room = 2 * int(self.tile_value("block_m")) * int(self.tile_value("block_n"))
-        if score.staged and self.smem_bytes + room <= self.max_smem:
+        if score.staged and self.is_main and self.smem_bytes + room <= self.max_smem:
             return {"smem_bytes": self.smem_bytes + room}
         return {"features": tuple(name for name in self.features if name != STAGES_SCORES)}
 

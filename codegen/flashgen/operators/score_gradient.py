@@ -46,6 +46,9 @@ ARGUMENTS = (
     ),
 )
 OPTIONS = ("causal", "mask_type", "window_size", "score")
+# Parts of batch entries and heads: as long as there are at most so many tiles of _TILE queries and keys, six
+# for each multiprocessor of an H100, and each part has so many pairs of a batch entry and a head.
+_TILE, _ENOUGH_TILES, _LEAST_PAIRS = 128, 792, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +110,26 @@ class ScoreGradientProblem(AttentionProblem):
         }
         return counts[self.reduction.sums]
 
+    @property
+    def pair_parts(self) -> int:
+        """The parts into which kernels may split the batch entries and heads that share an element, 1 if
+        scores are summed over queries or keys as well. It does not depend on the GPU, so neither do the bits.
+
+        A bias of few heads and short sequences has fewer tiles than a GPU has multiprocessors.
+        """
+        kept_batch, kept_heads = self.kept
+        tiles = kept_batch * kept_heads * -(-self.seqlen_q // _TILE) * -(-self.seqlen_kv // _TILE)
+        if self.reduction.sums != "none" or not tiles:
+            return 1
+        pairs = self.batch // kept_batch * (self.num_heads_q // kept_heads)
+        return max(1, min(_ENOUGH_TILES // tiles, pairs // _LEAST_PAIRS))
+
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
         """``score_keys`` are keys that tiles of scores cut, as ``query_rows`` are; ``kept_batch`` and
         ``kept_heads`` are the batch entries and heads that have sums of their own,
         ``places`` counts their sums, and ``gathered`` the elements that are gathered from these.
+        ``pair_parts`` counts the parts that share out batch entries and heads, and ``joined`` the elements
+        that are summed over these.
         """
         kept_batch, kept_heads = self.kept
         return {
@@ -122,6 +141,8 @@ class ScoreGradientProblem(AttentionProblem):
             "kept_heads": kept_heads,
             "places": self.places,
             "gathered": math.prod(self.array_shape) if self.reduction.gathered else 0,
+            "pair_parts": self.pair_parts,
+            "joined": math.prod(self.array_shape) if self.pair_parts > 1 else 0,
         }
 
     def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
@@ -137,6 +158,7 @@ class ScoreGradientProblem(AttentionProblem):
             "kept_batch": kept_batch,
             "kept_heads": kept_heads,
             "places": self.places,
+            "pair_parts": self.pair_parts,
             "dscore_elements": math.prod(self.array_shape),
             "dscore_batch_step": steps.get("b", 0),
             "dscore_head_step": steps.get("h", 0),
@@ -198,7 +220,7 @@ SCORE_GRADIENT = Operator(
     },
     grid_dimensions=(
         *("query_rows", "score_keys", "heads", "batch"),
-        *("kept_batch", "kept_heads", "places", "gathered"),
+        *("kept_batch", "kept_heads", "places", "gathered", "pair_parts", "joined"),
     ),
     contract=by_name(normalise),
     differentiates=True,

@@ -94,11 +94,15 @@ __device__ __forceinline__ void stmatrix_x4(shared_address row, const uint32_t (
                  : "memory");
 }
 
-// ld.shared.v2.f32, st.shared.v4.f32.
+// ld.shared.v2.f32, st.shared.v2.u32, st.shared.v4.f32.
 __device__ __forceinline__ float2 load_shared_64(shared_address source) {
     float2 values;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(values.x), "=f"(values.y) : "r"(source) : "memory");
     return values;
+}
+
+__device__ __forceinline__ void store_shared_64(shared_address destination, uint32_t low, uint32_t high) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(destination), "r"(low), "r"(high) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_128(shared_address destination, float a, float b, float c, float d) {

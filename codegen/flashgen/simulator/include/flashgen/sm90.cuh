@@ -115,6 +115,12 @@ inline void wgmma_wait(flashgen::simulator::Location where = flashgen::simulator
     flashgen::simulator::warpgroup_wait(kPending, where);
 }
 
+inline void store_shared_64(shared_address destination, uint32_t low, uint32_t high,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const uint32_t values[2] = {low, high};
+    flashgen::simulator::store_shared(destination, values, 8, where);
+}
+
 inline void store_shared_128(shared_address destination, float a, float b, float c, float d,
                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     const float values[4] = {a, b, c, d};
