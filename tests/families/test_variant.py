@@ -97,9 +97,8 @@ def test_what_dispatch_gets_from_a_spec_is_beside_the_kernel(tiny_folder):
     given |= {name: 0.5 for name in Dispatch._fields if name not in (*given, *OF_A_TILE)}
     rows = ", ".join(f"{name}: {value}" for name, value in given.items())
     text = text.replace("dispatch: {prefer: on_request}", f"dispatch: {{{rows}}}")
-    path.write_text(
-        text.replace("- {target: sm80, head_dim: 64,", "- {target: sm80, efficiency: 0.5, head_dim: 64,")
-    )
+    tile = "".join(f"{name}: 0.5, " for name in OF_A_TILE)
+    path.write_text(text.replace("- {target: sm80, head_dim: 64,", f"- {{target: sm80, {tile}head_dim: 64,"))
     variant = load_spec(path).select(head_dim=64, target="sm80")[0]
     assert variant.dispatch._asdict() == given | dict.fromkeys(OF_A_TILE, 0.5)
     like = load_spec(path).variants()[0]

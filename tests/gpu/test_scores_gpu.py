@@ -280,8 +280,8 @@ def spaced(x, pitch, offset):
 @pytest.mark.parametrize(
     ("keys", "pitch", "offset"), [(640, 640, 0), (630, 632, 0), (630, 636, 2), (637, 637, 0), (640, 648, 1)]
 )
-def test_a_bias_of_16_bits_and_any_alignment(keys, pitch, offset, head_dim, causal, rng):
-    """Kernels stage its elements, and load those of the same bias in fp32 one by one."""
+def test_a_bias_of_any_alignment(keys, pitch, offset, head_dim, causal, rng):
+    """Forward kernels stream its elements of 16 and 32 bits, backward kernels stage those of 16 bits."""
     q, k, v = map(cp.asarray, arrays_of(rng, "fp16", (500, keys, 4, 2), (head_dim, head_dim)))
     dout = cp.asarray(rng.standard_normal(q.shape, np.float32).astype(np.float16))
     bias = spaced(
@@ -292,7 +292,31 @@ def test_a_bias_of_16_bits_and_any_alignment(keys, pitch, offset, head_dim, caus
         options = {"score": "bias", "params": {"bias": array}, "causal": causal}
         out, lse = flashgen.attention(q, k, v, return_lse=True, **options)
         results.append((out, lse, *flashgen.attention_backward(dout, q, k, v, out, lse, **options)))
-    for staged, loaded in zip(*results, strict=True):
+    on_host = {"score": "bias", "params": {"bias": cp.asnumpy(bias).astype(np.float32)}, "causal": causal}
+    out, lse = flashgen.attention(*map(cp.asnumpy, (q, k, v)), return_lse=True, **on_host)
+    for of_16_bits, of_32_bits, expected in zip(*(result[:2] for result in results), (out, lse), strict=True):
+        for found in (of_16_bits, of_32_bits):
+            np.testing.assert_allclose(cp.asnumpy(found).astype("f4"), expected, rtol=1e-2, atol=1e-2)
+    for of_16_bits, of_32_bits in zip(*results, strict=True):
         np.testing.assert_allclose(
-            cp.asnumpy(staged).astype("f4"), cp.asnumpy(loaded).astype("f4"), rtol=1e-2, atol=1e-2
+            cp.asnumpy(of_16_bits).astype("f4"), cp.asnumpy(of_32_bits).astype("f4"), rtol=1e-2, atol=1e-2
         )
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_that_a_batch_shares(causal, dtype, rng):
+    """Many tiles a multiprocessor, in the order in which the batch changes fastest."""
+    batch, heads, tokens = 24, 12, 520
+    shape = (batch, tokens, heads, 128)
+    q, k, v = (cp.asarray(rng.standard_normal(shape, np.float32).astype("f2")) for _ in "qkv")
+    bias = cp.asarray(rng.standard_normal((1, heads, tokens, tokens), np.float32).astype(dtype))
+    out = flashgen.attention(q, k, v, score="bias", params={"bias": bias}, causal=causal)
+    for entry in (0, 7, batch - 1):
+        expected = flashgen.attention(
+            *(cp.asnumpy(x[entry : entry + 1]) for x in (q, k, v)),
+            score="bias",
+            params={"bias": cp.asnumpy(bias).astype(np.float32)},
+            causal=causal,
+        )
+        np.testing.assert_allclose(cp.asnumpy(out[entry]), expected[0], rtol=1e-2, atol=1e-2)

@@ -4,10 +4,12 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import flashgen
 from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError
 from flashgen.families.load import load_spec, load_specs
 from flashgen.families.model import Spec
@@ -872,3 +874,14 @@ def test_a_long_sequence_among_short_ones_has_a_larger_cluster():
     }
     assert chosen(problem(**sizes, **CONTIGUOUS), 132).grid.cluster == 2
     assert chosen(varlen(q, kv, kv, kv_lengths=lengths), 132).grid.cluster == 6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys", "streams"), [("f2", 1024, True), ("f2", 1028, False), ("f4", 1028, True)]
+)
+def test_rows_of_a_bias_that_begin_at_16_bytes_are_streamed(dtype, keys, streams):
+    shapes = (2, 1024, 4, 64), (2, keys, 4, 64), (2, keys, 4, 64)
+    bias = np.zeros((4, 1024, keys), dtype)
+    taken = flashgen.explain(*shapes, arch="sm_90", score="bias", params={"bias": bias}).variant
+    assert taken.streams is streams
+    assert taken.staged is not None

@@ -22,6 +22,10 @@ from simulator.faults import ASYNC, BOUNDS, NUMBERS
 TILES = "flash_fwd_hdim64_bf16_causal_m64_sm90"
 OVERLAPPED = "flash_fwd_hdim64_fp16_sm90"
 PACKED = "flash_fwd_hdim64_fp16_causal_m64_packgqa_sm90"
+ROOMY = "flash_fwd_hdim64_fp16_n96_sm90"  # fp32 elements fit
+PACKED_OVERLAPPED = "flash_fwd_hdim64_fp16_packgqa_sm90"
+DIAGONAL = "flash_fwd_hdim64_bf16_causal_m128_sm90"
+LISTED = "flash_fwd_hdim64_bf16_blocks_m64_sm90"
 DENSE = "flash_fwd_hdim64_bf16_dense_sm90"
 ODD_CHUNKS = "flash_fwd_hdim64_bf16_n80_sm90"  # 80 keys are 10 chunks
 BACKWARD = "flash_bwd_hdim64_bf16_causal_sm90"
@@ -33,7 +37,7 @@ LENGTHS = [(200, 144), (75, 150), (70, 137), (1, 1)]
 def modified(name, *, dtype="bf16", chain=False):
     """The kernel with a bias, or with a bias of scores that a tanh has bounded."""
     scores = load_scores(keywords=()).by_name
-    bias = scores["bias"].with_types({"bias": dtype})
+    bias = scores["bias"] if dtype == "f32" else scores["bias"].with_types({"bias": dtype})
     variant = {**MAIN, **VARIANTS}[name].modified(chained([scores["softcap"], bias]) if chain else bias)
     assert "stages_scores" in variant.features
     return variant
@@ -51,7 +55,7 @@ def in_rows(x, pitch, offset):
     *outer, keys = x.shape
     rows = int(np.prod(outer))
     memory = np.full(rows * pitch + 16, 0x7FC0 if x.dtype == np.uint16 else np.nan, x.dtype)
-    begin = -memory.ctypes.data % 16 // 2 + offset
+    begin = -memory.ctypes.data % 16 // x.itemsize + offset
     spaced = memory[begin : begin + rows * pitch].reshape(*outer, pitch)[..., :keys]
     spaced[...] = x
     return spaced
@@ -65,6 +69,8 @@ LAYOUTS = {
     "each row another": lambda x: in_rows(x, x.shape[-1] // 2 * 2 + 3, 0),
     "one row": lambda x: np.broadcast_to(x[:1, :, :1], x.shape),
     "rows backwards": lambda x: in_rows(x, -(-x.shape[-1] // 8) * 8, 0)[:, :, ::-1],
+    "floats": lambda x: x,
+    "floats by 4 bytes": lambda x: in_rows(x, x.shape[-1] + 1, 1),
 }
 CASES = [
     (TILES, "contiguous"),
@@ -72,8 +78,14 @@ CASES = [
     (TILES, "each row another"),
     (OVERLAPPED, "by 16 bytes"),
     (OVERLAPPED, "by 2 bytes"),
+    (DIAGONAL, "each row another"),
+    (DIAGONAL, "rows backwards"),
+    (LISTED, "contiguous"),
+    (PACKED_OVERLAPPED, "contiguous"),
     (PACKED, "by 16 bytes"),
     (DENSE, "one row"),
+    (ROOMY, "floats"),
+    (DIAGONAL, "floats by 4 bytes"),
     (ODD_CHUNKS, "by 16 bytes"),
     (BACKWARD, "by 16 bytes"),
     (BACKWARD, "each row another"),
@@ -91,7 +103,7 @@ def test_a_bias_of_any_layout(name, layout, monkeypatch, compiler, fresh_seed):
         "score_arrays_of",
         lambda *of: tuple(LAYOUTS[layout](x) if x.ndim == 4 else x for x in drawn(*of)),
     )
-    dtype = "f16" if layout == "by 2 bytes" else "bf16"
+    dtype = "f32" if layout.startswith("floats") else "f16" if layout == "by 2 bytes" else "bf16"
     variant = modified(name, dtype=dtype, chain=layout in ("by 4 bytes", "each row another"))
     for lengths in LENGTHS:
         assert check_of(variant, shape_of(variant, *lengths), fresh_seed) is None, lengths
@@ -107,17 +119,21 @@ class Fault(NamedTuple):
 
 
 AWAITED = "cp_async_wait<0>(); __syncwarp(); "
+EMPTY = "mbarrier_wait(shared.elements_empty(ring.stage, consumer), ring.parity ^ 1);"
+FULL = "mbarrier_wait(shared.elements_full(element_ring.stage, consumer), element_ring.parity);"
+LOAD = "load_elements(elements, shared.elements(element_ring.stage, warp_row / 16), lane); __syncwarp();"
+RELEASE = "release(shared.elements_empty(element_ring.stage, consumer));"
 FAULTS = [
     Fault(
         "copies not awaited",
-        TILES,
+        PACKED,
         144,
         "cp_async_wait<0>(); __syncwarp();",
         "__syncwarp();",
         (*ASYNC, *NUMBERS),
     ),
     Fault(
-        "copies of other lanes not awaited", TILES, 144, AWAITED, "cp_async_wait<0>();", (*ASYNC, *NUMBERS)
+        "copies of other lanes not awaited", PACKED, 144, AWAITED, "cp_async_wait<0>();", (*ASYNC, *NUMBERS)
     ),
     Fault(
         "copies not awaited, backward",
@@ -135,13 +151,15 @@ FAULTS = [
         "return true;",
         ("alignment",),
     ),
-    Fault("elements past the last key", TILES, 137, "min(max(seqlen_kv - key, 0), 8);", "8;", BOUNDS),
+    Fault(
+        "elements past the last key", TILES, 137, "min(max(seqlen_kv - key, 0), kChunk);", "kChunk;", BOUNDS
+    ),
     Fault(
         "elements past the last key, backward",
         STEPS_OF_64,
         137,
-        "min(max(seqlen_kv - key, 0), 8);",
-        "8;",
+        "min(max(seqlen_kv - key, 0), kChunk);",
+        "kChunk;",
         BOUNDS,
     ),
     Fault(
@@ -162,10 +180,50 @@ FAULTS = [
     Fault("chunks of another order", OVERLAPPED, 144, "j + lane / 16)", "j + 1 - lane / 16)"),
     Fault(
         "elements of the last tile",
-        OVERLAPPED,
+        PACKED_OVERLAPPED,
         144,
         "q_ring.advance(); copy_elements(params, score_rows, score_buffer, last_block * kBlockN, lane);",
         "q_ring.advance();",
+    ),
+    Fault("full buffer not awaited", OVERLAPPED, 144, f"{FULL} {LOAD}", LOAD, (*ASYNC, *NUMBERS)),
+    Fault(
+        "buffer released before it is read",
+        DIAGONAL,
+        600,
+        f"{LOAD} {RELEASE}",
+        f"{RELEASE} {LOAD}",
+        (*ASYNC, *NUMBERS),
+    ),
+    Fault("empty buffer not awaited", TILES, 600, EMPTY, "", (*ASYNC, *NUMBERS, "deadlock")),
+    Fault(
+        "copies that full does not wait for",
+        OVERLAPPED,
+        144,
+        "cp_async_mbarrier_arrive(shared.elements_full(ring.stage, consumer));",
+        "mbarrier_arrive(shared.elements_full(ring.stage, consumer));",
+        (*ASYNC, *NUMBERS),
+    ),
+    Fault(
+        "elements of the wrong block",
+        OVERLAPPED,
+        300,
+        "first_row, kv_block * kBlockN, lane);",
+        "first_row, 0, lane);",
+    ),
+    Fault(
+        "elements of the wrong consumer",
+        OVERLAPPED,
+        144,
+        "tile.first_row + 64 * consumer; auto",
+        "tile.first_row; auto",
+    ),
+    Fault(
+        "tiles in another order than the heads",
+        OVERLAPPED,
+        144,
+        "place % params.batch_size * num_heads + place / params.batch_size;",
+        "place % params.batch_size * num_heads;",
+        (*ASYNC, *NUMBERS),
     ),
     Fault(
         "queries exchanged",

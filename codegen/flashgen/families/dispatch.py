@@ -16,7 +16,8 @@ class Dispatch(NamedTuple):
     """Whether dispatch offers a family to calls (``prefer``), up to how many rows of a head, as its grid
     counts them (``rows_at_most``; None: any), and the numbers by which `schedule.dispatch.cost` models time.
 
-    ``efficiency`` is the measured rate of a tile relative to its siblings; the others are of all tiles.
+    ``efficiency`` is the measured rate of a tile relative to its siblings; ``streaming`` is the rate where a
+    kernel streams an array of a score modification, None: ``efficiency``. The others are of all tiles.
     """
 
     prefer: Annotated[str, Choice(("least_time", "on_request"))] = "least_time"
@@ -26,6 +27,7 @@ class Dispatch(NamedTuple):
     alone_gbps: Annotated[float, Decimal(above=0, most=10_000)] = 50.0
     rows_at_most: Annotated[int | None, optional(Integer(1))] = None
     efficiency: Annotated[float, Decimal(above=0, most=1e6)] = 1.0
+    streaming: Annotated[float | None, optional(Decimal(above=0, most=1e6))] = None
 
     @property
     def on_request(self) -> bool:
@@ -34,4 +36,4 @@ class Dispatch(NamedTuple):
 
 
 # What a row of the tile table gives; the key `dispatch` of the file has the others.
-OF_A_TILE = ("efficiency",)
+OF_A_TILE = ("efficiency", "streaming")

@@ -68,7 +68,8 @@ RESERVED = frozenset(
         *("element_bytes", "threads", "smem_bytes", "max_smem", "min", "max"),
         *("efficiency", "no_spills", "tile", "step", "features", "parts"),
         *("score", "score_functions", "score_has_offset", "score_has_derivative", "has_tree"),
-        *("score_loads_by_key", "score_staged"),
+        *("score_loads_by_key", "score_staged", "staged_dtype", "staged_bytes", "staged_row_stride"),
+        *("element_stages", "streaming"),
         *("rule", "rule_functions", "range_function", "verdict_functions"),
         *("row_spans", "key_spans", "block_spans", "skips_by_line", "line_arrays"),
     )

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from flashgen.errors import SpecError
 from flashgen.families.arch import arch_parts, reaches
 from flashgen.families.dispatch import Dispatch
-from flashgen.families.features import STAGES_SCORES
+from flashgen.families.features import STAGES_SCORES, STREAMS_SCORES
 from flashgen.families.grid import Buffer, Grid
 from flashgen.families.params import rule_params, score_params
 from flashgen.operators import OPERATORS
+from flashgen.operators.arguments import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,10 +21,15 @@ if TYPE_CHECKING:
     from flashgen.families.grid import Visits
     from flashgen.families.params import Param
     from flashgen.operators.rules import Rule
-    from flashgen.operators.scores import Score
+    from flashgen.operators.scores import Score, ScoreParam
 
 # Name of the tile that `flashgen tune` measured on the GPU at hand; no row of a spec may take it.
 TUNED_TILE = "tuned"
+# The tile key of a modified variant: buffers of a block's elements of the score modification.
+ELEMENT_STAGES = "element_stages"
+# The tile key of registers of a producer thread. Warps that copy such elements need 40; where three consumers
+# need as many as they can get, they have 32.
+PRODUCER = "producer_registers"
 # What conditions and selections call a tile without a name.
 DEFAULT_TILE = "default"
 
@@ -170,8 +176,9 @@ class Variant:
             self, **{it.name: it.default for it in dataclasses.fields(self) if it.metadata == _BESIDE}
         )
 
-    def modified(self, score: Score, committed: bool = False) -> Variant:
-        """This variant, and the other steps of its calls, with a score modification.
+    def modified(self, score: Score, committed: bool = False, streams: bool = True) -> Variant:
+        """This variant, and the other steps of its calls, with a score modification. ``streams`` as for
+        `_staging`.
 
         It promises nothing of registers: the tile was chosen for plain scores. Raises SpecError for a
         parameter whose name the kernel has already.
@@ -188,19 +195,52 @@ class Variant:
         added = tuple(param for param in added if param.name != "softmax_scale" or param.name not in names)
         axis = ("score", score.name)
         return self._extended(
-            axis, score.title, added, score=score, committed=committed, **self._staging(score), **around
+            axis,
+            score.title,
+            added,
+            score=score,
+            committed=committed,
+            **self._staging(score, streams),
+            **around,
         )
 
-    def _staging(self, score: Score) -> dict[str, Any]:
-        """The features and the shared memory with a score: as long as there is room, a main kernel that can
-        stage elements of its array has a buffer of 2 bytes for each score of a block.
+    def _staging(self, score: Score, streams: bool) -> dict[str, Any]:
+        """The features, the shared memory and the tile with a score. As long as there is room, a kernel that
+        can stage elements of its array has a buffer for each score of a block; one that streams them has two
+        if they fit, with their barriers. Unless it ``streams``, consumers copy elements, as if it could not.
         """
         if STAGES_SCORES not in self.features:
             return {}
-        room = 2 * int(self.tile_value("block_m")) * int(self.tile_value("block_n"))
-        if score.staged and self.is_main and self.smem_bytes + room <= self.max_smem:
-            return {"smem_bytes": self.smem_bytes + room}
-        return {"features": tuple(name for name in self.features if name != STAGES_SCORES)}
+        if not streams:
+            features = tuple(name for name in self.features if name != STREAMS_SCORES)
+            staging = dataclasses.replace(self, features=features)._staging(score, streams=True)
+            return {"features": features} | staging
+        left = self.max_smem - self.smem_bytes
+        block_m = int(self.tile_value("block_m"))
+        block = block_m * int(self.tile_value("block_n"))
+        if STREAMS_SCORES in self.features and score.streamed:
+            of_stage = DTYPE_BYTES[score.streamed.dtype] * block + block_m // 64 * 2 * 8
+            stages = min(2, left // of_stage)
+            if stages:
+                tile = dict(self.tile) | {ELEMENT_STAGES: stages}
+                tile[PRODUCER] = max(32 if block_m > 128 else 40, int(tile[PRODUCER]))
+                return {"smem_bytes": self.smem_bytes + stages * of_stage, "tile": tuple(tile.items())}
+        elif score.staged and 2 * block <= left:
+            return {"smem_bytes": self.smem_bytes + 2 * block}
+        none = (STAGES_SCORES, STREAMS_SCORES)
+        return {"features": tuple(name for name in self.features if name not in none)}
+
+    @property
+    def streams(self) -> bool:
+        """Whether warps of the producer copy the elements of the score modification."""
+        return ELEMENT_STAGES in dict(self.tile)
+
+    @property
+    def staged(self) -> ScoreParam | None:
+        """The array of the score modification whose elements the kernel has in shared memory."""
+        if self.score is None or STAGES_SCORES not in self.features:
+            return None
+        return self.score.streamed if STREAMS_SCORES in self.features else self.score.staged
 
     @property
     def line_seam(self) -> bool:

@@ -159,16 +159,22 @@ class Score:
         """The array whose elements a kernel may copy to shared memory before it has their scores: the first
         of 16-bit elements that is read by query and key, if there is one.
         """
-        return next(
-            (
-                array
-                for array in self.arrays
-                if DTYPE_BYTES[array.dtype] == 2
-                and array.dimensions[-1] == "kv"
-                and {"q"} < set(array.dimensions) <= set(DIMENSIONS)
-            ),
-            None,
-        )
+        return next((array for array in self._by_pair if DTYPE_BYTES[array.dtype] == 2), None)
+
+    @cached_property
+    def streamed(self) -> ScoreParam | None:
+        """As `staged`, for kernels that take elements of 32 bits as well."""
+        floats = (array for array in self._by_pair if not array.is_integer)
+        return self.staged or next(floats, None)
+
+    @property
+    def _by_pair(self) -> list[ScoreParam]:
+        """The arrays that are read by query and key."""
+        return [
+            array
+            for array in self.arrays
+            if array.dimensions[-1] == "kv" and {"q"} < set(array.dimensions) <= set(DIMENSIONS)
+        ]
 
     @property
     def reads_half(self) -> bool:

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError, arg
 from flashgen.families.arch import arch_parts, reaches
-from flashgen.families.features import STAGES_SCORES
 from flashgen.families.variant import TUNED_TILE
 from flashgen.operators import operator_of
 from flashgen.operators.arguments import shown
@@ -81,8 +80,8 @@ _GPCS = (18, 18, 18, 16, 16, 16, 16, 14)
 # The rate of packed rows over the rate of others: each packed row finds its query and its head by a division.
 _PACKED = 0.97
 # The rate of a kernel without room to stage the array of a score modification over the rate of one that
-# stages it. An estimate: its scores wait for their elements.
-_UNSTAGED = 0.7
+# stages it: its scores wait for their elements.
+_UNSTAGED = 0.5
 
 
 def offers(
@@ -110,7 +109,8 @@ def offers(
     for _, alike in sorted(by_work.items()):
         selected = [variant for spec, axes in alike for variant in spec.select(**axes) if variant.is_main]
         if problem.score is not None:
-            selected = [variant.modified(problem.score) for variant in selected]
+            streams = rows_of_score_aligned(problem)
+            selected = [variant.modified(problem.score, streams=streams) for variant in selected]
         if problem.rule is not None:
             selected = [v.lined(problem.rule.rule, listing) for v in selected if v.line_seam]
         offered += selected
@@ -125,6 +125,15 @@ def offers(
             f"it serves {' or '.join(map(_served, families))}"
         )
     return tuple(offered)
+
+
+def rows_of_score_aligned(problem: Problem) -> bool:
+    """Whether rows of the array of its score modification that kernels stream begin at multiples of 16 bytes,
+    or there is none. Other rows are copied in pieces, which one warp does slower than all consumers.
+    """
+    streamed = problem.score.streamed
+    array = problem.array(streamed.name) if streamed else None
+    return array is None or all(stride * array.element_bytes % 16 == 0 for stride in array.strides)
 
 
 def listing_steps(problem: Problem, specs: Iterable[Spec]) -> tuple[Variant, ...]:
@@ -351,8 +360,11 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
 def _rate(variant: Variant) -> float:
     """Scores in a time, on the scale of ``efficiency``."""
     packed = dict(variant.axes).get("gqa") == "packed"  # not every operator has groups of heads
-    stages = variant.score is None or not variant.score.staged or STAGES_SCORES in variant.features
-    return variant.dispatch.efficiency * (_PACKED if packed else 1) * (1 if stages else _UNSTAGED)
+    stages = variant.score is None or not variant.score.streamed or variant.staged is not None
+    efficiency = variant.dispatch.efficiency
+    if variant.streams:
+        efficiency = variant.dispatch.streaming or efficiency
+    return efficiency * (_PACKED if packed else 1) * (1 if stages else _UNSTAGED)
 
 
 def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> float:

@@ -17,6 +17,7 @@ from flashgen.schedule.dispatch import (
     misfit,
     named,
     preferred,
+    rows_of_score_aligned,
     runs_on,
     splitting,
     standard,
@@ -130,7 +131,7 @@ def explain(
         for variant in spec.variants():
             if variant.is_main:
                 if problem.score is not None and spec.score_seam:
-                    variant = variant.modified(problem.score)
+                    variant = variant.modified(problem.score, streams=rows_of_score_aligned(problem))
                 if problem.rule is not None and variant.line_seam:
                     variant = variant.lined(problem.rule.rule, listing)
                 judged = _unfit(problem, device, variant, spec.on_request and algorithm is None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.families.features import CONVERTS_CODES, STAGES_SCORES
+from flashgen.families.features import CONVERTS_CODES
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
@@ -124,4 +124,4 @@ def some_headers(form: Variant) -> tuple[str, ...]:
 
 def _stages(form: Variant) -> bool:
     """Whether the kernel copies elements of a score modification to shared memory."""
-    return form.score is not None and form.score.staged is not None and STAGES_SCORES in form.features
+    return form.staged is not None

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import FlashgenError, InternalError, SpecError, TemplateWarning
 from flashgen.families.arch import range_of
-from flashgen.families.features import STAGES_SCORES
+from flashgen.families.variant import ELEMENT_STAGES
 from flashgen.host.paths import code_digest, specs_dir
 from flashgen.operators import OPERATORS
 from flashgen.source import files
@@ -272,16 +272,22 @@ def _of_tree(form: Variant) -> dict[str, Any]:
 
 def _of_score(form: Variant) -> dict[str, Any]:
     if form.score is None:
-        absent = {"score_has_offset": False, "score_has_derivative": False, "score_staged": None}
+        absent = {
+            "score_has_offset": False,
+            "score_has_derivative": False,
+            "score_staged": None,
+            ELEMENT_STAGES: 0,
+        }
         return {"score_functions": "", "score_element": "", "gradient_dtype": "fp32", **absent}
     # Only a call with a modification waits for these.
+    from flashgen.operators.scores import DTYPE_BYTES, TYPES
     from flashgen.source.arrayelement import element_function
     from flashgen.source.scores import loads_by_key, score_functions
 
     differentiated = OPERATORS[form.operator].differentiates
     lowered = form.score.lowered(form.dtype, differentiated)
     dtypes = {array.name: array.dtype for array in form.score.arrays}
-    staged = form.score.staged if STAGES_SCORES in form.features else None
+    staged = form.staged
     strides = staged.argument().stride_names() if staged else ()
     kernel = (form.score, form.dtype, differentiated, staged and staged.name)
     return {
@@ -290,7 +296,9 @@ def _of_score(form: Variant) -> dict[str, Any]:
         "score_has_offset": lowered.offset is not None,
         "score_has_derivative": lowered.derivative is not None,
         "score_staged": staged and staged.name,
-        "staged_dtype": staged and staged.dtype,
+        "staged_dtype": staged and TYPES[staged.type].ctype,
+        "staged_bytes": staged and DTYPE_BYTES[staged.dtype],
+        "element_stages": dict(form.tile).get(ELEMENT_STAGES, 0),
         "staged_row_stride": staged and strides[staged.dimensions.index("q")],
         "score_element": element_function(form.score),
         "gradient_dtype": dtypes.get(form.score.wrt, "fp32"),
