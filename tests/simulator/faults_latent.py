@@ -1,6 +1,6 @@
 """Faults to plant into the kernels that decode in latent space: in the exchange between the two consumers, in
-the groups of columns, in what is masked and cleared; in the gathering of small pages; in q of two arrays; and,
-with mma.sync, between the warps.
+the groups of columns, in what is masked and cleared; in the gathering of small pages; in q of two arrays;
+and, with mma.sync, between the warps.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ FAULTS = (
         "const bool valid = row[i] != nullptr && column < params.head_dim;",
         "const bool valid = column < params.head_dim;",
         ": nullptr;",
-        ": params.k + max(0, min(pages.page[i], params.batch_kv - 1)) * params.k_batch_stride + row_of_page * params.k_row_stride;",
+        ": params.k + page * params.k_batch_stride + row_of_page * params.k_row_stride;",
         "const bool exists = kv_block >= 0 && key < seqlen_kv;",
         "const bool exists = kv_block >= 0 && key / params.page_size <= (seqlen_kv - 1) / params.page_size;",
     ),
@@ -318,7 +318,8 @@ FAULTS = (
         ROPE,
         MANY,
         (*NUMBERS, *BOUNDS),
-        "params.q_rope + tile.batch * params.q_rope_batch_stride + found.first_query * params.q_rope_row_stride,",
+        "params.q_rope + tile.batch * params.q_rope_batch_stride + "
+        "found.first_query * params.q_rope_row_stride,",
         "params.q_rope,",
     ),
     fault(

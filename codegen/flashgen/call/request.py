@@ -50,7 +50,7 @@ INDICES_WITHOUT_LATENT = (
 
 Q_ROPE_WITHOUT_LATENT = (
     f"{arg('q_rope')} was given without a latent cache, whose rows have a rotary part; pass {arg('k')} as "
-    f"KVCache(latent, None, lengths, head_dim_v=...), or {arg('q')} and {arg('k')} with all elements of a head"
+    f"KVCache(latent, None, lengths, head_dim_v=...), or {arg('q')} with all elements of a head"
 )
 
 

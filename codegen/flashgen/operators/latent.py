@@ -34,7 +34,7 @@ from flashgen.operators.splits import AUTO
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from flashgen.operators.arguments import Argument, ArrayLayout, ArrayView
+    from flashgen.operators.arguments import ArrayLayout, ArrayView
     from flashgen.operators.operator import Number, Value
     from flashgen.operators.scores import Score
 
@@ -184,8 +184,8 @@ def whole_view(
         )
     if not q.shape or q.shape[-1] != head_dim_v:
         raise BadTensorShape(
-            f"{arg('q')} has shape {q.shape}, and {arg('q_rope')} was given; its rows are the elements before "
-            f"{arg('q_rope')} then, head_dim_v = {shown(head_dim_v)}"
+            f"{arg('q')} has shape {q.shape}, and {arg('q_rope')} was given; then rows of {arg('q')} have "
+            f"head_dim_v = {shown(head_dim_v)} elements"
         )
     width = latentrows.HEAD_DIM if kv_dtype == latentrows.LAYOUT else k.shape[-1] if k.shape else 0
     rotary = width - head_dim_v
@@ -197,8 +197,8 @@ def whole_view(
     expected = (*q.shape[:-1], rotary)
     if q_rope.shape != expected:
         raise BadTensorShape(
-            f"{arg('q_rope')} has shape {q_rope.shape}; expected {expected}: the shape of {arg('q')} with the "
-            f"rest of a row of {arg('k')}, {width} - {head_dim_v}"
+            f"{arg('q_rope')} has shape {q_rope.shape}; expected {expected}: the shape of {arg('q')}, with "
+            f"the rest of a row of {arg('k')}, {width} - {head_dim_v}"
         )
     check_strides(Q_ROPE, q_rope, DTYPE_BYTES.get(q_rope.dtype, 1))
     return dataclasses.replace(q, shape=(*q.shape[:-1], width))
