@@ -502,6 +502,8 @@ struct KeyRows {
 
 // Tells the consumers that a KV block is here, once the thread's copies into it are
 __device__ void publish(const SharedAddresses& shared, int stage, int lane);
+// Waits for the copies into a KV block that is not published, if there is one, and publishes it
+__device__ void publish_last(const SharedAddresses& shared, int& unpublished, int lane);
 // The first KV block of the tile that has KV block `index` of all, in a sequence at `place`
 __device__ int begin_of_tile(const Params& params, const Place& place, int index);
 __device__ void release(shared_address empty, int lane);  // Arrives on a barrier for a warp that has finished with a buffer
@@ -555,11 +557,10 @@ __device__ __forceinline__ void produce(const Params& params, const SharedAddres
             unpublished = ring.stage;
             ring.advance();
         }
+        // find_tiles() is two tiles ahead of the consumers: after two tiles without keys it waits until they have computed this KV block.
+        if (blocks.last < blocks.first) publish_last(shared, unpublished, lane);
     }
-    if (unpublished >= 0) {
-        cp_async_wait<0>();
-        publish(shared, unpublished, lane);
-    }
+    publish_last(shared, unpublished, lane);
 }
 
 // The warp that finds what the thread block's share has of tile after tile, before the producer and the consumers need it: the part with which
@@ -1379,6 +1380,14 @@ __device__ __forceinline__ void publish(const SharedAddresses& shared, int stage
     for (int i = 0; i < kGroups; ++i) {
         if (lane == 0) mbarrier_arrive(shared.k_full(stage, group_in_order(i)));
     }
+}
+
+// Waits for the copies into a KV block that is not published, if there is one, and publishes it.
+__device__ __forceinline__ void publish_last(const SharedAddresses& shared, int& unpublished, int lane) {
+    if (unpublished < 0) return;
+    cp_async_wait<0>();
+    publish(shared, unpublished, lane);
+    unpublished = -1;
 }
 
 // The first KV block of the tile that has KV block `index` of all, in a sequence at `place`.
