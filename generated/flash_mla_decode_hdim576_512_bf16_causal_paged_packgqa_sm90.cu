@@ -2,8 +2,8 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 576, head_dim_v 512, dtype bf16, mask_type causal, pages paged, splits none, kv_dtype none, gqa
-//           packed
+// axes      head_dim 576, head_dim_v 512, dtype bf16, mask_type causal, pages paged, splits none, kv_dtype none, q_rope
+//           none, gqa packed
 // tile      block_m 64, block_n 64, q_stages 2, stages 2, producer_registers 40
 // block     384 threads, 231680 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory

@@ -175,6 +175,7 @@ class _WarmupCall(TypedDict, total=False):
     cu_seqlens_kv: Any
     tree: Any
     indices: Any
+    q_rope: Any
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
     splits: str | int | SplitEvery
@@ -228,6 +229,7 @@ def attention(
     cu_seqlens_kv: Any = None,
     tree: Any = None,
     indices: Any = None,
+    q_rope: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     splits: str | int | SplitEvery = "auto",
@@ -273,6 +275,7 @@ def plan(
     cu_seqlens_kv: Any = None,
     tree: Any = None,
     indices: Any = None,
+    q_rope: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     splits: str | int | SplitEvery = "auto",
@@ -316,6 +319,7 @@ def plan(
     cu_seqlens_kv: Any = None,
     tree: Any = None,
     indices: Any = None,
+    q_rope: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     splits: str | int | SplitEvery = "auto",
@@ -359,6 +363,7 @@ def plan(
     cu_seqlens_kv: Any = None,
     tree: Any = None,
     indices: Any = None,
+    q_rope: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     splits: str | int | SplitEvery = "auto",
@@ -526,6 +531,7 @@ def explain(
     cu_seqlens_kv: Any = None,
     tree: Any = None,
     indices: Any = None,
+    q_rope: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     splits: str | int | SplitEvery = "auto",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
 
 SCALE = 0.07
 HEADS = 12
@@ -83,9 +83,93 @@ def test_libraries_that_trace_see_the_same_call(fresh_seed):
             np.testing.assert_array_equal(np.asarray(x), y)
 
 
+def halves_of(q, width=512):
+    """q in two arrays, whose layouts differ."""
+    wide = np.full((*q.shape[:-1], width + 32), np.nan, q.dtype)
+    wide[..., :width] = q[..., :width]
+    rope = np.ascontiguousarray(q[..., width:].swapaxes(0, -2)).swapaxes(0, -2)
+    return wide[..., :width], rope
+
+
+@pytest.mark.parametrize("page", [0, 5])
+def test_q_may_be_in_two_arrays(page, fresh_seed):
+    q, (k, lengths, pages), _ = arrays(fresh_seed, page)
+    cache = flashgen.KVCache(k, None, lengths, pages, head_dim_v=512)
+    options = {"causal": True, "softmax_scale": SCALE, "return_lse": True}
+    right = flashgen.attention(q, cache, **options)
+    q_nope, q_rope = halves_of(q)
+    for x, y in zip(flashgen.attention(q_nope, cache, q_rope=q_rope, **options), right, strict=True):
+        np.testing.assert_array_equal(x, y)
+    plan = flashgen.plan(q_nope, cache, q_rope=q_rope, **options)
+    named = {} if pages is None else {"pages": pages}
+    for x, y in zip(plan(q_nope, k, kv_lengths=lengths, q_rope=q_rope, **named), right, strict=True):
+        np.testing.assert_array_equal(x, y)
+    with pytest.raises(NullPointer, match="q_rope is None, but the plan was made with one"):
+        plan(q_nope, k, kv_lengths=lengths, **named)
+
+
+def test_packed_queries_may_be_in_two_arrays(fresh_seed):
+    q, (k, lengths, _), _ = arrays(fresh_seed)
+    cache = flashgen.KVCache(k, None, lengths, head_dim_v=512)
+    cu = np.array([0, 2, 2, 7, 8], np.int32)
+    options = {"causal": True, "softmax_scale": SCALE, "cu_seqlens_q": cu}
+    q = q.reshape(8, HEADS, 576)
+    q_nope, q_rope = halves_of(q)
+    right = flashgen.attention(q, cache, **options)
+    np.testing.assert_array_equal(flashgen.attention(q_nope, cache, q_rope=q_rope, **options), right)
+
+
+def test_rows_are_appended_before_queries_in_two_arrays(fresh_seed):
+    q, (k, lengths, _), _ = arrays(fresh_seed)
+    row = np.random.default_rng(fresh_seed).standard_normal((4, 2, 1, 576)).astype(np.float16)
+    options = {"causal": True, "softmax_scale": SCALE, "append": (row, None)}
+    right = flashgen.attention(q, flashgen.KVCache(k.copy(), None, lengths, head_dim_v=512), **options)
+    cache = flashgen.KVCache(k, None, lengths, head_dim_v=512)
+    q_nope, q_rope = halves_of(q)
+    np.testing.assert_array_equal(flashgen.attention(q_nope, cache, q_rope=q_rope, **options), right)
+    plan = flashgen.plan(q_nope, cache, q_rope=q_rope, **options)
+    np.testing.assert_array_equal(plan(q_nope, cache, (row, None), q_rope=q_rope), right)
+
+
+def test_libraries_that_trace_see_both_arrays(fresh_seed):
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    q, (k, lengths, _), _ = arrays(fresh_seed, width=320)
+    q_nope, q_rope = halves_of(q, 256)
+
+    def call(q, q_rope, k, lengths):
+        cache = flashgen.KVCache(k, None, lengths, head_dim_v=256)
+        return flashgen.attention(q, cache, q_rope=q_rope, softmax_scale=SCALE)
+
+    right = call(q, None, k, lengths)
+    tensors = [torch.from_numpy(x) for x in (q_nope, q_rope, k, lengths)]
+    for function in (call, torch.compile(call, fullgraph=True, backend="eager")):
+        np.testing.assert_array_equal(function(*tensors).numpy(), right)
+    tensors[1].requires_grad_()
+    with pytest.raises(BadParam, match="q_rope: a tensor requires a gradient"):
+        call(*tensors)
+    for function in (jax.jit(call), call):
+        found = function(*map(jax.numpy.asarray, (q_nope, q_rope, k, lengths)))
+        np.testing.assert_array_equal(np.asarray(found), right)
+
+
+@pytest.mark.parametrize("name", ["q_rope", "indices"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_arrays_of_latent_caches_need_one(name, compiled):
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(1, 8, 4, 64, dtype=torch.float16)
+
+    def call(x):
+        return flashgen.attention(x, x, x, **{name: x})
+
+    with pytest.raises(BadParam, match=f"{name} was given without a latent cache"):
+        (torch.compile(call, backend="eager") if compiled else call)(x)
+
+
 LATENT = np.zeros((1, 8, 1, 576), np.float16)
 LENGTHS = np.array([8], np.int32)
 Q = np.zeros((1, 1, 4, 576), np.float16)
+NOPE, ROPE = Q[..., :512], Q[..., 512:]
+ROTARY = flashgen.Rotary(*np.zeros((2, 16, 32), np.float32))
 
 
 def cache_of(k=LATENT, v=None, width=512, **others):
@@ -123,13 +207,26 @@ def cache_of(k=LATENT, v=None, width=512, **others):
         (cache_of(), {"mask_type": "causal_top_left"}, BadParam, "causal_top_left"),
         (cache_of(), {"dropout_p": 0.5, "dropout_seed": (1, 2)}, BadParam, "dropout_p"),
         (cache_of(), {"return_weights": True}, BadParam, "KVCache"),
+        (cache_of(), {"q_rope": ROPE}, BadTensorShape, "q has shape .1, 1, 4, 576., and q_rope was given"),
+        (cache_of(), {"q": NOPE, "q_rope": ROPE[..., :32]}, BadTensorShape, "q_rope has shape .1, 1, 4, 32."),
+        (cache_of(), {"q": NOPE, "q_rope": ROPE[:, :, :2]}, BadTensorShape, "q_rope has shape .1, 1, 2, 64."),
+        (cache_of(), {"q": NOPE, "q_rope": ROPE[0]}, BadTensorShape, "q_rope has shape .1, 4, 64."),
+        (cache_of(), {"q": NOPE, "q_rope": ROPE.astype(np.float32)}, BadTensorDtype, "q_rope has dtype fp32"),
+        (cache_of(), {"q": NOPE, "q_rope": ROPE[..., ::-1]}, BadTensorStrides, "q_rope has strides"),
+        (cache_of(width=240), {"q": NOPE[..., :240], "q_rope": Q[..., 240:]}, BadTensorShape, "as the value"),
+        (
+            cache_of(),
+            {"q": NOPE, "q_rope": ROPE, "append": (LATENT[:, :1], None), "rotary": ROTARY},
+            BadParam,
+            "q_rope and rotary were given",
+        ),
         (cache_of(), {"append": (LATENT, LATENT)}, BadParam, "v_new was given, and the cache is latent"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_what_is_refused_and_by_which_name(cache, options, error, words):
     with pytest.raises(error, match=words):
-        flashgen.attention(Q, cache, **{"softmax_scale": SCALE} | options)
+        flashgen.attention(**{"q": Q, "k": cache, "softmax_scale": SCALE} | options)
 
 
 def test_gradients_are_refused_by_name():

@@ -8,7 +8,7 @@ from flashgen.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from flashgen.operators.latentrows import LAYOUT, unpacked
 
 torch = pytest.importorskip("torch")
-from gpu.test_mla_gpu import DTYPES, SCALE, SHAPES, cache_of, check  # noqa: E402
+from gpu.test_mla_gpu import DTYPES, SCALE, SHAPES, cache_of, check, halves_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +60,8 @@ def test_results_are_within_the_bound(latent_family, shape, layout, causal, page
     check(out, lse, q, rows, dtype, causal, scaled=layout != LAYOUT)
     for _ in range(3):
         assert torch.equal(out, flashgen.attention(q, cache, **options)[0])
+    q_nope, q_rope = halves_of(q)
+    assert torch.equal(out, flashgen.attention(q_nope, cache, q_rope=q_rope, **options)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)

@@ -83,6 +83,53 @@ def test_results_are_within_the_bound(latent_family, shape, dtype, causal, page)
         assert torch.equal(out, flashgen.attention(q, cache, **options)[0])
 
 
+@pytest.mark.parametrize("latent_family", ["sm90", "sm80"], indirect=True)
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_pages_of_few_tokens_are_gathered_on_hopper(latent_family, page):
+    cache, _ = cache_of((700, 3), "bf16", page)
+    q = torch.randn(2, 1, 128, 576, device="cuda", dtype=torch.bfloat16)
+    name = flashgen.plan(q, cache, softmax_scale=SCALE).variant.name
+    hopper = "flash_mla_gather" if page % 16 else "flash_mla_decode"
+    assert name.startswith(hopper if latent_family == "sm90" else "flash_mla_decode")
+    assert name.endswith(latent_family)
+
+
+def halves_of(q):
+    """q in two arrays, whose layouts differ."""
+    wide = torch.full((*q.shape[:-1], 544), torch.nan, device="cuda", dtype=q.dtype)
+    wide[..., :512] = q[..., :512]
+    rope = q[..., 512:].transpose(0, 2).contiguous().transpose(0, 2)
+    return wide[..., :512], rope
+
+
+@pytest.mark.parametrize("latent_family", ["sm90", "sm80"], indirect=True)
+@pytest.mark.parametrize("page", [0, 64, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_q_in_two_arrays_has_the_same_bits(latent_family, shape, dtype, page):
+    queries, heads, lengths = shape
+    cache, _ = cache_of(lengths, dtype, page)
+    q = torch.randn(len(lengths), queries, heads, 576, device="cuda").to(DTYPES[dtype])
+    q_nope, q_rope = halves_of(q)
+    options = {"causal": True, "softmax_scale": SCALE, "return_lse": True}
+    right = flashgen.attention(q, cache, **options)
+    found = flashgen.attention(q_nope, cache, q_rope=q_rope, **options)
+    assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
+
+
+def test_a_graph_takes_another_q_in_two_arrays():
+    cache, _ = cache_of((3000, 1000, 2048), "bf16", 64)
+    q_nope, q_rope = halves_of(torch.randn(3, 1, 32, 576, device="cuda", dtype=torch.bfloat16))
+    flashgen.attention(q_nope, cache, q_rope=q_rope, softmax_scale=SCALE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashgen.attention(q_nope, cache, q_rope=q_rope, softmax_scale=SCALE)
+    q_rope.copy_(torch.randn_like(q_rope))
+    graph.replay()
+    q = torch.cat([q_nope, q_rope], -1)
+    assert torch.equal(out, flashgen.attention(q, cache, softmax_scale=SCALE))
+
+
 @pytest.mark.parametrize(("width", "value"), [(320, 256), (576, 256), (40, 24)])
 def test_narrower_rows(width, value):
     cache, rows = cache_of((700, 3), "bf16", 64, width, value)

@@ -12,6 +12,7 @@ from flashgen.operators.latentrows import LAYOUT
 
 torch = pytest.importorskip("torch")
 from gpu.test_mla_codes_gpu import codes_of, numbers_of, packed_rows  # noqa: E402
+from gpu.test_mla_gpu import halves_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -91,6 +92,8 @@ def test_results_are_within_the_bound(latent_family, shape, dtype, page, fresh_s
     check(out, lse, q, indices, rows, dtype)
     for _ in range(3):
         assert torch.equal(out, flashgen.attention(q, cache, **options)[0])
+    q_nope, q_rope = halves_of(q)
+    assert torch.equal(out, flashgen.attention(q_nope, cache, q_rope=q_rope, **options)[0])
 
 
 @pytest.mark.parametrize("latent_family", ["sm90", "sm80"], indirect=True)
@@ -106,6 +109,8 @@ def test_results_of_fp8_are_within_the_bound(latent_family, shape, layout, page,
     check(out, lse, q, indices, rows, dtype, scaled=layout != LAYOUT)
     for _ in range(3):
         assert torch.equal(out, flashgen.attention(q, cache, **options)[0])
+    q_nope, q_rope = halves_of(q)
+    assert torch.equal(out, flashgen.attention(q_nope, cache, q_rope=q_rope, **options)[0])
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -1,5 +1,6 @@
 """Faults to plant into the kernels that decode in latent space: in the exchange between the two consumers, in
-the groups of columns, in what is masked and cleared; and, with mma.sync, between the warps.
+the groups of columns, in what is masked and cleared; in the gathering of small pages; in q of two arrays;
+and, with mma.sync, between the warps.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from simulator.faults import ASYNC, BOUNDS, NUMBERS, RACE, WRONG, fault
 ROWS = "flash_mla_decode_hdim576_512_bf16_packgqa_sm90"
 CAUSAL = "flash_mla_decode_hdim576_512_fp16_causal_packgqa_sm90"
 PAGED = "flash_mla_decode_hdim576_512_bf16_paged_packgqa_sm90"
+GATHER = "flash_mla_gather_hdim576_512_bf16_causal_paged_packgqa_sm90"
+ROPE = "flash_mla_decode_hdim576_512_bf16_paged_rope_packgqa_sm90"
+MMA_ROPE = "flash_mla_decode_hdim576_512_fp16_causal_rope_packgqa_sm80"
 MMA = "flash_mla_decode_hdim576_512_bf16_packgqa_sm80"
 MMA_PAGED = "flash_mla_decode_hdim576_512_fp16_causal_paged_packgqa_sm86"
 
@@ -21,6 +25,8 @@ WIDE = Shape(2, 700, heads=40, batch=3, spread=8.0)
 # A sequence for each thread block: no tile is split.
 WHOLE = Shape(1, 200, heads=24, batch=3, spread=8.0)
 DRAFTS = Shape(5, 300, heads=16, batch=3)
+# Empty sequences of two tiles between others.
+SHORT = Shape(1, 130, heads=80, batch=8)
 NARROW = Shape(1, 300, heads=16, batch=2, head_dim=328, head_dim_v=264)
 
 LOST = (*ASYNC, "deadlock", "mbarrier", "proxy", WRONG)
@@ -198,6 +204,157 @@ FAULTS = (
         "wgmma_wait<0>();\n                pin_registers(scores);\n                "
         "barrier_arrive(kScoresComplete, 256);",
         "wgmma_wait<0>();\n                pin_registers(scores);",
+    ),
+    # Pages of any size.
+    fault(
+        "gather: a row of the page before",
+        GATHER,
+        DRAFTS,
+        (*NUMBERS, *BOUNDS),
+        "const int row_of_page = key - divide(key, params.page_size_divisor) * params.page_size;",
+        "const int row_of_page = 0;",
+    ),
+    fault(
+        "gather: the pages of the KV block before",
+        GATHER,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "kv_block > blocks.first ? kv_block - 1 : -1",
+        "kv_block",
+    ),
+    fault(
+        "gather: the pages of the first sequence",
+        GATHER,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "params.pages + found.sequence * params.pages_batch_stride;",
+        "params.pages;",
+    ),
+    fault(
+        "gather: entries past the table are read",
+        GATHER,
+        MANY,
+        (*BOUNDS, "uninitialised global memory"),
+        "const bool exists = kv_block >= 0 && key < seqlen_kv;",
+        "const bool exists = true;",
+    ),
+    fault(
+        "gather: NaN of rows past a sequence",
+        GATHER,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "const bool valid = row[i] != nullptr && column < params.head_dim;",
+        "const bool valid = column < params.head_dim;",
+        ": nullptr;",
+        ": params.k + page * params.k_batch_stride + row_of_page * params.k_row_stride;",
+        "const bool exists = kv_block >= 0 && key < seqlen_kv;",
+        "const bool exists = kv_block >= 0 && key / params.page_size <= (seqlen_kv - 1) / params.page_size;",
+    ),
+    fault(
+        "gather: two tiles without keys while a KV block is not published",
+        GATHER,
+        SHORT,
+        ("deadlock",),
+        "if (blocks.last < blocks.first) publish_last(shared, unpublished, lane);",
+        "",
+    ),
+    fault(
+        "gather: the last rows of a KV block are left out",
+        GATHER,
+        MANY,
+        (*NUMBERS, "uninitialised shared memory"),
+        "if (row_of_block >= kBlockN) break;",
+        "if (row_of_block >= kBlockN - 4) break;",
+    ),
+    fault(
+        "gather: published before the copies are here",
+        GATHER,
+        MANY,
+        LOST,
+        "cp_async_wait<1>();\n                publish",
+        "cp_async_wait<2>();\n                publish",
+    ),
+    fault(
+        "gather: columns of V that are copied over before P V has read them",
+        GATHER,
+        MANY,
+        LOST,
+        "await_empty(shared.k_empty(ring.stage, 1), ring.parity ^ 1);",
+        "",
+    ),
+    fault(
+        "gather: the last KV block is not published",
+        GATHER,
+        MANY,
+        ("deadlock", "mbarrier"),
+        "if (unpublished < 0) return;",
+        "return;",
+    ),
+    # Q in two arrays.
+    fault(
+        "q_rope: of the first head",
+        ROPE,
+        MANY,
+        NUMBERS,
+        "params.q_rope_row_stride, params.q_rope_head_stride) + element_of_row;",
+        "params.q_rope_row_stride, 0) + element_of_row;",
+    ),
+    fault(
+        "q_rope: by the strides of q",
+        ROPE,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "params.q_rope_row_stride, params.q_rope_head_stride) + element_of_row;",
+        "params.q_row_stride, params.q_head_stride) + element_of_row;",
+    ),
+    fault(
+        "q_rope: of the first sequence",
+        ROPE,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "params.q_rope + tile.batch * params.q_rope_batch_stride + "
+        "found.first_query * params.q_rope_row_stride,",
+        "params.q_rope,",
+    ),
+    fault(
+        "q_rope: from one chunk on",
+        ROPE,
+        NARROW,
+        (*NUMBERS, *BOUNDS),
+        "q_rope + (of_rope - params.head_dim_v);",
+        "q_rope + (of_rope - params.head_dim_v + 8);",
+    ),
+    fault(
+        "q_rope: read from q",
+        ROPE,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "element_of_row < params.head_dim_v ? q + of_q",
+        "element_of_row < params.head_dim ? q + of_q",
+    ),
+    fault(
+        "q_rope with mma.sync: of the first head",
+        MMA_ROPE,
+        MANY,
+        NUMBERS,
+        "params.q_rope_row_stride, params.q_rope_head_stride) + element_of_row;",
+        "params.q_rope_row_stride, 0) + element_of_row;",
+    ),
+    fault(
+        "q_rope with mma.sync: of the first sequence",
+        MMA_ROPE,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "own.q_rope += sequence * params.q_rope_batch_stride + first_query * params.q_rope_row_stride;",
+        "",
+    ),
+    fault(
+        "q_rope with mma.sync: the batch stride twice",
+        MMA_ROPE,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "own.q_rope_batch_stride = 0;",
+        "",
     ),
     # By mma.sync.
     fault(

@@ -11,6 +11,7 @@ ROWS = "flash_mla_sparse_hdim576_512_bf16_packgqa_sm80"
 PAGED = "flash_mla_sparse_hdim576_512_fp16_paged_packgqa_sm86"
 HOPPER = "flash_mla_sparse_hdim576_512_bf16_packgqa_sm90"
 HOPPER_PAGED = "flash_mla_sparse_hdim576_512_fp16_paged_packgqa_sm90"
+ROPE = "flash_mla_sparse_hdim576_512_bf16_rope_packgqa_sm90"
 
 MULTIPROCESSORS = 3
 MANY = Shape(3, 150, heads=24, batch=2)
@@ -24,6 +25,22 @@ ANYTHING = (*NUMBERS, *BOUNDS)
 LOST = (*ASYNC, "deadlock", "mbarrier", "proxy", WRONG)
 
 FAULTS = (
+    fault(
+        "q_rope of the query before",
+        ROPE,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "own.q_rope += sequence * params.q_rope_batch_stride + row * params.q_rope_row_stride;",
+        "own.q_rope += sequence * params.q_rope_batch_stride + max(0, row - 1) * params.q_rope_row_stride;",
+    ),
+    fault(
+        "q_rope of the first head",
+        ROPE,
+        MANY,
+        NUMBERS,
+        "params.q_rope_row_stride, params.q_rope_head_stride) + element_of_row;",
+        "params.q_rope_row_stride, 0) + element_of_row;",
+    ),
     fault(
         "the list of the query before",
         ROWS,

@@ -11,6 +11,7 @@ from flashgen.api.append import adopted_arrays, arrays_in_order, interleaved, re
 from flashgen.api.pair_of_plans import PairOfPlans
 from flashgen.api.queue_both import queue_both
 from flashgen.call.compute import are_all, make_plan, ready
+from flashgen.call.features import refuse_features
 from flashgen.call.kvcache import FIELDS, KVCache, Rotary
 from flashgen.call.record import AppendCall
 from flashgen.call.request import Request, refuse_beside_codes, request_of
@@ -191,6 +192,8 @@ def append_call(call: Call) -> Call:
     q, cache, rotary, cu_seqlens_q = call.q, call.k, call.rotary, call.cu_seqlens_q
     if call.has_codes():
         refuse_beside_codes(call)
+    if call.q_rope is not None and rotary is not None:
+        refuse_features(call)
     if call.append is None:
         raise BadParam(
             f"{arg('rotary')} was given without append; pass append=(k_new, v_new), the new tokens"

@@ -23,6 +23,7 @@ from flashgen.call.request import (
     gradient_packing,
     gradients_of,
     names_of,
+    refuse_parts_of_latent,
     request_of,
     score_gradient_of,
 )
@@ -81,6 +82,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of a call, recorded. Raises BadParam."""
     arrays = arrays_of(call)
     check_tensors(arrays | arrays_of_mask(call))
+    refuse_parts_of_latent(call)
     for name in ("k", "v"):
         if arrays[name] is None:
             raise NullPointer(f"{arg(name)} is None; expected an array")

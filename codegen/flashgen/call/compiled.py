@@ -70,7 +70,7 @@ is_file_of(__file__, __name__)
 load_operators()
 
 # The arrays that only calls with a KVCache have.
-_OF_CACHE = ("index", "pages", "indices")
+_OF_CACHE = ("index", "pages", "indices", "q_rope")
 
 
 def attention(call: Call, append_request: Request | None, what: str) -> tuple[Tensor, Tensor | None]:
@@ -247,7 +247,8 @@ def _fix_layout(written: Tensor | None) -> None:
 def _attend(*args: Any) -> None:
     values = dict(zip((*INPUTS, *_OF_CACHE), args, strict=False))
     score_arrays, is_cache, *entries, out, lse = args[len(values) :]
-    values["q"] = with_rows(values["q"])  # Inductor drops a copy that a caller has made
+    for name in ("q", "q_rope"):  # Inductor drops a copy that a caller has made
+        values[name] = None if values[name] is None else with_rows(values[name])
     if is_cache:
         names = ("k", "v", "pages", "index", "k_scale", "v_scale")
         named = {name: values.pop(name) for name in names}

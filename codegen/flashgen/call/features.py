@@ -28,6 +28,8 @@ _ARGUMENTS = {
     "sinks": ("sinks",),
     "tree": ("tree",),
     "indices": ("indices",),
+    "q_rope": ("q_rope",),
+    "rotary": ("rotary",),
     "dropout_seed": ("dropout_seed",),
     "score": SCORES,
 }

@@ -268,6 +268,15 @@ FIELDS = (
         skipped. A token that is listed twice counts twice. All heads of a query share the list. For causal
         attention list no token after the query. Rows that are not listed are not read.""",
     ),
+    Field(
+        "q_rope",
+        "array",
+        FORWARD,
+        elsewhere=("q_pe", "q_rot", "query_rope", "q_pos"),
+        doc="""(batch, seqlen_q, num_heads_q, head_dim - head_dim_v), of the dtype and device of q, only with
+        a latent ``KVCache``: the elements of q that meet the rotary part of a row. Then q has the first
+        head_dim_v elements, which meet the latent. Both have strides of their own. There is no copy.""",
+    ),
     # What a BlockMask holds.
     Field("block_indptr", "array", ()),
     Field("block_indices", "array", ()),

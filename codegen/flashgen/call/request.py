@@ -48,6 +48,12 @@ INDICES_WITHOUT_LATENT = (
 )
 
 
+Q_ROPE_WITHOUT_LATENT = (
+    f"{arg('q_rope')} was given without a latent cache, whose rows have a rotary part; pass {arg('k')} as "
+    f"KVCache(latent, None, lengths, head_dim_v=...), or {arg('q')} with all elements of a head"
+)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """``arrays`` has an array or None for each argument of the operator; ``workspace`` is memory of the
@@ -222,9 +228,17 @@ def request_of(call: Call) -> Request:
         if call.head_dim_v is not None:
             latent.check(call)
             operators = _LATENT if call.indices is None else _SPARSE_LATENT
-    if call.indices is not None and operators is not _SPARSE_LATENT:
-        raise BadParam(INDICES_WITHOUT_LATENT)
+    if operators is _ATTENTION:
+        refuse_parts_of_latent(call)
     return _requested(call, is_plain, operators)
+
+
+def refuse_parts_of_latent(call: Call) -> None:
+    """Raise BadParam for an array that only a call of a latent cache has."""
+    if call.indices is not None:
+        raise BadParam(INDICES_WITHOUT_LATENT)
+    if call.q_rope is not None:
+        raise BadParam(Q_ROPE_WITHOUT_LATENT)
 
 
 def gradients_of(call: Call) -> Request:

@@ -47,6 +47,7 @@ _GROUPED: When = {"gqa": ("gqa", "packed")}
 _PAGED: When = {"pages": ("paged",)}
 _UNPAGED: When = {"pages": ("none",)}
 _STARTS: When = {"kv_starts": ("starts",)}
+_ROPE: When = {"q_rope": ("rope",)}
 _TREE: When = {"mask_type": ("tree",)}
 _CODES: When = {"kv_dtype": ("e4m3",)}
 _ROTATED: When = {"rotary": ("halves", "interleaved")}
@@ -105,6 +106,7 @@ ARRAYS = {
     "kv_starts": Note("the first key of each sequence", _STARTS, required=True),
     "tree": Note("bit j: the query sees draft j, of the last keys, one a query", _TREE, required=True),
     "indices": Note("tokens of its sequence that each query attends to; -1: none"),
+    "q_rope": Note("the elements of q after the first head_dim_v", _ROPE, required=True),
     "index": Note("the entry of the keys of each sequence; null: its number", _UNPAGED),
     "pages": Note("entries past the last key are never read", _PAGED, required=True),
     "lengths": Note("tokens of each sequence in the cache"),

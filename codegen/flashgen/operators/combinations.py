@@ -101,7 +101,7 @@ PAIRS = (
     Pair("pages", "index", "each row of {first} is a sequence's already"),
     *(
         Pair(name, "codes", _OF_CODES)
-        for name in ("kv_starts", "dropout", "dropout_seed", "splits", "tree", "indices")
+        for name in ("kv_starts", "dropout", "dropout_seed", "splits", "tree", "indices", "q_rope")
     ),
     Pair("latent", "codes", "queries of a latent cache have 16 bits: leave {second} out, and pass such {q}"),
     Pair(
@@ -120,6 +120,12 @@ PAIRS = (
         "packed",
         "lists are of padded queries: pass {q} as (batch, seqlen_q, num_heads_q, head_dim), or the cache as "
         "one sequence of all its slots, {q} as (1, tokens, num_heads_q, head_dim), and slots in {first}",
+    ),
+    Pair(
+        "q_rope",
+        "rotary",
+        "append rotates {q} alone: rotate {first} before the call, and append the rotated rows without "
+        "{second}, or pass {q} with all its elements",
     ),
     Pair("indices", "bounds", "the lists say how many keys there are: leave {second} out"),
     Pair("window", "latent", "its calls take {causal}, or no mask"),

@@ -167,11 +167,17 @@ def arrays_of(
             whole = np.broadcast_to(x, extents) if argument.layout == "broadcast" else x
             parts[name] = whole[tuple(cut.get(symbol, slice(None)) for symbol in symbols)]
     if "v" not in parts:  # a latent cache
+        parts["q"] = whole_q(parts["q"], parts.pop("q_rope", None))
         if problem.kv_dtype == latentrows.LAYOUT:
             parts["k"] = latentrows.unpacked(parts["k"])
         parts["v_scale"] = parts.get("k_scale")
         parts["v"] = parts["k"][..., : problem.sizes["head_dim_v"]]
     return parts
+
+
+def whole_q(q: np.ndarray, q_rope: np.ndarray | None) -> np.ndarray:
+    """The queries of a call of a latent cache, whose last elements may be in an array of their own."""
+    return q if q_rope is None else np.concatenate([q, q_rope], -1)
 
 
 def check_boundaries(cu_seqlens: np.ndarray, name: str, rows: int, of_what: str) -> None:

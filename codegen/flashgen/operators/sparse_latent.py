@@ -19,9 +19,9 @@ from flashgen.operators import contract, latent, latentrows
 from flashgen.operators.arguments import Argument, check_devices, place, shown
 from flashgen.operators.attention import ATTENTION, SCALARS
 from flashgen.operators.kvcodes import whole_scales
-from flashgen.operators.latent import LATENT, LatentProblem
+from flashgen.operators.latent import LATENT, Q_ROPE, LatentProblem
 from flashgen.operators.operator import Operator, by_name
-from flashgen.operators.sequences import check_scales, sequences
+from flashgen.operators.sequences import check_scales, sequences, whole_q
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,6 +41,7 @@ ARGUMENTS = (
     *(LATENT.arguments[LATENT.position(name)] for name in _NAMES),
     INDICES,
     LATENT.arguments[LATENT.position("k_scale")],
+    Q_ROPE,
 )
 
 
@@ -128,7 +129,7 @@ def queries(problem: SparseLatentProblem, arrays: Mapping[str, np.ndarray | None
                 rows = latentrows.unpacked(rows)
             of_codes = None if scale is None else scale[b : b + 1]
             one = {
-                "q": arrays["q"][b : b + 1, i : i + 1],
+                "q": whole_q(arrays["q"], arrays.get("q_rope"))[b : b + 1, i : i + 1],
                 "k": rows,
                 "v": rows[..., : problem.head_dim_v],
                 "k_scale": of_codes,

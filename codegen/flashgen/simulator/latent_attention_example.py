@@ -75,9 +75,12 @@ def make(variant: Variant, shape: Shape, seed: int) -> LatentExample:
         q_rows, used = randomarrays.packed(rng, q_lengths, ROWS_AFTER)
     else:
         q_rows, used = (shape.batch, shape.seqlen_q), None
-    q = randomarrays.used_rows(
-        rng, (*q_rows, shape.heads, head_dim), used, variant.dtype, shape.spread, shape.gap
-    )
+    of_q = {
+        name: randomarrays.used_rows(
+            rng, (*q_rows, shape.heads, width), used, variant.dtype, shape.spread, shape.gap
+        )
+        for name, width in widths_of_q(variant, head_dim, head_dim_v).items()
+    }
     if variant.axis("pages") == "paged":
         kv_rows, used = randomarrays.paged(rng, lengths, kv_lengths, page_sizes_of(variant))
     else:
@@ -86,14 +89,15 @@ def make(variant: Variant, shape: Shape, seed: int) -> LatentExample:
     out = rows_within_nan((*q_rows, shape.heads, head_dim_v), variant.dtype, shape.gap)
     lse = np.full((q_rows[0], shape.heads, q_rows[1]), np.nan, np.float32) if shape.return_lse else None
     if packed_q:
-        q, out, lse = q[0], out[0], None if lse is None else lse[0]
+        of_q = {name: x[0] for name, x in of_q.items()}
+        out, lse = out[0], None if lse is None else lse[0]
     splits = splits_for(variant, shape)
     scales = randomarrays.scales_of(rng, variant, shape.batch, 1)
     scales.pop("v_scale", None)
     of_call = {name: scale[:, None] for name, scale in scales.items()}
     problem = normalise(
-        view_of(q, variant.dtype),
-        view_of(k, variant.dtype if not of_codes else "e4m3"),
+        k=view_of(k, variant.dtype if not of_codes else "e4m3"),
+        **{name: view_of(x, variant.dtype) for name, x in of_q.items()},
         **{name: None if x is None else view_of(x, "int32") for name, x in lengths.items()},
         **randomarrays.array_views({name: scale[..., 0] for name, scale in scales.items()}),
         kv_dtype=of_codes,
@@ -107,7 +111,14 @@ def make(variant: Variant, shape: Shape, seed: int) -> LatentExample:
         splits=splits,
     )
     problem = masked(problem, variant, shape)
-    return LatentExample(problem, {"q": q, "k": k, "out": out, "lse": lse, **of_call, **lengths})
+    return LatentExample(problem, {**of_q, "k": k, "out": out, "lse": lse, **of_call, **lengths})
+
+
+def widths_of_q(variant: Variant, head_dim: int, head_dim_v: int) -> dict[str, int]:
+    """The widths of the arrays that hold the queries of a call, by name."""
+    if variant.axis("q_rope") == "none":
+        return {"q": head_dim}
+    return {"q": head_dim_v, "q_rope": head_dim - head_dim_v}
 
 
 def latent_rows(

@@ -16,7 +16,7 @@ from flashgen.operators.sparse_latent import NO_TOKEN, normalise, queries
 from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import check_sizes, page_sizes_of
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
-from flashgen.simulator.latent_attention_example import LatentExample, latent_rows
+from flashgen.simulator.latent_attention_example import LatentExample, latent_rows, widths_of_q
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
@@ -85,7 +85,10 @@ def make(variant: Variant, shape: Shape, seed: int) -> SparseLatentExample:
     kv_lengths = randomarrays.random_lengths(rng, shape.batch, most)
     lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTH_ARRAYS)
     rows = shape.batch, shape.seqlen_q, shape.heads
-    q = random_rows(rng, (*rows, head_dim), variant.dtype, shape.spread, shape.gap)
+    of_q = {
+        name: random_rows(rng, (*rows, width), variant.dtype, shape.spread, shape.gap)
+        for name, width in widths_of_q(variant, head_dim, head_dim_v).items()
+    }
     # Between lists are tokens that no list names.
     indices = np.zeros((*rows[:2], topk + int(rng.integers(3))), np.int32)[..., :topk]
     indices[...] = random_indices(rng, kv_lengths, shape.seqlen_q, topk)
@@ -102,8 +105,8 @@ def make(variant: Variant, shape: Shape, seed: int) -> SparseLatentExample:
     lse = np.full((rows[0], rows[2], rows[1]), np.nan, np.float32) if shape.return_lse else None
     arrays = {name: lengths[name] for name in ("kv_lengths", "index", "pages")} | {"indices": indices}
     problem = normalise(
-        view_of(q, variant.dtype),
-        view_of(k, variant.dtype if not of_codes else E4M3),
+        k=view_of(k, variant.dtype if not of_codes else E4M3),
+        **{name: view_of(x, variant.dtype) for name, x in of_q.items()},
         **{name: None if x is None else view_of(x, "int32") for name, x in arrays.items()},
         **randomarrays.array_views({name: scale[..., 0] for name, scale in scales.items()}),
         kv_dtype=of_codes,
@@ -114,4 +117,4 @@ def make(variant: Variant, shape: Shape, seed: int) -> SparseLatentExample:
         splits=shape.splits,
     )
     of_call = {name: scale[:, None] for name, scale in scales.items()}
-    return SparseLatentExample(problem, {"q": q, "k": k, "out": out, "lse": lse, **of_call, **arrays})
+    return SparseLatentExample(problem, {**of_q, "k": k, "out": out, "lse": lse, **of_call, **arrays})

@@ -51,8 +51,9 @@ class Case:
     cache come before the keys of each sequence, which begin at ``kv_starts``. ``codes``: a cache holds e4m3
     codes, with a scale of each kv head, with ``token_scales`` of each token and head. ``latent``: v is the
     first head_dim_v elements of k, as in the cache of MLA; ``topk``: each query attends to as many random
-    tokens of it, by a list. flashgen alone times cases with codes or latent. ``appends``: the last seqlen_q
-    keys and values go into the cache in the call, rotated, as q is. ``direction`` is one of ``forward``;
+    tokens of it, by a list; ``q_rope``: the rotary part of q is an array of its own. flashgen alone times
+    cases with codes or latent. ``appends``: the last seqlen_q keys and values go
+    into the cache in the call, rotated, as q is. ``direction`` is one of ``forward``;
     ``backward``: the gradients of q, k and v alone, from what a forward call left; ``deterministic``: the
     same bits of them each time. ``also`` names a peer that
     times this case though it leaves cases of its kind to the others elsewhere. ``clock`` is
@@ -85,6 +86,7 @@ class Case:
     token_scales: bool = False
     latent: bool = False
     topk: int = 0
+    q_rope: bool = False
     appends: bool = False
     direction: str = "forward"
     deterministic: bool = False
@@ -136,6 +138,8 @@ class Case:
             )
         if self.topk and (not self.latent or self.seqlen_q > 1 or self.topk > self.seqlen_kv):
             raise BadParam(f"bench case {self.name!r}: topk is tokens of a latent cache, for one query")
+        if self.q_rope and not self.latent:
+            raise BadParam(f"bench case {self.name!r}: q has a rotary part on a latent cache")
         if self.is_backward and self.lengths == "cache":
             raise BadParam(f"bench case {self.name!r}: a cache has no gradients")
         if self.deterministic and not self.is_backward:

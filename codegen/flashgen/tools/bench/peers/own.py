@@ -162,14 +162,21 @@ class Flashgen:
             names = ("cu_seqlens_q", "cu_seqlens_kv")
             return {name: getattr(inputs, name) for name in names} if case.is_packed else {}
 
+        def queries(inputs: Inputs) -> dict[str, Any]:
+            if not case.q_rope:
+                return {"q": inputs.q}
+            return {"q": inputs.q[..., : case.width_v], "q_rope": inputs.q[..., case.width_v :]}
+
         first = sets[0]
         bounds = {}
         if case.is_packed:
             longest = max(case.sequences)
             bounds = dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=True))
+        of_q = queries(first)
         plan = make_plan(
-            first.q,
+            of_q.pop("q"),
             *keys(first),
+            **of_q,
             causal=case.is_causal,
             tree=first.tree,
             mask=first.line,
@@ -193,7 +200,7 @@ class Flashgen:
             lengths = named(inputs) or {name: getattr(inputs, name) for name in names}
             values = {} if case.latent else {"v": inputs.v}
             values |= inputs.line.arguments if case.line else {}
-            return {"q": inputs.q, "k": inputs.k, **values, "out": inputs.out, **lengths}
+            return {**queries(inputs), "k": inputs.k, **values, "out": inputs.out, **lengths}
 
         plan = self._changed(plan, arrays(first))
         return lambda index: plan(**arrays(sets[index]))
