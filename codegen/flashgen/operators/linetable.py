@@ -3,7 +3,7 @@ block of queries, in which order tiles come, and which keys a query sees.
 
     ends          one more than there are blocks of queries: where the list of each begins, and the last ends
     by element    1: the ranges of queries say nothing, as equal elements do not follow one another
-    tiles         from a multiple of 4 on, for each block of queries, the one with the longest list first:
+    tiles         from a multiple of 4 on, for each block of queries, the longest lists first, by classes:
                   its number (~number with ``by element``), where its list begins and ends, the last entry
     ranges        for each query the first key of a range that it sees and the key after the range, for each
                   of the ranges of the line (`keyranges.row_keys`)
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from flashgen.operators.visibility import RangesOfRows
+
+
+# Tiles come by classes of how long their lists are, as parts of the longest one; in a class later rows first.
+LENGTH_CLASSES = 1 << 20
 
 
 class LineTable(NamedTuple):
@@ -67,7 +71,9 @@ class LineTable(NamedTuple):
         by_element = of_rows is None or of_rows.by_element
         table[: self.row_blocks + 1] = ends
         table[self.by_element] = by_element
-        order = sorted(range(self.row_blocks), key=lambda block: (-counts[block], -block))
+        most = max(counts, default=0)
+        classes = [int(count) * LENGTH_CLASSES // (int(most) + 1) for count in counts]
+        order = sorted(range(self.row_blocks), key=lambda block: (-classes[block], -block))
         for place, block in enumerate(order):
             begin, end = ends[block : block + 2]
             number = ~block if by_element else block

@@ -20,7 +20,7 @@ whose blocks there are bounds (`source.verdicts`), ``skips_by_line``, whether a 
 verdicts of KV blocks, ``line_arrays``, its arrays with an element for each token of queries (``q``) or
 keys (``kv``), ``has_table``, whether lists have a table (`operators.linetable`), ``range_functions`` of the
 ranges of rows in it (`source.rules`), ``line_runs``, the places among ``key_spans`` of the arrays whose runs
-these need, by name, and ``tiles_in_order``, whether tiles come in the order of their lists.
+these need, by name, ``tiles_in_order``, whether tiles come in the order of their lists, and ``length_classes``, of such an order.
 """
 
 from __future__ import annotations
@@ -314,11 +314,13 @@ def _of_rule(form: Variant) -> dict[str, Any]:
         "line_runs",
         "has_table",
         "tiles_in_order",
+        "length_classes",
     )
     rule = form.rule
     if rule is None and form.operator != "mask_lists":
         return {"rule": None, "line_arrays": {"q": (), "kv": ()}, **dict.fromkeys(from_line, "")}
     from flashgen.families.masks import rule_of_line
+    from flashgen.operators.linetable import LENGTH_CLASSES
     from flashgen.source.rules import range_function, ranges_functions, rule_functions, runs_of
     from flashgen.source.verdicts import spans_of, verdict_functions
 
@@ -338,6 +340,7 @@ def _of_rule(form: Variant) -> dict[str, Any]:
         {} if form.has_lengths else _runs(runs_of(rule), spans),
         form.rule is not None and not form.has_lengths,
         _in_order(form),
+        LENGTH_CLASSES,
     )
     of_tokens: dict[str, list[str]] = {"q": [], "kv": []}
     for array in rule.arrays:
