@@ -6,7 +6,7 @@ block of queries, in which order tiles come, and which keys a query sees.
     tiles         from a multiple of 4 on, for each block of queries, the longest lists first, by classes:
                   its number (~number with ``by element``), where its list begins and ends, the last entry
     ranges        for each query the first key of a range that it sees and the key after the range, for each
-                  of the ranges of the line (`keyranges.row_keys`)
+                  of the ranges of the line (`keyranges.row_keys`); whole pairs of queries
 
 The size is a multiple of 4, so that kernels load four numbers at once.
 """
@@ -50,11 +50,16 @@ class LineTable(NamedTuple):
 
     @property
     def size(self) -> int:
-        return _whole(self.first_range + 2 * self.ranges * self.queries)
+        return _whole(self.first_range + 2 * self.ranges * self.listed_queries)
+
+    @property
+    def listed_queries(self) -> int:
+        """Queries that have ranges: whole pairs. One past the last sees no key."""
+        return -(-self.queries // 2) * 2
 
     def of_queries(self, table: np.ndarray) -> np.ndarray:
         """What a table says of queries: whether it has no ranges, or the ranges."""
-        ranges = table[self.first_range : self.first_range + 2 * self.ranges * self.queries]
+        ranges = table[self.first_range : self.first_range + 2 * self.ranges * self.listed_queries]
         return table[self.by_element : self.by_element + 1] if table[self.by_element] else ranges
 
     def fill(
@@ -81,6 +86,8 @@ class LineTable(NamedTuple):
             table[at : at + 4] = number, begin, end, entries[end - 1] if end > begin else 0
         if of_rows is not None and not of_rows.by_element:
             ranges = of_rows.ranges.ravel()
+            end = self.first_range + 2 * self.ranges * self.listed_queries
+            table[self.first_range : end] = 0
             table[self.first_range : self.first_range + len(ranges)] = ranges
 
 

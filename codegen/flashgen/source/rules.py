@@ -347,7 +347,8 @@ class RuleWriter:
             if dimension in ("b", "h"):
                 indices.append(words[dimension])
             elif dimension == "q":
-                indices.append(_shifted(f"min({words['query']}, head.seqlen_q - 1)", array, "first_query"))
+                at = words["query"] if self._inside else f"min({words['query']}, head.seqlen_q - 1)"
+                indices.append(_shifted(at, array, "first_query"))
             elif dimension == "kv":
                 indices.append(_shifted(f"min({words['kv']}, head.seqlen_kv - 1)", array, "first_key"))
             else:
