@@ -72,7 +72,12 @@ FEW_RANGES = {
     "last[kv] == last[q] and (kv < 9 or h == 1) or kv < 2": 2,
     "doc[b, q] == doc[b, kv] and last[q] == last[kv]": 1,
 }
-MANY_RANGES = ("kv < 4 or kv > q or kv == 9", "doc[b, kv] == last[q]", "doc[b, kv] < doc[b, q]", "kv % 2 == 0")
+MANY_RANGES = (
+    "kv < 4 or kv > q or kv == 9",
+    "doc[b, kv] == last[q]",
+    "doc[b, kv] < doc[b, q]",
+    "kv % 2 == 0",
+)
 
 
 def check_ranges(line, values, queries, keys):

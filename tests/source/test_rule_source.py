@@ -70,7 +70,10 @@ def program(rule, number):
         wrong += f" ^ ({of_score} != ({in_range}.begin <= j && j < {in_range}.end))"
     functions = ranges_functions(rule)
     if functions and not runs_of(rule):
-        of_ranges = [f"line_range_{number}(params, head, line_row(params, head, i))" for number in range(len(functions))]
+        of_ranges = [
+            f"line_range_{number}(params, head, line_row(params, head, i))"
+            for number in range(len(functions))
+        ]
         wrong += f" ^ ({of_score} != ({' || '.join(f'({x}.begin <= j && j < {x}.end)' for x in of_ranges)}))"
     if runs_of(rule):
         functions = ()

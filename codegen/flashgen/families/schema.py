@@ -71,7 +71,7 @@ RESERVED = frozenset(
         *("score_loads_by_key", "score_staged"),
         *("rule", "rule_functions", "range_function", "verdict_functions"),
         *("row_spans", "key_spans", "block_spans", "skips_by_line", "line_arrays"),
-        *("has_table", "range_functions", "line_runs", "tiles_in_order", "length_classes"),
+        *("range_functions", "line_runs", "tiles_in_order", "length_classes"),
     )
 )
 

@@ -36,9 +36,11 @@ class KeyRange(NamedTuple):
 
 
 class RowKeys(NamedTuple):
-    """The keys that a row sees: those of any of ``ranges``, of which there are at most `MAX_RANGES`. Sides may
-    read the first key of the run that the row's position is in, and the key after the run: `run_begin` and
-    `run_end` of an element of ``runs``. These are read by keys, and equal elements have to follow one another.
+    """The keys that a row sees: those of any of ``ranges``, of which there are at most `MAX_RANGES`.
+
+    Sides may read the first key of the run of equal elements that the row's position is in, and the key after
+    the run: `run_begin` and `run_end` of an element of ``runs``. These elements are read by keys, and equal
+    ones have to follow one another.
     """
 
     ranges: tuple[KeyRange, ...]
@@ -152,7 +154,7 @@ def num_ranges(rule: Rule) -> int:
 
 
 def run_begin(element: Node) -> Node:
-    """The first key of the run of equal elements that a row's position is in; no parameter has such a name."""
+    """The first key of the run of equal elements at a row's position. No parameter has such a name."""
     return Node("name", (), f"first key of {text(element)}", "int")
 
 

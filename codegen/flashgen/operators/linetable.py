@@ -1,5 +1,5 @@
-"""The table of a list of blocks that a step makes of a mask by a line, int32: where kernels find the list of a
-block of queries, in which order tiles come, and which keys a query sees.
+"""The table of a list of blocks that a step makes of a mask by a line, int32: where kernels find the list of
+a block of queries, in which order tiles come, and which keys a query sees.
 
     ends          one more than there are blocks of queries: where the list of each begins, and the last ends
     by element    1: the ranges of queries say nothing, as equal elements do not follow one another
@@ -70,8 +70,8 @@ class LineTable(NamedTuple):
         entries: np.ndarray,
         of_rows: RangesOfRows | None,
     ) -> None:
-        """Write a table. ``ends`` are its ends, ``counts`` how many blocks each block of queries sees, for which
-        there may be no room, and ``entries`` the entries of all lists.
+        """Write a table. ``ends`` are its ends, ``counts`` how many blocks each block of queries sees, for
+        which there may be no room, and ``entries`` the entries of all lists.
         """
         by_element = of_rows is None or of_rows.by_element
         table[: self.row_blocks + 1] = ends

@@ -3,9 +3,9 @@ of queries.
 
 Block r of the queries has the entries ``line_indices[line_indptr[r]:line_indptr[r + 1]]``, in ascending
 order: n for key block n where all pairs of query and key are visible, ~n where the line decides. `linetable`
-has what else is in line_indptr. Blocks have the verdicts of `maskblocks.blocks_of`, joined with a range of keys. Batch entries and query heads that the
-line does not tell apart share lists. Each list has room for equally many entries; ``line_totals`` says how
-many it needs, which may be more.
+has what else is in ``line_indptr``. Blocks have the verdicts of `maskblocks.blocks_of`, joined with a range
+of keys. Batch entries and query heads that the line does not tell apart share lists. Each list has room for
+equally many entries; ``line_totals`` says how many it needs, which may be more.
 """
 
 from __future__ import annotations
@@ -193,9 +193,7 @@ def lists_of_rule(
             f"and {keys} keys; kernels count at most {blocklists.MAX_ENTRIES} in all: make several calls of "
             "fewer sequences or rows"
         )
-    return blocklists.BlockLists(
-        rows, keys, batch, heads, entries * batch * heads, num_ranges(rule.rule)
-    )
+    return blocklists.BlockLists(rows, keys, batch, heads, entries * batch * heads, num_ranges(rule.rule))
 
 
 def _contract(

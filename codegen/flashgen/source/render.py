@@ -18,9 +18,9 @@ left to the row, and ``score_has_derivative``, whether the kernel has a derivati
 ``range_function`` and ``verdict_functions``, ``row_spans``, ``key_spans`` and ``block_spans``, the arrays of
 whose blocks there are bounds (`source.verdicts`), ``skips_by_line``, whether a kernel with lengths has
 verdicts of KV blocks, ``line_arrays``, its arrays with an element for each token of queries (``q``) or
-keys (``kv``), ``has_table``, whether lists have a table (`operators.linetable`), ``range_functions`` of the
-ranges of rows in it (`source.rules`), ``line_runs``, the places among ``key_spans`` of the arrays whose runs
-these need, by name, ``tiles_in_order``, whether tiles come in the order of their lists, and ``length_classes``, of such an order.
+keys (``kv``), ``range_functions`` of the ranges of rows (`source.rules`), ``line_runs``, the places among
+``key_spans`` of the arrays whose runs these need, by name, ``tiles_in_order``, whether tiles come in the
+order of their lists, and ``length_classes``, how many classes of lengths that order has.
 """
 
 from __future__ import annotations
@@ -312,7 +312,6 @@ def _of_rule(form: Variant) -> dict[str, Any]:
         "skips_by_line",
         "range_functions",
         "line_runs",
-        "has_table",
         "tiles_in_order",
         "length_classes",
     )
@@ -338,7 +337,6 @@ def _of_rule(form: Variant) -> dict[str, Any]:
         form.has_lengths and one_line,
         () if form.has_lengths else ranges_functions(rule),
         {} if form.has_lengths else _runs(runs_of(rule), spans),
-        form.rule is not None and not form.has_lengths,
         _in_order(form),
         LENGTH_CLASSES,
     )
@@ -359,7 +357,7 @@ def _in_order(form: Variant) -> bool:
 
 
 def _runs(elements: Mapping[str, Node], spans: Sequence[Span]) -> dict[str, int]:
-    """The arrays of which runs are needed, by name: the place of the array among those that are read by keys."""
+    """The places among the arrays that are read by keys of those of which runs are needed, by name."""
     by_key = [span.node for span in spans if span.position == "kv"]
     return {name: by_key.index(element) for name, element in elements.items()}
 

@@ -11,7 +11,8 @@
     LineKey line_key_inside(params, head, first, step);  // of key first + step
 
 The last two are for a row that exists and is at the position of a key, and for a key that exists: they clamp
-no index that is a position. With a constant ``step`` an element is at a constant distance from one of ``first``.
+no index that is a position. With a constant ``step`` an element is at a constant distance from the element
+of ``first``.
 
 What depends on a row alone, or on a key alone, is a member of a struct, so that a kernel may keep it:
 elements of arrays, quotients and remainders, and where an array by q and kv has the row of a query. Sequences
@@ -367,18 +368,20 @@ class RuleWriter:
         if len(moving) != 1 or index_of_block(node) not in ("q", "kv"):
             return ""
         (place,), by_key = moving, index_of_block(node) == "kv"
-        dimension = array.dimensions[place]
-        if dimension not in ("q", "kv", TOKEN) or (self._rule.pack is not None and dimension == TOKEN and not by_key):
+        dimension, packed = array.dimensions[place], self._rule.pack is not None
+        if dimension not in ("q", "kv", TOKEN) or array.dimensions.count(TOKEN) > 1:
             return ""
-        counts_queries = dimension == "q" or by_key or self._rule.pack is not None
-        first = "first" if counts_queries else "first + head.seqlen_kv - head.seqlen_q"
+        if packed and dimension == TOKEN and not by_key:
+            return ""  # a row's token depends on its sequence
+        counts_tokens = dimension == "q" or by_key or packed
+        first = "first" if counts_tokens else "first + head.seqlen_kv - head.seqlen_q"
         indices = []
         for other, (name, index) in enumerate(zip(array.dimensions, node.args, strict=True)):
             if other == place:
                 at = f"({first})"
                 of_tokens = "first_query" if name == "q" else "first_key"
-                indices.append(at if self._rule.pack is not None else _shifted(at, array, of_tokens))
-            elif self._rule.pack is not None and name == "b":
+                indices.append(at if packed else _shifted(at, array, of_tokens))
+            elif packed and name == "b":
                 indices.append("")
             elif name in ("b", "h"):
                 indices.append(self._names[name])
