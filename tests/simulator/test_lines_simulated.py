@@ -172,8 +172,8 @@ FAULTS = {
     ),
     "ranges where equal elements are apart": (
         *(FWD90, "documents", "main"),
-        "tile.by_element = row_block < 0;",
-        "tile.by_element = false;",
+        "load_global_32(table + by_element_of_table(num_listed_rows(params))) != 0",
+        "false",
     ),
     "a list without its last block": (
         *(FWD90, "documents", "main"),

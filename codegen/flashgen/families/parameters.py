@@ -240,6 +240,7 @@ NUMBERS = {
     "dscore_query_step": Declared("int64_t", "for queries"),
     "dscore_key_step": Declared("int64_t", "for keys"),
     # Lists of key blocks.
+    "block_rows": Declared("int32_t", "queries of a block", _BLOCKS),
     "block_rows_log2": Declared("int32_t", "of the queries of a block", _BLOCKS),
     "block_keys_log2": Declared("int32_t", "of the keys of a block", _BLOCKS),
     "num_listed_keys": Declared("int32_t", "blocks of keys that lists may have", _BLOCKS),

@@ -111,7 +111,7 @@ def rule_params(rule: Rule, step: str = "", tables: Sequence[str] = ()) -> tuple
         doc = "(queries, 4): first key, one past the last key, position, sequence"
         params.append(Param("line_rows", "int32_t*" if of_bounds else "const int32_t*", doc))
     if of_bounds and loads_by(rule, "block"):
-        params.append(Param("block_rows_log2", "int32_t"))
+        params.append(Param("block_rows", "int32_t"))
     keys = row_keys(rule)
     if keys is not None and keys.runs and step in ("bounds", "main"):
         params.append(Param("line_breaks", "int32_t*" if of_bounds else "const int32_t*"))

@@ -4,7 +4,7 @@ a block of queries, in which order tiles come, and which keys a query sees.
     ends          one more than there are blocks of queries: where the list of each begins, and the last ends
     by element    1: the ranges of queries say nothing, as equal elements do not follow one another
     tiles         from a multiple of 4 on, for each block of queries, the longest lists first, by classes:
-                  its number (~number with ``by element``), where its list begins and ends, the last entry
+                  its number, where its list begins and ends, the last entry
     ranges        for each query the first key of a range that it sees and the key after the range, for each
                   of the ranges of the line (`keyranges.row_keys`); whole pairs of queries
 
@@ -81,9 +81,8 @@ class LineTable(NamedTuple):
         order = sorted(range(self.row_blocks), key=lambda block: (-classes[block], -block))
         for place, block in enumerate(order):
             begin, end = ends[block : block + 2]
-            number = ~block if by_element else block
             at = self.tiles + 4 * place
-            table[at : at + 4] = number, begin, end, entries[end - 1] if end > begin else 0
+            table[at : at + 4] = block, begin, end, entries[end - 1] if end > begin else 0
         if of_rows is not None and not of_rows.by_element:
             ranges = of_rows.ranges.ravel()
             end = self.first_range + 2 * self.ranges * self.listed_queries
