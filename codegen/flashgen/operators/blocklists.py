@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 # The sizes that a side of a block may have.
 SIDES = (64, 128)
-# The rows of a block of lists that a step makes of a mask by a line: as many as a kernel's tile has.
-LINE_ROWS = (*SIDES, 192)
 # Kernels count the visits of all entries, up to eight each, in 32 bits.
 MAX_ENTRIES = 1 << 27
 INDPTR = Argument(
@@ -101,14 +99,12 @@ class BlockLists(NamedTuple):
         }
 
 
-def block_size_of(block: Any, of_line: bool = False) -> tuple[int, int]:
-    """(rows, keys) of a block; ``of_line`` is whether the lists are of a mask by a line. Raises BadParam."""
+def block_size_of(block: Any) -> tuple[int, int]:
+    """(rows, keys) of a block. Raises BadParam."""
     try:
         rows, keys = block
     except (TypeError, ValueError):
         rows, keys = None, None
-    if type(rows) is type(keys) is int and of_line and rows in LINE_ROWS and keys in SIDES:
-        return rows, keys
     if not all(type(side) is int and side in SIDES for side in (rows, keys)):
         raise BadParam(
             f"{arg('block_size')} is {shown(block)}; expected (rows, keys), each of them 64 or 128: lists of "
@@ -141,7 +137,7 @@ def read(
             f"{arg('mask_type')} is {shown(mask_type)}, but {arg('mask')} is a BlockMask; leave "
             f"{arg('mask_type')} out, or pass a causal one"
         )
-    rows, keys = block_size_of(block_size, of_line=ranges is not None)
+    rows, keys = block_size_of(block_size)
     indptr, indices = (views[name] for name in NAMES)
     for argument in ARGUMENTS:
         if views[argument.name].dtype != "int32":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.operators.blocklists import LINE_ROWS, SIDES
+from flashgen.operators.blocklists import SIDES
 from flashgen.operators.maskblocks import FULL, blocks_of
 from flashgen.operators.masklists import ARGUMENTS, MaskListsProblem, normalise
 from flashgen.operators.masks import Band
@@ -77,7 +77,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> MaskListsExample:
         ends[param.name] if param.name in ends else _elements(rng, rule, param, sizes)
         for param in rule.arrays
     ]
-    block = shape.block or (int(rng.choice(LINE_ROWS)), int(rng.choice(SIDES)))
+    block = shape.block or tuple(int(side) for side in rng.choice(SIDES, 2))
     options = {
         "rule": RuleOfCall(rule, numbers),
         "batch": shape.batch,
