@@ -76,12 +76,12 @@ FAULTS = (
     ("empty where a bound touches", "keys.kv_low >= some.end", "keys.kv_low >= some.end - 1"),
     ("full beside the range", "kBlockFull && !in_range", "kBlockFull && in_range"),
     ("the head of another list", "list - batch * params.block_indptr_num_heads,", "0,"),
-    ("the count of the block itself", "if (other < row_block.block) end", "if (other <= row_block.block) end"),
+    ("the count of the block itself", "(other < row_block.block) end", "(other <= row_block.block) end"),
     ("the shortest lists first", "of_other > own_class", "of_other < own_class"),
     ("earlier blocks of a class first", "other > row_block.block);", "other < row_block.block);"),
     ("the last entry of all 32", "31 - __clz(stored)", "__ffs(stored) - 1"),
-    ("a tile that ends after the room", "{uint32_t(row_block.block), uint32_t(first + begin), uint32_t(first + min(end, room))",
-     "{uint32_t(row_block.block), uint32_t(first + begin), uint32_t(first + end)"),
+    ("a tile that ends after the room", "uint32_t(first + begin), uint32_t(first + min(end, room))",
+     "uint32_t(first + begin), uint32_t(first + end)"),
     ("counts of the first list", "params.line_counts + row_block.list * num_blocks", "params.line_counts"),
     ("entries after the room", "verdict != kBlockEmpty && place < room;", "verdict != kBlockEmpty;"),
     ("an end after the room", "first + min(end, room)", "first + end"),
@@ -108,12 +108,10 @@ FAULTS_OF_SCORES = (
     ("rows by half their size", "(params) * params.block_rows", "(params) * 64"),
 )  # fmt: skip
 # Faults of the ranges of queries.
-OF_RUNS = "doc[b, q] == doc[b, kv] and kv <= q or kv < 9"
+OF_RUNS = "doc[b, q] == doc[b, kv] or kv < 9"
 FAULTS_OF_RANGES = (
     ("runs that begin a key late", "first >= element; });", "first > element; });"),
     ("runs without the keys after the row", "params.seqlen_kv, [&](int key)", "position + 1, [&](int key)"),
-    ("elements that fall within a block alone", "min(key + 1, params.seqlen_kv - 1)", "min(key + 1, last_key)"),
-    ("a fall of the first block alone", "falls |= load_global_32", "falls = load_global_32"),
     ("elements counted from 0", "- first;\n        const uint32_t after", ";\n        const uint32_t after"),
     ("ranges of the row before", "line_row(params, head, row);", "line_row(params, head, max(row - 1, 0));"),
     ("one range for two", "* kRanges + i) + 1", "* kRanges + i) + 2 * kRanges - 1 - 2 * i"),
@@ -135,3 +133,30 @@ def test_a_planted_fault_is_found(line, text, edit, compiler, fixed_seed):
 
     # Each run has examples for some seeds after its own.
     check_found(run, range(fixed_seed, fixed_seed + 1000, 20))
+
+
+FALL = {
+    "elements that fall within a block alone": (
+        "min(key + 1, params.seqlen_kv - 1)",
+        "min(key + 1, last_key)",
+    ),
+    "falls of the last block of a lane alone": ("falls |= load_global_32", "falls = load_global_32"),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FALL])
+def test_one_fall_between_blocks_leaves_no_runs(fault, compiler, fresh_seed):
+    variant = lined("documents_full")
+    text, edit = FALL.get(fault, ("", ""))
+    sources = {step.name: render(step) for step in variant.steps}
+    assert any(text in source for source in sources.values())
+    libraries = [
+        load(source.replace(text, edit) if fault else source, name) for name, source in sources.items()
+    ]
+    example = make(variant, Shape(64, 64 * 40, heads=1, batch=1, block=(64, 64)), fresh_seed)
+    doc = example.arrays[-1]
+    doc[:], doc[..., :128], doc[..., 0] = 1, 2, 0  # no other element falls
+    run_steps(libraries, variant, example, seed=fresh_seed)
+    table = example.problem.block_lists.table(64)
+    assert example.judge().ok is (fault is None)
+    assert example.arrays[0][0, 0, table.by_element] == (fault is None)

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 # Tiles come by classes of how long their lists are, as parts of the longest one; in a class later rows first,
-# so that tiles that run together share keys in L2. With a class for each length chunks of 2k at 16k would read
-# seven times as many keys from memory.
+# so that tiles that run together share keys in L2.
 LENGTH_CLASSES = 8
 
 
