@@ -221,7 +221,7 @@ FAULTS = {
         "const int query = i / 2 * 8 + 1 - i % 2;",
     ),
     "a range for the other query of a pair": (
-        *(BWD90, "documents", "main"),
+        *(BWD90, "window_first", "main"),
         "of_pair[(i * kRanges + range) / 2]",
         "of_pair[((1 - i) * kRanges + range) / 2]",
     ),
