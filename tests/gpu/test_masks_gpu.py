@@ -128,6 +128,19 @@ def test_a_shape_is_within_the_bound(line, shape, algorithm, fresh_seed):
     check(shape, "bf16", mask_of(line, shape, rng), fresh_seed, algorithm=algorithm)
 
 
+@pytest.mark.parametrize("algorithm", ["v2", None])
+def test_documents_whose_numbers_rise_and_then_do_not(algorithm, fresh_seed):
+    # Twelve documents have less than a quarter of all blocks. The same arrays hold other numbers later.
+    rng, shape = np.random.default_rng(fresh_seed), (2, 3000, 3000, 2, 1, 128, False)
+    rising = np.sort(rng.integers(0, 12, shape[:2]), 1)
+    padded = np.where(np.arange(3000) < 2700, rising, -1)
+    shuffled = rng.permutation(12)[rising]
+    mask = on_gpu("documents", {"doc": rising})
+    for doc in (rising, padded, shuffled, rising):
+        mask.arrays["doc"].copy_(torch.from_numpy(doc.astype(np.int32)))
+        check(shape, "bf16", mask, fresh_seed, algorithm=algorithm)
+
+
 def test_fp32_is_within_the_bound(fresh_seed):
     rng = np.random.default_rng(fresh_seed)
     check(SHAPES[2], "fp32", mask_of("documents", SHAPES[2], rng), fresh_seed)

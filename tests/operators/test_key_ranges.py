@@ -7,7 +7,7 @@ import pytest
 
 from flashgen.families.masks import rule_of_line
 from flashgen.operators.formula import Node
-from flashgen.operators.keyranges import key_range, window_of_line
+from flashgen.operators.keyranges import key_range, num_ranges, row_keys, window_of_line
 from flashgen.operators.rules import RuleOfCall
 from operators.lines import BATCH, HEADS, arrays, random_line, visibility_of_line
 
@@ -60,6 +60,72 @@ def test_random_lines(fresh_seed):
     rng = np.random.default_rng(fresh_seed)
     for _ in range(300):
         check(random_line(rng, 20), arrays(rng, 20) | {"n": int(rng.integers(1, 9))}, 15, 20)
+
+
+FEW_RANGES = {
+    "kv <= q and (q - kv < n or kv < 4)": 2,
+    "kv < 4 or kv > q": 2,
+    "kv <= q or 5 < kv and kv < start[q] or kv < 3": 2,
+    "doc[b, q] == doc[b, kv] and kv <= q": 1,
+    "doc[b, q] != doc[b, kv]": 2,
+    "not (doc[b, kv] == doc[b, q] or kv > q + 3)": 2,
+    "last[kv] == last[q] and (kv < 9 or h == 1) or kv < 2": 2,
+    "doc[b, q] == doc[b, kv] and last[q] == last[kv]": 1,
+}
+MANY_RANGES = (
+    "kv < 4 or kv > q or kv == 9",
+    "doc[b, kv] == last[q]",
+    "doc[b, kv] < doc[b, q]",
+    "kv % 2 == 0",
+)
+
+
+def check_ranges(line, values, queries, keys):
+    """That the ranges of rows show the keys of the line, or say that they do not."""
+    (visibility,) = visibility_of_line(line, values, queries, keys)
+    everything = np.ix_(*map(np.arange, (BATCH, HEADS, queries, keys)))
+    hides = visibility.hides(*everything) | np.zeros((BATCH, HEADS, queries, keys), bool)
+    by_range = 0
+    for b, h in np.ndindex(BATCH, HEADS):
+        found = visibility.key_ranges(b, h, queries, keys)
+        if found is None:
+            return 0
+        if found.by_element:
+            assert row_keys(visibility.rule).runs
+            continue
+        begin, end = found.ranges[..., 0, None], found.ranges[..., 1, None]
+        seen = ((begin <= np.arange(keys)) & (np.arange(keys) < end)).any(1)
+        np.testing.assert_array_equal(seen, ~hides[b, h], line)
+        by_range += 1
+    return by_range
+
+
+@pytest.mark.parametrize("line", FEW_RANGES)
+def test_the_ranges_of_a_row_show_the_keys_of_the_line(line, fresh_seed):
+    rng = np.random.default_rng(fresh_seed)
+    assert num_ranges(rule_of_line(line)) == FEW_RANGES[line]
+    for queries, keys in ((1, 1), (20, 33), (40, 17)):
+        values = arrays(rng, keys) | {"n": int(rng.integers(1, 9))}
+        check_ranges(line, values, queries, keys)
+        # Equal elements that follow one another: they rise, from some element on and then from the least.
+        for name in ("doc", "last"):
+            ordered = np.sort(rng.integers(-3, 4, values[name].shape), -1)
+            values[name] = np.roll(ordered, int(rng.integers(keys)), -1).astype(np.int32)
+            away = (values[name][..., -1:] == values[name][..., :1]) & (ordered[..., :1] != ordered[..., -1:])
+            values[name] = np.where(away, ordered, values[name]).astype(np.int32)
+        assert check_ranges(line, values, queries, keys) == BATCH * HEADS
+
+
+@pytest.mark.parametrize("line", MANY_RANGES)
+def test_lines_without_a_few_ranges(line):
+    assert row_keys(rule_of_line(line)) is None
+
+
+def test_ranges_of_random_lines(fresh_seed):
+    rng = np.random.default_rng(fresh_seed)
+    for _ in range(300):
+        values = arrays(rng, 20) | {"n": int(rng.integers(1, 9))}
+        check_ranges(random_line(rng, 20), values, 15, 20)
 
 
 QUOTIENTS = (

@@ -121,12 +121,12 @@ FAULTS = {
         "partial = false;",
     ),
     "the line of the row before": (
-        *(FWD80, "documents", "main"),
+        *(FWD80, "frames", "main"),
         "const LineRow of_row = line_row(params, head, row);",
         "const LineRow of_row = line_row(params, head, max(row - 1, 0));",
     ),
     "one key for all of a lane": (
-        *(FWD80, "documents", "main"),
+        *(FWD80, "frames", "main"),
         "line_key(params, head, lane_key + step)",
         "line_key(params, head, lane_key)",
     ),
@@ -142,8 +142,8 @@ FAULTS = {
     ),
     "a range that ends a key early": (
         *(FWD80, "chunks", "main"),
-        "end = keys.end - lane_key;",
-        "end = keys.end - 1 - lane_key;",
+        "ranges + 2 * i + 1)) - lane_key;",
+        "ranges + 2 * i + 1)) - 1 - lane_key;",
     ),
     "a first block shown as a whole": (
         *(FWD90, "documents", "main"),
@@ -157,13 +157,38 @@ FAULTS = {
     ),
     "a range without its begin": (
         *(FWD90, "chunks", "main"),
-        "const KeyRange keys = line_range(params, head, rows[i]);",
-        "const KeyRange keys = {0, line_range(params, head, rows[i]).end};",
+        "const int begin = int(load_global_32(ranges + 2 * range));",
+        "const int begin = 0;",
+    ),
+    "the second of two ranges alone": (
+        *(FWD90, "window_first", "main"),
+        "hidden[i] &= bits_from(end",
+        "hidden[i] = bits_from(end",
+    ),
+    "the ranges of the row before": (
+        *(FWD90, "chunks", "main"),
+        "min(first_row + lane / 4 + 8 * i, params.seqlen_q - 1)",
+        "min(max(first_row + lane / 4 + 8 * i - 1, 0), params.seqlen_q - 1)",
+    ),
+    "ranges where equal elements are apart": (
+        *(FWD90, "documents", "main"),
+        "load_global_32(table + by_element_of_table(num_listed_rows(params))) != 0",
+        "false",
+    ),
+    "a list without its last block": (
+        *(FWD90, "documents", "main"),
+        "tile.last_visit = int(listed.z) - 1;",
+        "tile.last_visit = int(listed.z) - 2;",
     ),
     "both rows of a lane in one": (
-        *(FWD90, "documents", "main"),
-        "if (!visible(params, head, rows[1], of_key)) hidden[1]",
-        "if (!visible(params, head, rows[1], of_key)) hidden[0]",
+        *(FWD90, "frames", "main"),
+        "if (!visible(params, head, rows[1], of_key)) of_some[1]",
+        "if (!visible(params, head, rows[1], of_key)) of_some[0]",
+    ),
+    "keys of the first 16 for all": (
+        *(FWD90, "frames", "main"),
+        "line_key_inside(params, head, lane_key + first, key)",
+        "line_key_inside(params, head, lane_key, key)",
     ),
     "a partial step shown as a whole": (
         *(BWD80, "documents", "main"),
@@ -174,6 +199,11 @@ FAULTS = {
         *(BWD80, "documents", "lists"),
         "uint32_t(has_rule ? ~row_block : row_block)",
         "uint32_t(row_block)",
+    ),
+    "ranges of keys without an end": (
+        *(BWD80, "documents", "main"),
+        "begin[i] <= step && step < end[i]",
+        "begin[i] <= step",
     ),
     "the line of the first head of a group": (
         *(BWD80, BY_HEAD, "main"),
@@ -186,12 +216,27 @@ FAULTS = {
         "> 1 ? kv_head_of(params, block) : 0;",
     ),
     "the line of the next query": (
-        *(BWD90, "documents", "main"),
-        "line_row(params, head, lane_query + i / 2 * 8 + i % 2)",
-        "line_row(params, head, lane_query + i / 2 * 8 + 1 - i % 2)",
+        *(BWD90, "frames", "main"),
+        "const int query = i / 2 * 8 + i % 2;",
+        "const int query = i / 2 * 8 + 1 - i % 2;",
+    ),
+    "a range for the other query of a pair": (
+        *(BWD90, "window_first", "main"),
+        "of_pair[(i * kRanges + range) / 2]",
+        "of_pair[((1 - i) * kRanges + range) / 2]",
+    ),
+    "ends of ranges exchanged": (
+        *(BWD90, "window_first", "main"),
+        "% 2 ? some.w : some.y);",
+        "% 2 ? some.y : some.w);",
+    ),
+    "the ranges of the first head": (
+        *(BWD90, "kv <= q + far[h]", "main"),
+        "head * params.block_indptr_head_stride",
+        "0 * params.block_indptr_head_stride",
     ),
     "the second key of a lane as the first": (
-        *(BWD90, "documents", "main"),
+        *(BWD90, "frames", "main"),
         "if (!visible(params, head, row, keys[1]))",
         "if (!visible(params, head, row, keys[0]))",
     ),

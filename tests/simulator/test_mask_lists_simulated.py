@@ -51,7 +51,9 @@ def test_the_line_of_a_kernel_without_one(compiler, fresh_seed):
         assert example.judge().ok
 
 
-@pytest.mark.parametrize("line", ["documents", OF_HEADS, OF_SCORES, "not hidden[q, kv]", "neighbourhood"])
+@pytest.mark.parametrize(
+    "line", ["documents", "window_first", OF_HEADS, OF_SCORES, "not hidden[q, kv]", "neighbourhood"]
+)
 def test_lists_have_the_bits_of_the_cpu(line, compiler, fresh_seed):
     check(lined(line), fresh_seed)
 
@@ -67,16 +69,21 @@ FAULTS = (
     ("the largest of the least elements", "high = warp_largest(high)", "high = warp_largest(low)"),
     ("the array of another list", "list >= params.block_indptr_batch", "list > params.block_indptr_batch"),
     ("the other array", "if (span == 0)", "if (span == 1)"),
-    ("rows of half a block", "(1 << params.block_rows_log2), params.seqlen_q) - 1;\n    LineRows",
-     "(1 << params.block_rows_log2) / 2, params.seqlen_q) - 1;\n    LineRows"),
+    ("rows of half a block", "params.block_rows, params.seqlen_q) - 1;\n    LineRows",
+     "params.block_rows / 2, params.seqlen_q) - 1;\n    LineRows"),
     ("positions that count from the first query", "first_row + head.seqlen_kv - head.seqlen_q", "first_row"),
     ("bounds of the first list", "int64_t(list) * num_blocks * (2 * kKeySpans)", "0"),
     ("empty where a bound touches", "keys.kv_low >= some.end", "keys.kv_low >= some.end - 1"),
     ("full beside the range", "kBlockFull && !in_range", "kBlockFull && in_range"),
     ("the head of another list", "list - batch * params.block_indptr_num_heads,", "0,"),
-    ("the count of the block itself", "earlier < row_block.block;", "earlier <= row_block.block;"),
+    ("the count of the block itself", "(other < row_block.block) end", "(other <= row_block.block) end"),
+    ("the shortest lists first", "of_other > own_class", "of_other < own_class"),
+    ("earlier blocks of a class first", "other > row_block.block);", "other < row_block.block);"),
+    ("the last entry of all 32", "31 - __clz(stored)", "__ffs(stored) - 1"),
+    ("a tile that ends after the room", "uint32_t(first + begin), uint32_t(first + min(end, room))",
+     "uint32_t(first + begin), uint32_t(first + end)"),
     ("counts of the first list", "params.line_counts + row_block.list * num_blocks", "params.line_counts"),
-    ("entries after the room", "verdict != kBlockEmpty && place < room", "verdict != kBlockEmpty"),
+    ("entries after the room", "verdict != kBlockEmpty && place < room;", "verdict != kBlockEmpty;"),
     ("an end after the room", "first + min(end, room)", "first + end"),
     ("kinds exchanged", "verdict == kBlockPartial ? ~", "verdict == kBlockFull ? ~"),
     ("places in the order of lanes", "__popc(listed & ((1u << lane) - 1))", "lane"),
@@ -98,9 +105,19 @@ FAULTS_OF_SCORES = (
     ("the blocks of the first list", "row_block.list * kBlockSpans * num_blocks", "0"),
     ("the block before", "(params) + key_block;", "(params) + max(key_block - 1, 0);"),
     ("bounds on those of keys", "2 * (first_block_bounds(params) + index)", "2 * index"),
-    ("rows by half their size", "(params) << params.block_rows_log2", "(params) << 6"),
+    ("rows by half their size", "(params) * params.block_rows", "(params) * 64"),
+)  # fmt: skip
+# Faults of the ranges of queries.
+OF_RUNS = "doc[b, q] == doc[b, kv] or kv < 9"
+FAULTS_OF_RANGES = (
+    ("runs that begin a key late", "first >= element; });", "first > element; });"),
+    ("runs without the keys after the row", "params.seqlen_kv, [&](int key)", "position + 1, [&](int key)"),
+    ("elements counted from 0", "- first;\n        const uint32_t after", ";\n        const uint32_t after"),
+    ("ranges of the row before", "line_row(params, head, row);", "line_row(params, head, max(row - 1, 0));"),
+    ("one range for two", "* kRanges + i) + 1", "* kRanges + i) + 2 * kRanges - 1 - 2 * i"),
 )  # fmt: skip
 PLANTED = [(OF_HEADS, *x) for x in FAULTS] + [(OF_SCORES, *x) for x in FAULTS_OF_SCORES]
+PLANTED += [(OF_RUNS, *x) for x in FAULTS_OF_RANGES]
 
 
 @pytest.mark.parametrize(
@@ -116,3 +133,30 @@ def test_a_planted_fault_is_found(line, text, edit, compiler, fixed_seed):
 
     # Each run has examples for some seeds after its own.
     check_found(run, range(fixed_seed, fixed_seed + 1000, 20))
+
+
+FALL = {
+    "elements that fall within a block alone": (
+        "min(key + 1, params.seqlen_kv - 1)",
+        "min(key + 1, last_key)",
+    ),
+    "falls of the last block of a lane alone": ("falls |= load_global_32", "falls = load_global_32"),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FALL])
+def test_one_fall_between_blocks_leaves_no_runs(fault, compiler, fresh_seed):
+    variant = lined("documents_full")
+    text, edit = FALL.get(fault, ("", ""))
+    sources = {step.name: render(step) for step in variant.steps}
+    assert any(text in source for source in sources.values())
+    libraries = [
+        load(source.replace(text, edit) if fault else source, name) for name, source in sources.items()
+    ]
+    example = make(variant, Shape(64, 64 * 40, heads=1, batch=1, block=(64, 64)), fresh_seed)
+    doc = example.arrays[-1]
+    doc[:], doc[..., :128], doc[..., 0] = 1, 2, 0  # no other element falls
+    run_steps(libraries, variant, example, seed=fresh_seed)
+    table = example.problem.block_lists.table(64)
+    assert example.judge().ok is (fault is None)
+    assert example.arrays[0][0, 0, table.by_element] == (fault is None)

@@ -16,7 +16,7 @@ from flashgen.operators.packedrules import packed
 from flashgen.operators.rules import RuleOfCall
 from flashgen.operators.visibility import visibility_on_host
 from flashgen.source.render import render
-from flashgen.source.rules import range_function, rule_functions
+from flashgen.source.rules import range_function, ranges_functions, rule_functions, runs_of
 from flashgen.source.verdicts import spans_of, verdict_functions
 from flashgen.toolchain.compile import compile_cubin
 from operators.lines import BATCH, HEADS, arrays, random_line
@@ -60,16 +60,31 @@ def program(rule, number):
             for (int row = i; row < min(i + {ROWS}, seqlen_q); ++row)
                 for (int key = begin; key < end; ++key, is_first = false) {{ {fill["block"]} }}"""
     in_range = "line_range(params, head, line_row(params, head, i))"
-    wrong = ""  # where the range of a row says something else
+    of_score = "visible(params, head, line_row(params, head, i), line_key(params, head, j))"
+    # Where rows and keys that exist, counted from others, or the ranges of a row say something else.
+    inside = "visible(params, head, {}, line_key_inside(params, head, j / 8 * 8, j % 8))"
+    query = "line_row{}(params, head, i)", "line_row_inside(params, head, i / 8 * 8, i % 8)"
+    wrong = f" ^ ({of_score} != (i + seqlen_kv < seqlen_q ? {inside.format(query[0].format(''))} : "
+    wrong += f"{inside.format(query[1])}))"
     if range_function(rule):
-        wrong = " | 2 * (visible(params, head, line_row(params, head, i), line_key(params, head, j)) != "
-        wrong += f"({in_range}.begin <= j && j < {in_range}.end))"
+        wrong += f" ^ ({of_score} != ({in_range}.begin <= j && j < {in_range}.end))"
+    functions = ranges_functions(rule)
+    if functions and not runs_of(rule):
+        of_ranges = [
+            f"line_range_{number}(params, head, line_row(params, head, i))"
+            for number in range(len(functions))
+        ]
+        wrong += f" ^ ({of_score} != ({' || '.join(f'({x}.begin <= j && j < {x}.end)' for x in of_ranges)}))"
+    if runs_of(rule):
+        functions = ()
     return f"""
 namespace line_{number} {{
 {struct(rule)}
 {rule_functions(rule)}
 
 {range_function(rule)}
+
+{"".join(functions)}
 
 {verdict_functions(rule)}
 
@@ -78,7 +93,7 @@ extern "C" void run_{number}(const Params& params, const int* sizes, uint8_t* se
     const LineHead head = line_head(params, b, h, seqlen_q, seqlen_kv, sizes[4], sizes[5]);
     for (int i = 0; i < seqlen_q; ++i)
         for (int j = 0; j < seqlen_kv; ++j)
-            *seen++ = visible(params, head, line_row(params, head, i), line_key(params, head, j)){wrong};
+            *seen++ = {of_score}{wrong};
     for (int i = 0; i < seqlen_q; i += {ROWS}) {{
         LineRows rows;
         const int begin = i, end = min(i + {ROWS}, seqlen_q);
@@ -176,6 +191,7 @@ def test_random_lines_are_what_python_makes_of_them(tmp_path):
         rule_of_line("min(start[q] * 3, last[kv] + last[kv]) % n <= (q - 7) // n"),
         # The remainder is the first member of a row, and reads the second one.
         rule_of_line("start[q] % 31 < kv or start[q] < kv"),
+        rule_of_line("kv <= q and (q - kv < n or kv < start[q])"),
     ]
     library = compiled(rules, tmp_path)
     for number, rule in enumerate(rules):

@@ -14,6 +14,7 @@ from flashgen.runtime.arrays import kind_of, on_host, runs_kernels
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from flashgen.operators.linetable import LineTable
     from flashgen.runtime.plans import Plan
 
 # Kinds of calls whose lists a mask keeps at most.
@@ -21,17 +22,23 @@ _MAX_KINDS = 64
 
 
 class Lists(NamedTuple):
-    """Lists for blocks of ``block`` (queries, keys): ``plan`` writes them to ``outputs``."""
+    """Lists for blocks of ``block`` (queries, keys): ``plan`` writes them to ``outputs``. ``table`` has the
+    parts of the table of each.
+    """
 
     block: tuple[int, int]
     plan: Plan
     outputs: tuple[Any, ...]
+    table: LineTable
 
     def entries(self, arrays: tuple[Any, ...]) -> list[np.ndarray]:
-        """The lists that ``arrays``, like ``outputs``, hold, on the host."""
+        """The lists that ``arrays``, like ``outputs``, hold, on the host, and what tables have of queries."""
         indptr, indices, _ = map(on_host, arrays)
-        ends = indptr.reshape(-1, indptr.shape[-1])
-        return [x for of_list in ends for x in (of_list, indices[of_list[0] : of_list[-1]])]
+        found = []
+        for table in indptr.reshape(-1, indptr.shape[-1]):
+            ends = table[: self.table.row_blocks + 1]
+            found += [ends, indices[ends[0] : ends[-1]], self.table.of_queries(table)]
+        return found
 
 
 class KeptLists:
@@ -90,7 +97,8 @@ class KeptLists:
         key = block, window, problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv, stream
         if key not in self._by_block:
             sizes = problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv
-            extents = lists_of_rule(problem.rule, *sizes, block).sizes_of(problem.seqlen_q)
+            lists = lists_of_rule(problem.rule, *sizes, block)
+            extents = lists.sizes_of(problem.seqlen_q)
             like = request.arrays[0]
             outputs = tuple([plan.kind.empty(x.extents(extents), like, None, "int32") for x in ARGUMENTS])
             named = dict(zip(OPTIONS, (*sizes, block, window, None), strict=True))
@@ -98,7 +106,7 @@ class KeptLists:
             operator = operator_for(problem.rule.rule)
             listing = make_plan(request.another(operator, (*outputs, *arrays), options))
             listing(*outputs, *arrays)
-            self._by_block[key] = Lists(block, listing, outputs)
+            self._by_block[key] = Lists(block, listing, outputs, lists.table(problem.seqlen_q))
         return self._by_block[key]
 
     def are_stale(self, arrays: tuple[Any, ...]) -> bool:

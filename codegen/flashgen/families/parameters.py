@@ -95,10 +95,11 @@ ARRAYS = {
         "where the list of each block of queries begins, and the end", _BLOCKS, required=True
     ),
     "block_indices": Note("blocks of keys, ascending in each list", _BLOCKS, required=True),
-    "line_indptr": Note("where the list of each block of queries begins, and the end"),
+    "line_indptr": Note("for each list a table: ends, tiles in order, keys of queries"),
     "line_indices": Note("blocks of keys, ascending in each list; ~n where the line decides"),
     "line_totals": Note("entries that each list has, which may be more than it has room for"),
     "line_key_bounds": Note("(lists, arrays of keys, 2, blocks of keys): least and largest element"),
+    "line_breaks": Note("(lists, arrays of keys, blocks of keys): not 0 where elements fall"),
     "line_counts": Note("(lists, blocks of queries): entries of each"),
     "cu_seqlens_q": Note("null where queries are padded"),
     "cu_seqlens_kv": Note("null where keys are not packed", _UNPAGED),
@@ -130,6 +131,9 @@ ARRAYS = {
     "turns": Note("(heads, blocks of queries): blocks of keys that have added to dq_accum", _ORDERED),
     "cleared": Note("(heads of the main grid): CTAs that have cleared their part of dq_accum", _CLEARS_AHEAD),
     "added": Note("(heads of the main grid): CTAs that have added all their dQ to dq_accum", _CLEARS_AHEAD),
+    "key_order": Note(
+        "1, or 0 for the order of keys; for each list its blocks of keys, the longest first", _BLOCKS
+    ),
     "key_list_ends": Note("(lists, num_listed_keys, 2): begin and end of each list by keys", _BLOCKS),
     "key_lists": Note("(block_entries, 2): a block of queries; thread blocks of later keys", _BLOCKS),
     "dk_parts": Note("dK of each part of a group, in tiles of 16 rows by 8 columns", _GROUPED),
@@ -153,7 +157,7 @@ ARRAYS = {
 
 # What kernels of gradients keep between steps beside arguments: no parameter of a score modification is
 # called so.
-KEPT = ("dq_accum", "delta", "lse_log2", "turns", "key_list_ends", "key_lists")
+KEPT = ("dq_accum", "delta", "lse_log2", "turns", "key_list_ends", "key_lists", "key_order")
 
 NUMBERS = {
     # Sizes of the call. If lengths vary, sizes of a sequence are bounds for all sequences.
@@ -240,6 +244,7 @@ NUMBERS = {
     "dscore_query_step": Declared("int64_t", "for queries"),
     "dscore_key_step": Declared("int64_t", "for keys"),
     # Lists of key blocks.
+    "block_rows": Declared("int32_t", "queries of a block", _BLOCKS),
     "block_rows_log2": Declared("int32_t", "of the queries of a block", _BLOCKS),
     "block_keys_log2": Declared("int32_t", "of the keys of a block", _BLOCKS),
     "num_listed_keys": Declared("int32_t", "blocks of keys that lists may have", _BLOCKS),
@@ -247,6 +252,7 @@ NUMBERS = {
     "block_indptr_batch": Declared("int32_t", "batch entries that have lists, 1 if all share them", _BLOCKS),
     "block_indptr_num_heads": Declared("int32_t", "kv heads that have lists, 1 if all share them", _BLOCKS),
     "block_indptr_ends": Declared("int32_t", "blocks of queries, and one more", _BLOCKS),
+    "block_indptr_size": Declared("int32_t", "elements of block_indptr for each list", _BLOCKS),
     # The mask and the scale.
     "diagonal_offset": Declared("int32_t", "query i is aligned with key i + diagonal_offset", _DIAGONAL),
     "window_left": Declared("int32_t", "keys before the diagonal that a query attends to", _WINDOW),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from flashgen.operators.rules import Rule
     from flashgen.operators.scores import Score
@@ -87,12 +87,17 @@ def score_params(score: Score, dtype: str, differentiated: bool = False) -> tupl
     return tuple(params)
 
 
-def rule_params(rule: Rule, of_bounds: bool = False) -> tuple[Param, ...]:
+def rule_params(rule: Rule, step: str = "", tables: Sequence[str] = ()) -> tuple[Param, ...]:
     """What kernels take besides for a mask by a line: its arrays, with strides and sizes, and integers; of
-    packed sequences also the table of queries, which the step of bounds writes. That step takes the size of
-    blocks of queries for arrays that it bounds in blocks of scores.
+    packed sequences also the table of queries, which the step of bounds writes. ``step`` is the step if it
+    makes lists. The step of bounds takes the size of blocks of queries for arrays that it bounds in blocks of
+    scores, and writes where elements break a run, which the main step reads. ``tables``
+    has ``block_indptr`` if a kernel takes the tables of lists for the ranges of queries, and ``key_order``.
     """
+    from flashgen.operators.keyranges import row_keys
     from flashgen.operators.rules import loads_by
+
+    of_bounds = step == "bounds"
 
     params: list[Param] = []
     for array in rule.arrays:
@@ -106,7 +111,15 @@ def rule_params(rule: Rule, of_bounds: bool = False) -> tuple[Param, ...]:
         doc = "(queries, 4): first key, one past the last key, position, sequence"
         params.append(Param("line_rows", "int32_t*" if of_bounds else "const int32_t*", doc))
     if of_bounds and loads_by(rule, "block"):
-        params.append(Param("block_rows_log2", "int32_t"))
+        params.append(Param("block_rows", "int32_t"))
+    keys = row_keys(rule)
+    if keys is not None and keys.runs and step in ("bounds", "main"):
+        params.append(Param("line_breaks", "int32_t*" if of_bounds else "const int32_t*"))
+    if "key_order" in tables:
+        params.append(Param("key_order", "const int32_t*", "1, or 0 for the order of keys; blocks of keys"))
+    if "block_indptr" in tables and keys is not None:
+        params.append(Param("block_indptr", "const int32_t*", "for each list a table"))
+        params += [Param(f"block_indptr_{name}_stride", "int64_t") for name in ("batch", "head")]
     return (*params, *(Param(f"mask_{param.name}", "int32_t") for param in rule.scalars))
 
 

@@ -35,7 +35,7 @@ DEFAULT_TILE = "default"
 
 # The lists of key blocks that a step makes of a mask by a line.
 _LINE_LISTS = (
-    Buffer("line_indptr", "int32", ("block_indptr_batch * block_indptr_num_heads", "block_indptr_ends")),
+    Buffer("line_indptr", "int32", ("block_indptr_batch * block_indptr_num_heads", "block_indptr_size")),
     Buffer("line_indices", "int32", ("block_entries",)),
     Buffer("line_totals", "int32", ("block_indptr_batch * block_indptr_num_heads",)),
 )
@@ -269,8 +269,16 @@ class Variant:
 
     def _with_line(self, rule: Rule, **fields: Any) -> Variant:
         axis = ("mask", rule.name)
-        params = rule_params(rule, of_bounds=self.step == "bounds")
+        lists = self.operator == "mask_lists"
+        tables = () if lists or self.has_lengths else self._tables()
+        params = rule_params(rule, self.step if lists else "", tables)
         return self._extended(axis, rule.title, params, rule=rule, committed=False, **fields)
+
+    def _tables(self) -> tuple[str, ...]:
+        """Arrays of lists of key blocks that this kernel reads with a mask by a line alone."""
+        has, makes = {param.name for param in self.params}, {buffer.name for buffer in self.workspace}
+        ordered = makes & {"key_order"} and self.axis_values["dq_order"] == "none"
+        return (*(() if "block_indptr" in has else ("block_indptr",)), *(("key_order",) if ordered else ()))
 
     def _extended(
         self, axis: tuple[str, str], title: str, added: tuple[Param, ...], **fields: Any

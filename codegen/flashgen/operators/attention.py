@@ -179,7 +179,12 @@ def normalise(
         causal = True
     of_blocks = {name: view for name, view in inputs.items() if name in blocklists.NAMES}
     heads = sizes["num_heads_kv" if rule is None else "num_heads_q"]
-    block_lists = blocklists.read(of_blocks, block_size, mask_type, sizes, heads)
+    ranges = None
+    if rule is not None and of_blocks:
+        from flashgen.operators.keyranges import num_ranges  # other calls need no formulas
+
+        ranges = num_ranges(rule.rule)
+    block_lists = blocklists.read(of_blocks, block_size, mask_type, sizes, heads, ranges)
     if lengths is None:
         kind, *band = mask_semantics(causal, mask_type, window_size, mask is not None, *seqlens)
         kind = kind if rule is None else "lines"

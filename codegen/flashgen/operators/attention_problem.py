@@ -303,6 +303,8 @@ class AttentionProblem(Problem):
         """This problem of a mask by a line with lists of its blocks of ``rows`` queries and ``keys`` keys,
         which a step makes. Raises BadTensorShape for more blocks than kernels count.
         """
+        from flashgen.operators.keyranges import num_ranges  # other calls need no formulas
+
         reads = self.rule.rule.tree.reads()
         batch, heads = self.batch if "b" in reads else 1, self.num_heads_q if "h" in reads else 1
         entries = batch * heads * -(-self.seqlen_q // rows) * -(-self.seqlen_kv // keys)
@@ -311,7 +313,7 @@ class AttentionProblem(Problem):
                 f"the mask {self.rule.rule.title} has {entries} blocks of {rows} queries and {keys} keys; "
                 f"kernels count at most {blocklists.MAX_ENTRIES}; make several calls of fewer queries"
             )
-        lists = blocklists.BlockLists(rows, keys, batch, heads, entries)
+        lists = blocklists.BlockLists(rows, keys, batch, heads, entries, num_ranges(self.rule.rule))
         return dataclasses.replace(self, block_lists=lists)
 
     def scalar_values(self) -> dict[str, Number]:

@@ -86,7 +86,7 @@ OPTIONS = (
     *("dropout_p", "dropout_row", "score", "deterministic", "dkv_dtype"),
 )
 # The dimensions of grids that go over lists of key blocks.
-LISTS = ("list_columns", "list_entries")
+LISTS = ("list_columns", "list_entries", "line_columns")
 # The dtype of dk and dv: the dtype of the call, or fp32 for a caller who adds the results of several calls.
 DKV_DTYPES = ("none", "fp32dkv")
 _OF_KEYS = ("dk", "dv")
@@ -138,13 +138,14 @@ class BackwardProblem(AttentionProblem):
         bounds: all are written. ``sequence_rows`` and ``sequence_keys`` are the rows of all entries, and
         ``sequences`` counts the rows past the last sequence as one more. ``sinks`` are the query heads of a
         call with sinks. ``list_columns`` are the key blocks of all lists of such, ``list_entries`` their
-        entries.
+        entries, and ``line_columns`` the key blocks of lists of a mask by a line.
         """
         extents = AttentionProblem.grid_extents(self, axes)
         extents["sinks"] = self.num_heads_q if self.has("sinks") else 0
         lists = self.block_lists
         columns = lists.batch * lists.heads * lists.key_blocks(self.seqlen_kv) if lists else 0
-        extents |= zip(LISTS, (columns, lists.entries if lists else 0), strict=True)
+        of_line = columns if self.rule is not None else 0
+        extents |= zip(LISTS, (columns, lists.entries if lists else 0, of_line), strict=True)
         if self.lengths is None:
             return extents
         return extents | {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, arg
 from flashgen.operators.arguments import Argument, check_strides, shown
+from flashgen.operators.linetable import LineTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +28,7 @@ MAX_ENTRIES = 1 << 27
 INDPTR = Argument(
     "block_indptr",
     "input",
-    "block_indptr_batch block_indptr_num_heads block_indptr_ends",
+    "block_indptr_batch block_indptr_num_heads block_indptr_size",
     dtypes=("int32",),
     alignment=4,
     optional=True,
@@ -39,7 +40,8 @@ NAMES = tuple(argument.name for argument in ARGUMENTS)
 
 class BlockLists(NamedTuple):
     """``rows`` and ``keys`` of a block; for how many batch entries and kv heads (of a mask by a line: query
-    heads) there are lists, 1 if all share them; and how many entries ``indices`` has room for.
+    heads) there are lists, 1 if all share them; and how many entries ``indices`` has room for. Lists of a
+    mask by a line have a `LineTable` each, with ``ranges`` ranges of each query; None for other lists.
     """
 
     rows: int
@@ -47,6 +49,7 @@ class BlockLists(NamedTuple):
     batch: int
     heads: int
     entries: int
+    ranges: int | None = None
 
     def __str__(self) -> str:
         return f"blocks of {self.rows} queries and {self.keys} keys"
@@ -56,16 +59,30 @@ class BlockLists(NamedTuple):
         return {
             "block_indptr_batch": self.batch,
             "block_indptr_num_heads": self.heads,
-            "block_indptr_ends": -(-seqlen_q // self.rows) + 1,
+            "block_indptr_ends": self.row_blocks(seqlen_q) + 1,
+            "block_indptr_size": self._size(seqlen_q),
             "block_entries": self.entries,
         }
 
+    def _size(self, seqlen_q: int) -> int:
+        """Elements that ``indptr`` has for each list."""
+        return self.row_blocks(seqlen_q) + 1 if self.ranges is None else self.table(seqlen_q).size
+
+    def table(self, seqlen_q: int) -> LineTable:
+        """The table of a list of a mask by a line."""
+        assert self.ranges is not None
+        return LineTable(self.row_blocks(seqlen_q), seqlen_q, self.ranges)
+
+    def row_blocks(self, seqlen_q: int) -> int:
+        """Blocks of queries, of which the last may be ragged."""
+        return -(-seqlen_q // self.rows)
+
     def strides(self, seqlen_q: int) -> dict[str, int]:
         """The strides of a contiguous ``indptr``, 0 where batch entries or heads share lists."""
-        ends = self.sizes_of(seqlen_q)["block_indptr_ends"]
+        size = self._size(seqlen_q)
         return {
-            "block_indptr_batch_stride": self.heads * ends if self.batch > 1 else 0,
-            "block_indptr_head_stride": ends if self.heads > 1 else 0,
+            "block_indptr_batch_stride": self.heads * size if self.batch > 1 else 0,
+            "block_indptr_head_stride": size if self.heads > 1 else 0,
         }
 
     def key_blocks(self, seqlen_kv: int) -> int:
@@ -75,6 +92,7 @@ class BlockLists(NamedTuple):
     def values(self, seqlen_kv: int) -> dict[str, int]:
         """The numbers that parameters of kernels name."""
         return {
+            "block_rows": self.rows,
             "block_rows_log2": self.rows.bit_length() - 1,
             "block_keys_log2": self.keys.bit_length() - 1,
             "num_listed_keys": max(1, self.key_blocks(seqlen_kv)),
@@ -101,9 +119,11 @@ def read(
     mask_type: int | str | None,
     sizes: Mapping[str, int],
     heads: int,
+    ranges: int | None = None,
 ) -> BlockLists | None:
     """The lists of a call, None if it has none. ``views`` has the arrays of NAMES that the call has. Each of
-    ``heads`` heads may have lists: kv heads, and with a mask by a line query heads.
+    ``heads`` heads may have lists: kv heads, and with a mask by a line query heads. ``ranges`` is as in
+    `BlockLists`.
 
     Raises BadParam, NullPointer, BadTensorDtype, BadTensorShape or BadTensorStrides.
     """
@@ -124,12 +144,13 @@ def read(
             raise BadTensorDtype(
                 f"{arg(argument.name)} has dtype {views[argument.name].dtype}; expected int32"
             )
-    ends = -(-sizes["seqlen_q"] // rows) + 1
     batch = sizes["batch"]
     shape = tuple(indptr.shape)
-    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != ends:
+    lists = BlockLists(rows, keys, *(*shape, 1, 1)[:2], indices.shape[0] if indices.shape else 0, ranges)
+    size = lists.sizes_of(sizes["seqlen_q"])["block_indptr_size"]
+    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != size:
         raise BadTensorShape(
-            f"{arg('block_indptr')} has shape {shape}; expected (1 or {batch}, 1 or {heads}, {ends}): batch "
+            f"{arg('block_indptr')} has shape {shape}; expected (1 or {batch}, 1 or {heads}, {size}): batch "
             f"entries, kv heads, and one end more than there are blocks of {rows} queries"
         )
     if len(indices.shape) != 1:
@@ -143,7 +164,7 @@ def read(
         )
     for argument in ARGUMENTS:
         check_strides(argument, views[argument.name], 4)
-    return BlockLists(rows, keys, shape[0], shape[1], indices.shape[0])
+    return lists
 
 
 def check(lists: BlockLists, seqlen_kv: int, arrays: Mapping[str, np.ndarray | None]) -> None:

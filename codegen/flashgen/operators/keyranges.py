@@ -1,8 +1,9 @@
-"""The keys that a row sees under a mask by a line, as a range of its own, or within one window of all rows,
+"""The keys that a row sees under a mask by a line, as ranges of its own, or within one window of all rows,
 where the line allows it.
 
 A line does if it is made, by and and or, of comparisons that can be solved for ``kv``: then kernels compare a
-key with two bounds of its row, and read no array by keys.
+key with bounds of its row, and read no array by keys. An element by a key that equals the element by the
+query is a comparison that can be solved if equal elements follow one another: `RowKeys.runs`.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.operators.formula import MAX_VALUE, Node, bounds, number
+from flashgen.operators.formula import MAX_VALUE, Node, bounds, number, text
 from flashgen.operators.intervals import Interval, Intervals
 from flashgen.operators.masks import UNBOUNDED
+from flashgen.operators.rules import index_of_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashgen.operators.rules import RuleOfCall
+    from flashgen.operators.rules import Rule, RuleOfCall
 
 # A key past all keys.
 _FAR = number(2**30)
@@ -31,6 +33,21 @@ class KeyRange(NamedTuple):
 
     begin: Node | None = None
     end: Node | None = None
+
+
+class RowKeys(NamedTuple):
+    """The keys that a row sees: those of any of ``ranges``, of which there are at most `MAX_RANGES`.
+
+    Sides may read the first key of the run of equal elements that the row's position is in, and the key after
+    the run: `run_begin` and `run_end` of an element of ``runs``. These elements are read by keys, and equal
+    ones have to follow one another.
+    """
+
+    ranges: tuple[KeyRange, ...]
+    runs: tuple[Node, ...] = ()
+
+
+MAX_RANGES = 2
 
 
 class Window(NamedTuple):
@@ -118,24 +135,58 @@ def _least(shows_beyond: Callable[[int], bool]) -> int:
 
 def key_range(tree: Node) -> KeyRange | None:
     """The keys that a row sees under a condition; None where they are no range, or this cannot tell."""
-    of_row = _range(tree, negated=False)
-    if of_row is None:
+    keys = _row_keys(tree, with_runs=False)
+    return keys.ranges[0] if keys is not None and len(keys.ranges) == 1 else None
+
+
+@lru_cache(maxsize=256)
+def row_keys(rule: Rule) -> RowKeys | None:
+    """The keys that a row sees under a mask by a line; None where they are not a few ranges, or this cannot
+    tell. Of packed sequences no element has runs.
+    """
+    return _row_keys(rule.tree, with_runs=rule.pack is None)
+
+
+def num_ranges(rule: Rule) -> int:
+    """How many ranges a row sees under a mask by a line, 0 where they are not a few."""
+    keys = row_keys(rule)
+    return 0 if keys is None else len(keys.ranges)
+
+
+def run_begin(element: Node) -> Node:
+    """The first key of the run of equal elements at a row's position. No parameter has such a name."""
+    return Node("name", (), f"first key of {text(element)}", "int")
+
+
+def run_end(element: Node) -> Node:
+    """The key after the last one of the run."""
+    return Node("name", (), f"last key of {text(element)}", "int")
+
+
+def _row_keys(tree: Node, with_runs: bool) -> RowKeys | None:
+    runs: dict[Node, None] | None = {} if with_runs else None
+    ranges = _ranges(tree, False, runs)
+    if ranges is None:
         return None
     intervals = Intervals(bounds)
-    numbers = (node for side in of_row if side is not None for node in side.walk() if node.type == "int")
-    return of_row if all(intervals.magnitude(node) <= MAX_VALUE for node in numbers) else None
+    sides = [side for of_row in ranges for side in of_row if side is not None]
+    numbers = (node for side in sides for node in side.walk() if node.type == "int")
+    if any(intervals.magnitude(node) > MAX_VALUE for node in numbers):
+        return None
+    return RowKeys(ranges, tuple(runs or ()))
 
 
-def _range(node: Node, negated: bool) -> KeyRange | None:
+def _ranges(node: Node, negated: bool, runs: dict[Node, None] | None) -> tuple[KeyRange, ...] | None:
+    """The ranges of a condition; adds to ``runs``, which is None where no element may have some."""
     if node.op == "not":
-        return _range(node.args[0], not negated)
+        return _ranges(node.args[0], not negated, runs)
     if "kv" not in node.reads():
         all_keys, none = (_BEFORE, _FAR) if negated else (_FAR, _BEFORE)
-        return KeyRange(None, Node("where", (node, all_keys, none), None, "int"))
+        return (KeyRange(None, Node("where", (node, all_keys, none), None, "int")),)
     if node.op in ("and", "or"):
-        parts = [_range(arg, negated) for arg in node.args]
-        join = _both if (node.op == "and") != negated else _either
-        joined: KeyRange | None = parts[0]
+        parts = [_ranges(arg, negated, runs) for arg in node.args]
+        join = _all_of if (node.op == "and") != negated else _any_of
+        joined = parts[0]
         for part in parts[1:]:
             joined = None if joined is None or part is None else join(joined, part)
         return joined
@@ -143,9 +194,55 @@ def _range(node: Node, negated: bool) -> KeyRange | None:
         return None
     left, right = node.args
     sign = _NEGATED[node.op] if negated else node.op
+    if runs is not None and (element := _equal_element(left, right)) is not None:
+        return _of_run(element, sign, runs)
     if "kv" in left.reads():
-        return None if "kv" in right.reads() else _solved(left, sign, right)
-    return _solved(right, _TURNED[sign], left)
+        one = None if "kv" in right.reads() else _solved(left, sign, right)
+    else:
+        one = _solved(right, _TURNED[sign], left)
+    return None if one is None else (one,)
+
+
+def _equal_element(left: Node, right: Node) -> Node | None:
+    """The element by a key that is compared with the same array's element by the query, None if no such
+    element is.
+    """
+    by_key = left if "kv" in left.reads() else right
+    by_query = right if by_key is left else left
+    if (by_key.op, by_query.op, by_key.type) != ("load", "load", "int") or "kv" in by_query.reads():
+        return None
+    if index_of_block(by_key) != "kv":
+        return None
+    q, kv = (Node("name", (), name, "int") for name in ("q", "kv"))
+    same = by_query.replaced(lambda node: kv if node is q else None)
+    return by_key if same is by_key and by_key is not by_query else None
+
+
+def _of_run(element: Node, sign: str, runs: dict[Node, None]) -> tuple[KeyRange, ...] | None:
+    """The keys whose element equals, or does not equal, the element of the row."""
+    if sign not in ("==", "!="):
+        return None
+    runs[element] = None
+    run = KeyRange(run_begin(element), run_end(element))
+    return (run,) if sign == "==" else (KeyRange(None, run.begin), KeyRange(run.end))
+
+
+def _all_of(some: tuple[KeyRange, ...], others: tuple[KeyRange, ...]) -> tuple[KeyRange, ...] | None:
+    joined = tuple(_both(one, other) for one in some for other in others)
+    return joined if len(joined) <= MAX_RANGES else None
+
+
+def _any_of(some: tuple[KeyRange, ...], others: tuple[KeyRange, ...]) -> tuple[KeyRange, ...] | None:
+    """All of the ranges, two of them as one where they are a range together."""
+    joined = list(some)
+    for other in others:
+        for place, one in enumerate(joined):
+            if (together := _either(one, other)) is not None:
+                joined[place] = together
+                break
+        else:
+            joined.append(other)
+    return tuple(joined) if len(joined) <= MAX_RANGES else None
 
 
 def _both(one: KeyRange, other: KeyRange) -> KeyRange:

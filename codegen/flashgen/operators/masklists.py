@@ -2,10 +2,10 @@
 of queries.
 
 Block r of the queries has the entries ``line_indices[line_indptr[r]:line_indptr[r + 1]]``, in ascending
-order: n for key block n where all pairs of query and key are visible, ~n where the line decides. Blocks have
-the verdicts of `maskblocks.blocks_of`, joined with a range of keys. Batch entries and query heads that the
-line does not tell apart share lists. Each list has room for equally many entries; ``line_totals`` says how
-many it needs, which may be more.
+order: n for key block n where all pairs of query and key are visible, ~n where the line decides. `linetable`
+has what else is in ``line_indptr``. Blocks have the verdicts of `maskblocks.blocks_of`, joined with a range
+of keys. Batch entries and query heads that the line does not tell apart share lists. Each list has room for
+equally many entries; ``line_totals`` says how many it needs, which may be more.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.errors import BadParam, BadTensorShape, arg
 from flashgen.operators import blocklists, contract
 from flashgen.operators.arguments import Argument, check_devices, shown, strides_of
+from flashgen.operators.keyranges import num_ranges
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, lined
 from flashgen.operators.rules import NOT_PACKED, PREFIX, RuleOfCall, loads_by
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _INT32 = {"dtypes": ("int32",), "layout": "contiguous", "alignment": 4}
 ARGUMENTS = (
     Argument(
-        "line_indptr", "output", "block_indptr_batch block_indptr_num_heads block_indptr_ends", **_INT32
+        "line_indptr", "output", "block_indptr_batch block_indptr_num_heads block_indptr_size", **_INT32
     ),
     Argument("line_indices", "output", "block_entries", **_INT32),
     Argument("line_totals", "output", "block_indptr_batch block_indptr_num_heads", **_INT32),
@@ -192,7 +193,7 @@ def lists_of_rule(
             f"and {keys} keys; kernels count at most {blocklists.MAX_ENTRIES} in all: make several calls of "
             "fewer sequences or rows"
         )
-    return blocklists.BlockLists(rows, keys, batch, heads, entries * batch * heads)
+    return blocklists.BlockLists(rows, keys, batch, heads, entries * batch * heads, num_ranges(rule.rule))
 
 
 def _contract(

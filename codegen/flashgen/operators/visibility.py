@@ -13,6 +13,7 @@ import numpy as np
 
 from flashgen.operators.formula import Node, bounds, evaluate
 from flashgen.operators.intervals import Algebra, Interval, Intervals, Truth
+from flashgen.operators.keyranges import row_keys, run_begin, run_end
 from flashgen.operators.packedrules import places_of
 from flashgen.operators.rules import NAMES, TOKEN, index_of_block, loads_by, sizes_of_tokens
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashgen.operators.attention_problem import AttentionProblem
+    from flashgen.operators.packedrules import Places
     from flashgen.operators.rules import Rule, RuleOfCall, RuleParam
     from flashgen.operators.sequences import Sequence as OfBatch
 
@@ -40,6 +42,15 @@ class _Arrays(Algebra):
 _ARRAYS = _Arrays()
 
 
+class RangesOfRows(NamedTuple):
+    """The keys that rows see: ``ranges`` (rows, ranges, 2) has the first key of each and the key after it.
+    With ``by_element`` they say nothing, as equal elements do not follow one another.
+    """
+
+    ranges: np.ndarray
+    by_element: bool
+
+
 class Visibility(NamedTuple):
     """A rule with the integers and arrays of a call, all of one library. ``arrays`` have the shapes that
     their parameters declare, by broadcasting. ``offset`` is seqlen_kv - seqlen_q. What a line calls b is
@@ -56,16 +67,21 @@ class Visibility(NamedTuple):
         """Whether keys are visible, for batch entries, query heads, rows of queries and keys, integers that
         broadcast to the shape of the scores.
         """
-        if self.rule.pack is not None:
-            return self._visible_in_pack(h, rows, keys, xp)
+        if self.rule.pack is None:
+            return evaluate(self.rule.tree, self._values(b, h, rows, keys), xp)
+        place = places_of(rows, self.arrays, xp)
+        inside = (place.first_key <= keys) & (keys < place.end_key)
+        return inside & evaluate(self.rule.tree, self._values_in_pack(place, h, rows, keys, xp), xp)
+
+    def _values(self, b: Any, h: Any, rows: Any, keys: Any) -> dict[str, Any]:
+        """What a line reads, by name."""
         at = {"b": b, "h": h, "q": rows, "kv": keys}
         loads = {param.name: _loader(param, self.arrays[param.name], at) for param in self.rule.arrays}
         names = {"b": b + self.first_batch, "q": rows + self.offset}
-        return evaluate(self.rule.tree, {**self.numbers, **loads, **at, **names}, xp)
+        return {**self.numbers, **loads, **at, **names}
 
-    def _visible_in_pack(self, h: Any, rows: Any, keys: Any, xp: Any) -> Any:
-        """`visible` of packed sequences: rows and keys are tokens."""
-        place = places_of(rows, self.arrays, xp)
+    def _values_in_pack(self, place: Places, h: Any, rows: Any, keys: Any, xp: Any) -> dict[str, Any]:
+        """`_values` of packed sequences: rows and keys are tokens."""
         tokens = {"q": rows, "kv": keys, "h": h}
 
         def loader(param: RuleParam) -> Any:
@@ -84,8 +100,37 @@ class Visibility(NamedTuple):
 
         loads = {param.name: loader(param) for param in self.rule.arrays}
         names = {"b": place.sequence, "h": h, "q": place.position, "kv": keys - place.first_key}
-        inside = (place.first_key <= keys) & (keys < place.end_key)
-        return inside & evaluate(self.rule.tree, {**self.numbers, **loads, **names}, xp)
+        return {**self.numbers, **loads, **names}
+
+    def key_ranges(self, b: int, h: int, queries: int, keys: int) -> RangesOfRows | None:
+        """The keys that each query of a batch entry and head sees, as `keyranges.row_keys` has them; None for
+        a line that has no ranges.
+        """
+        of_line = row_keys(self.rule)
+        if of_line is None:
+            return None
+        rows = np.arange(queries)
+        ranges = np.zeros((queries, len(of_line.ranges), 2), np.int64)
+        if not keys:
+            return RangesOfRows(ranges, False)
+        first, end = 0, np.full(queries, keys)
+        if self.rule.pack is None:
+            values = self._values(b, h, rows, 0)
+        else:
+            place = places_of(rows, self.arrays, np)
+            first, end = place.first_key, np.maximum(place.end_key, place.first_key)
+            values = self._values_in_pack(place, h, rows, place.first_key, np)
+        follow = True
+        for element in of_line.runs:
+            elements = np.broadcast_to(evaluate(element, self._values(b, h, 0, np.arange(keys)), np), keys)
+            begin, end_of_run, rises = _runs(elements, np.clip(rows + self.offset, 0, keys - 1))
+            follow = follow and rises
+            values |= {str(run_begin(element).value): begin, str(run_end(element).value): end_of_run}
+        for place_of_range, of_row in enumerate(of_line.ranges):
+            for side, (node, default) in enumerate(zip(of_row, (first, end), strict=True)):
+                at = default if node is None else np.clip(first + evaluate(node, values, np), first, end)
+                ranges[:, place_of_range, side] = at
+        return RangesOfRows(ranges, not follow)
 
     def elements_in_pack(self, position: str, blocks: Sequence[range]) -> dict[Node, Interval]:
         """The bounds of arrays in blocks of tokens of queries ("q") or keys ("kv") of packed sequences."""
@@ -311,6 +356,15 @@ def _loader(param: RuleParam, array: Any, at: Mapping[str, Any]) -> Any:
         return array[index]
 
     return load
+
+
+def _runs(elements: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
+    """The first key of the run that each position is in, and the key after the run; and whether the elements
+    rise, counted from the first one upwards and on from the least 32-bit integer.
+    """
+    rising = (elements - elements[0]).astype(np.uint32)
+    begin, end = (np.searchsorted(rising, rising[positions], side) for side in ("left", "right"))
+    return begin, end, bool((rising[1:] >= rising[:-1]).all())
 
 
 def _clamped(index: Any, extent: int) -> Any:

@@ -466,12 +466,14 @@ def misfit(problem: Problem, variant: Variant) -> str:
 
 def divides(variant: Variant, lists: BlockLists) -> bool:
     """Whether the rows and the keys that a tile of the variant visits at once are a block of the lists, or a
-    part of one.
+    part of one. Tables of a mask by a line have tiles, so these are blocks.
     """
     if variant.grid.tile(KEYS):
         rows_at_once, keys_at_once = variant.grid.step_rows, variant.grid.tile(KEYS)
     else:
         rows_at_once, keys_at_once = variant.grid.tile(ROWS), variant.visits.keys
+    if lists.ranges is not None:
+        return (lists.rows, lists.keys) == (rows_at_once, keys_at_once)
     return lists.rows % rows_at_once == 0 and lists.keys % keys_at_once == 0
 
 

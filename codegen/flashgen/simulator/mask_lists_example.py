@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashgen.operators.blocklists import SIDES
 from flashgen.operators.maskblocks import FULL, blocks_of
 from flashgen.operators.masklists import ARGUMENTS, MaskListsProblem, normalise
 from flashgen.operators.masks import Band
@@ -76,7 +77,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> MaskListsExample:
         ends[param.name] if param.name in ends else _elements(rng, rule, param, sizes)
         for param in rule.arrays
     ]
-    block = shape.block or tuple(int(side) for side in rng.choice((64, 128), 2))
+    block = shape.block or tuple(int(side) for side in rng.choice(SIDES, 2))
     options = {
         "rule": RuleOfCall(rule, numbers),
         "batch": shape.batch,
@@ -118,13 +119,16 @@ def lists_on_host(problem: MaskListsProblem, arrays: Mapping[str, np.ndarray]) -
     )
     indptr, indices, totals = (np.full(x.extents(sizes), UNUSED, np.int32) for x in ARGUMENTS)
     room = lists.entries // (lists.batch * lists.heads)
+    table = lists.table(problem.seqlen_q)
     for number, (b, h) in enumerate(np.ndindex(*totals.shape)):
         rows = [_entries(problem, i, row) for i, row in enumerate(blocks.verdicts(b, h))]
-        ends = np.cumsum([0, *map(len, rows)])
+        counts = np.array([*map(len, rows)], int)
+        ends = np.cumsum([0, *counts])
         entries = np.concatenate([np.zeros(0, np.int32), *rows])[:room]
-        indptr[b, h] = number * room + np.minimum(ends, room)
         indices[number * room : number * room + len(entries)] = entries
         totals[b, h] = ends[-1]
+        of_rows = visibility.key_ranges(b, h, problem.seqlen_q, problem.seqlen_kv)
+        table.fill(indptr[b, h], number * room + np.minimum(ends, room), counts, indices, of_rows)
     return {"line_indptr": indptr, "line_indices": indices, "line_totals": totals}
 
 

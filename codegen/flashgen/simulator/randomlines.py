@@ -104,14 +104,18 @@ def with_lists(
         *(problem.seqlen_q, problem.seqlen_kv, rows, keys),
     )
     lists = listed.block_lists
-    indptr = np.zeros((lists.batch, lists.heads, blocks.num_row_blocks + 1), np.int32)
+    table = lists.table(problem.seqlen_q)
+    visibility = visibility_of(problem, arrays)
+    indptr = np.zeros((lists.batch, lists.heads, table.size), np.int32)
     entries: list[int] = []
     for b, h in np.ndindex(lists.batch, lists.heads):
-        indptr[b, h, 0] = len(entries)
+        ends = [len(entries)]
         for row in range(blocks.num_row_blocks):
             for begin, end, is_full in blocks.of_row(row, b, h):
                 entries += [key if is_full else ~key for key in range(begin, end)]
-            indptr[b, h, row + 1] = len(entries)
+            ends.append(len(entries))
+        of_rows = visibility.key_ranges(b, h, problem.seqlen_q, problem.seqlen_kv)
+        table.fill(indptr[b, h], np.array(ends), np.diff(ends), np.array(entries, np.int32), of_rows)
     lists_by_name = {"block_indptr": indptr, "block_indices": np.array(entries, np.int32)}
     listed = dataclasses.replace(listed, block_lists=lists._replace(entries=len(entries)))
     strides = list(listed.strides)

@@ -17,8 +17,10 @@ left to the row, and ``score_has_derivative``, whether the kernel has a derivati
 ``staged_row_stride``; of a mask by a line ``rule`` (its name, or None), ``rule_functions``,
 ``range_function`` and ``verdict_functions``, ``row_spans``, ``key_spans`` and ``block_spans``, the arrays of
 whose blocks there are bounds (`source.verdicts`), ``skips_by_line``, whether a kernel with lengths has
-verdicts of KV blocks, and ``line_arrays``, its arrays with an element for each token of queries (``q``) or
-keys (``kv``).
+verdicts of KV blocks, ``line_arrays``, its arrays with an element for each token of queries (``q``) or
+keys (``kv``), ``range_functions`` of the ranges of rows (`source.rules`), ``line_runs``, the places among
+``key_spans`` of the arrays whose runs these need, by name, ``tiles_in_order``, whether tiles come in the
+order of their lists, and ``length_classes``, how many classes of lengths that order has.
 """
 
 from __future__ import annotations
@@ -52,12 +54,14 @@ from flashgen.source.parts import SOME_HEADERS, parts_of, some_headers
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import jinja2
 
     from flashgen.families.model import Spec
     from flashgen.families.variant import Variant
+    from flashgen.operators.formula import Node
+    from flashgen.source.verdicts import Span
 
 # The line of the header comment by which a rendered file is known.
 RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this file."
@@ -314,12 +318,17 @@ def _of_rule(form: Variant) -> dict[str, Any]:
         *of_spans,
         "is_pack",
         "skips_by_line",
+        "range_functions",
+        "line_runs",
+        "tiles_in_order",
+        "length_classes",
     )
     rule = form.rule
     if rule is None and form.operator != "mask_lists":
         return {"rule": None, "line_arrays": {"q": (), "kv": ()}, **dict.fromkeys(from_line, "")}
     from flashgen.families.masks import rule_of_line
-    from flashgen.source.rules import range_function, rule_functions
+    from flashgen.operators.linetable import LENGTH_CLASSES
+    from flashgen.source.rules import range_function, ranges_functions, rule_functions, runs_of
     from flashgen.source.verdicts import spans_of, verdict_functions
 
     if rule is None:  # kernels that make lists have a line, if need be this one
@@ -334,12 +343,31 @@ def _of_rule(form: Variant) -> dict[str, Any]:
         *([span for span in spans if span.position == position] for position in ("q", "kv", "block")),
         rule.pack is not None,
         form.has_lengths and one_line,
+        () if form.has_lengths else ranges_functions(rule),
+        {} if form.has_lengths else _runs(runs_of(rule), spans),
+        _in_order(form),
+        LENGTH_CLASSES,
     )
     of_tokens: dict[str, list[str]] = {"q": [], "kv": []}
     for array in rule.arrays:
         if array.per_token is not None:
             of_tokens["q" if array.per_token == "q" else "kv"].append(array.argument_name)
     return {"rule": rule.name, "line_arrays": of_tokens, **dict(zip(from_line, values, strict=True))}
+
+
+def _in_order(form: Variant) -> bool:
+    """Whether tiles come in the order of their lists of a mask by a line."""
+    if form.rule is None or form.has_lengths:
+        return False
+    if OPERATORS[form.operator].differentiates:
+        return "key_order" in {param.name for param in form.params}
+    return form.target == "sm90"
+
+
+def _runs(elements: Mapping[str, Node], spans: Sequence[Span]) -> dict[str, int]:
+    """The places among the arrays that are read by keys of those of which runs are needed, by name."""
+    by_key = [span.node for span in spans if span.position == "kv"]
+    return {name: by_key.index(element) for name, element in elements.items()}
 
 
 def _statement(match: re.Match[str]) -> str:

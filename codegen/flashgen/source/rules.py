@@ -5,6 +5,14 @@
     struct LineKey;   LineKey line_key(params, head, key);
     bool visible(params, head, row, key);
     KeyRange line_range(params, head, row);              // of a line that shows each row a range of keys
+    KeyRange line_range_N(params, head, row, runs);      // each of a few ranges that a row sees
+
+    LineRow line_row_inside(params, head, first, step);  // of row first + step
+    LineKey line_key_inside(params, head, first, step);  // of key first + step
+
+The last two are for a row that exists and is at the position of a key, and for a key that exists: they clamp
+no index that is a position. With a constant ``step`` an element is at a constant distance from the element
+of ``first``.
 
 What depends on a row alone, or on a key alone, is a member of a struct, so that a kernel may keep it:
 elements of arrays, quotients and remainders, and where an array by q and kv has the row of a query. Sequences
@@ -23,14 +31,15 @@ from typing import TYPE_CHECKING
 
 from flashgen.operators.formula import bounds, text
 from flashgen.operators.intervals import Intervals
-from flashgen.operators.keyranges import key_range
-from flashgen.operators.rules import PREFIX, index_of_block, loads_by
+from flashgen.operators.keyranges import key_range, row_keys, run_begin, run_end
+from flashgen.operators.rules import PREFIX, TOKEN, index_of_block, loads_by
 from flashgen.source.scores import arguments, bare, used, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.operators.formula import Node
+    from flashgen.operators.keyranges import KeyRange
     from flashgen.operators.rules import Rule, RuleParam
 
 _SIGNS = {"and": "&&", "or": "||"}
@@ -87,20 +96,50 @@ def range_function(rule: Rule) -> str:
     return RuleWriter(rule).key_range()
 
 
+def ranges_functions(rule: Rule) -> tuple[str, ...]:
+    """``line_range_N`` for each of the ranges that a row sees, none where it sees other keys; after
+    `rule_functions`. ``runs`` is there if the line has `runs_of`: a struct ``LineRuns`` with
+    ``NAME_begin`` and ``NAME_end`` for each.
+    """
+    keys = row_keys(rule)
+    if keys is None:
+        return ()
+    words = {}
+    for name, element in runs_of(rule).items():
+        words[str(run_begin(element).value)] = f"runs.{name}_begin"
+        words[str(run_end(element).value)] = f"runs.{name}_end"
+    writer = RuleWriter(rule, of_runs=words)
+    return tuple(writer.range_number(number) for number in range(len(keys.ranges)))
+
+
+def runs_of(rule: Rule) -> dict[str, Node]:
+    """The elements, read by keys, whose runs the ranges of rows need, by names for members."""
+    keys, names = row_keys(rule), dict[str, "Node"]()
+    for element in () if keys is None else keys.runs:
+        names[fresh_name(str(element.value), [*names])] = element
+    return names
+
+
 class RuleWriter:
     """The functions of a rule, and the C++ of its numbers and elements."""
 
     def __init__(
-        self, rule: Rule, names: Mapping[str, str] | None = None, packed_heads: bool = False
+        self,
+        rule: Rule,
+        names: Mapping[str, str] | None = None,
+        packed_heads: bool = False,
+        of_runs: Mapping[str, str] | None = None,
     ) -> None:
         """``names`` has other words for positions and b than functions of rows and keys have; where there are
-        none of those no struct has members to read. ``packed_heads`` as in `rule_functions`.
+        none of those no struct has members to read. ``packed_heads`` as in `rule_functions`. ``of_runs`` has
+        words for the ends of runs.
         """
         self._rule, self._packed_heads = rule, packed_heads
         self._arrays = {param.name: param for param in rule.arrays}
         self._intervals = Intervals(bounds)
         self._members: dict[str, dict[Node, str]] = {"head": {}, "row": {}, "key": {}}
-        self._names = names or (_NAMES if rule.pack is None else _NAMES_IN_PACK)
+        self._names = {**(names or (_NAMES if rule.pack is None else _NAMES_IN_PACK)), **(of_runs or {})}
+        self._inside = False  # whether a function has rows or keys that exist, by ``first`` and ``step``
         self._rows: dict[Node, str] = {}
         if names is None:
             self._assign(rule.tree)
@@ -108,7 +147,9 @@ class RuleWriter:
 
     def functions(self) -> str:
         """All of it."""
-        trees = (self._rule.tree, *filter(None, key_range(self._rule.tree) or ()))
+        keys = row_keys(self._rule)
+        sides = () if keys is None else (side for of_row in keys.ranges for side in of_row)
+        trees = (self._rule.tree, *filter(None, (*sides, *(key_range(self._rule.tree) or ()))))
         operations = {node.op for tree in trees for node in tree.walk()}
         if "%" in operations:
             operations.add("//")  # of verdicts
@@ -118,9 +159,9 @@ class RuleWriter:
             *self._struct("LineHead", "a query head", "head", ("b", "h", *_LENGTHS)),
             self._maker("LineHead", "head", {"b": "int", "h": "int"} | dict.fromkeys(_LENGTHS, "int")),
             *self._struct("LineRow", "a row", "row", _ROW if self._rule.pack is None else _ROW_IN_PACK),
-            self._maker("LineRow", "row", {"head": "const LineHead&", "query": "int"}),
-            *self._struct("LineKey", "a key", "key", ("kv",)),
-            self._maker("LineKey", "key", {"head": "const LineHead&", "kv": "int"}),
+            *self._makers("LineRow", "row", {"head": "const LineHead&", "query": "int"}),
+            *self._struct("LineKey", "a key", "key", _KEY if not self._rows else (*_KEY, "column")),
+            *self._makers("LineKey", "key", {"head": "const LineHead&", "kv": "int"}),
             self._visible(),
         ]
         return "\n\n".join(parts)
@@ -158,7 +199,7 @@ class RuleWriter:
         return {"q", *reads} if {"b", "kv"} & node.reads() else reads
 
     def _struct(self, name: str, of: str, owner: str, positions: tuple[str, ...]) -> list[str]:
-        lines = [f"    int {position};" for position in positions]
+        lines = [f"    {'int64_t' if position == 'column' else 'int'} {position};" for position in positions]
         lines += [
             f"    {self._type(node)} {member};  // {text(node)}"
             for node, member in self._members[owner].items()
@@ -170,25 +211,39 @@ class RuleWriter:
             ]
         return ["\n".join((f"// What the mask needs of {of}.", f"struct {name} {{", *lines, "};"))]
 
-    def _maker(self, kind: str, owner: str, types: dict[str, str]) -> str:
+    def _makers(self, kind: str, owner: str, types: dict[str, str]) -> tuple[str, str]:
+        """The function that makes a struct, and the one for what exists."""
+        clamped = self._maker(kind, owner, types)
+        self._inside = True
+        of_step = {"head": types["head"], "first": "int", "step": "int"}
+        inside = self._maker(kind, owner, of_step, "_inside")
+        self._inside = False
+        return clamped, inside
+
+    def _maker(self, kind: str, owner: str, types: dict[str, str], suffix: str = "") -> str:
         if owner == "head":
             values = [f"head.{name} = {name};" for name in ("b", "h", *_LENGTHS)]
         elif owner == "row":
-            values = ["row.query = query;", "row.q = query + head.seqlen_kv - head.seqlen_q;"]
+            query = "first + step" if self._inside else "query"
+            values = [f"row.query = {query};", f"row.q = {query} + head.seqlen_kv - head.seqlen_q;"]
             if self._rule.pack is not None:
-                values[1:] = _FROM_TABLE
+                values[1:] = [line.replace("query", "row.query") for line in _FROM_TABLE]
         else:
-            values = ["key.kv = kv;"]
+            values = [f"key.kv = {'first + step' if self._inside else 'kv'};"]
+            if self._rows:
+                column = "int64_t(first) + step" if self._inside else "min(kv, head.seqlen_kv - 1)"
+                values.append(f"key.column = {column};")
         # A value may read another member: the smaller tree has its value first.
         members = sorted(self._members[owner].items(), key=lambda item: len(list(item[0].walk())))
         for node, member in members:
-            values.append(f"{owner}.{member} = {bare(self._value(node))};")
+            value = self._element_of_step(node) if self._inside and node.op == "load" else ""
+            values.append(f"{owner}.{member} = {value or bare(self._value(node))};")
         for node, name in self._rows.items() if owner in ("head", "row") else ():
             base, *steps, of_query, _ = self._steps(node, self._names)
             address = " + ".join((base, *steps)) if owner == "head" else f"head.{name} + {of_query}"
             values.append(f"{owner}.{name} = {address};")
         body = [f"{kind} {owner};", *values, f"return {owner};"]
-        return function(f"{kind} line_{owner}", {"params": "const Params&"} | types, body)
+        return function(f"{kind} line_{owner}{suffix}", {"params": "const Params&"} | types, body)
 
     def _visible(self) -> str:
         types = {"params": "const Params&", "head": "const LineHead&"}
@@ -204,6 +259,16 @@ class RuleWriter:
         of_row = key_range(self._rule.tree)
         if of_row is None:
             return ""
+        return f"// The keys that a row sees.\n{self._range_function('line_range', of_row)}"
+
+    def range_number(self, number: int) -> str:
+        """The function of one of the ranges that a row sees."""
+        keys = row_keys(self._rule)
+        assert keys is not None
+        of_runs = {"runs": "const LineRuns&"} if keys.runs else {}
+        return self._range_function(f"line_range_{number}", keys.ranges[number], of_runs)
+
+    def _range_function(self, name: str, of_row: KeyRange, of_runs: Mapping[str, str] | None = None) -> str:
         length, shift, defaults = "head.seqlen_kv", "", ("0", "head.seqlen_kv")
         if self._rule.pack is not None:
             length, shift = "row.end_key - row.first_key", "row.first_key + "
@@ -215,9 +280,8 @@ class RuleWriter:
             for side, default in zip(of_row, defaults, strict=True)
         )
         types = {"params": "const Params&", "head": "const LineHead&", "row": "const LineRow&"}
-        body = [f"const int {name} = {side};" for name, side in zip(of_row._fields, sides, strict=True)]
-        result = function("KeyRange line_range", types, [*body, "return {begin, end};"])
-        return f"// The keys that a row sees.\n{result}"
+        body = [f"const int {which} = {side};" for which, side in zip(of_row._fields, sides, strict=True)]
+        return function(f"KeyRange {name}", types | dict(of_runs or {}), [*body, "return {begin, end};"])
 
     def code(self, node: Node) -> str:
         """A value, as an operand of another."""
@@ -232,7 +296,7 @@ class RuleWriter:
         if node.op == "name":
             return self._names.get(str(node.value), f"params.{PREFIX}{node.value}")
         if node in self._rows:
-            return _loaded(node, f"row.{self._rows[node]} + min(key.kv, head.seqlen_kv - 1)")
+            return _loaded(node, f"row.{self._rows[node]} + key.column")
         if node.op == "load":
             return self.element(node)
         if node.op in ("and", "or"):
@@ -284,7 +348,8 @@ class RuleWriter:
             if dimension in ("b", "h"):
                 indices.append(words[dimension])
             elif dimension == "q":
-                indices.append(_shifted(f"min({words['query']}, head.seqlen_q - 1)", array, "first_query"))
+                at = words["query"] if self._inside else f"min({words['query']}, head.seqlen_q - 1)"
+                indices.append(_shifted(at, array, "first_query"))
             elif dimension == "kv":
                 indices.append(_shifted(f"min({words['kv']}, head.seqlen_kv - 1)", array, "first_key"))
             else:
@@ -293,6 +358,40 @@ class RuleWriter:
                 clamped = f"min(max({at}, 0), {size} - 1)"
                 indices.append(_shifted(clamped, array, "first_key") if dimension == "token" else clamped)
         return _steps(array, indices)
+
+    def _element_of_step(self, node: Node) -> str:
+        """An element at a position ``first`` + ``step`` of queries or keys that exists; "" where the index is
+        none.
+        """
+        array = self._arrays[str(node.value)]
+        moving = [place for place, index in enumerate(node.args) if {"q", "kv"} & index.reads()]
+        if len(moving) != 1 or index_of_block(node) not in ("q", "kv"):
+            return ""
+        (place,), by_key = moving, index_of_block(node) == "kv"
+        dimension, packed = array.dimensions[place], self._rule.pack is not None
+        if dimension not in ("q", "kv", TOKEN) or array.dimensions.count(TOKEN) > 1:
+            return ""
+        if packed and dimension == TOKEN and not by_key:
+            return ""  # a row's token depends on its sequence
+        counts_tokens = dimension == "q" or by_key or packed
+        first = "first" if counts_tokens else "first + head.seqlen_kv - head.seqlen_q"
+        indices = []
+        for other, (name, index) in enumerate(zip(array.dimensions, node.args, strict=True)):
+            if other == place:
+                at = f"({first})"
+                of_tokens = "first_query" if name == "q" else "first_key"
+                indices.append(at if packed else _shifted(at, array, of_tokens))
+            elif packed and name == "b":
+                indices.append("")
+            elif name in ("b", "h"):
+                indices.append(self._names[name])
+            else:
+                at = self._index(index, self._names)
+                indices.append(f"min(max({at}, 0), params.{array.symbols[other]} - 1)")
+        strides = array.argument().stride_names()
+        # A pack has b and the tokens in one dimension.
+        step = "step" if place == len(array.dimensions) - 1 else f"step * params.{strides[place]}"
+        return _loaded(node, " + ".join((*_steps(array, indices), step)))
 
     def _address_in_pack(self, node: Node, words: Mapping[str, str]) -> str:
         """`address` of packed sequences: an array with an element for each token has all tokens of a pack."""
@@ -328,8 +427,8 @@ class RuleWriter:
 
 # Lengths of a sequence, and its first tokens.
 _LENGTHS = ("seqlen_q", "seqlen_kv", "first_query", "first_key")
-_ROW, _ROW_IN_PACK = ("query", "q"), ("query", "q", "b", "first_key", "end_key")
-_MEMBERS = ("h", *_ROW_IN_PACK, "kv", *_LENGTHS)
+_ROW, _ROW_IN_PACK, _KEY = ("query", "q"), ("query", "q", "b", "first_key", "end_key"), ("kv",)
+_MEMBERS = ("h", *_ROW_IN_PACK, "kv", "column", *_LENGTHS)
 _FROM_TABLE = (
     "const uint4 of_row = load_global_128(params.line_rows + 4 * int64_t(min(query, head.seqlen_q - 1)));",
     "row.first_key = int(of_row.x);",
