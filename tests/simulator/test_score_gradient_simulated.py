@@ -225,7 +225,7 @@ FAULTS = (
           "is_of_head ? first_head + 1 : params.kept_heads;", "first_head + 1;"),
     fault("a stage released while its MMAs run", WGMMA, TILES, ("register in flight", *ASYNC),
           "await_mma<1>(scores);\n", "await_mma<2>(scores);\n"),
-    fault("a stage filled while MMAs read it", WGMMA, TILES, ASYNC,
+    fault("a stage filled while MMAs read it", WGMMA, TILES, ("mbarrier", *ASYNC),
           "ring.parity ^ 1);\n    mbarrier_arrive_expect_tx", "1);\n    mbarrier_arrive_expect_tx"),
     fault("dP of the second consumer for the first", WGMMA, TILES, NUMBERS,
           "warp / 4 * 64 * kPanelRowBytes", "0 * 64 * kPanelRowBytes"),
