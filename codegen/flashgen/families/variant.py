@@ -205,9 +205,10 @@ class Variant:
         )
 
     def _staging(self, score: Score, streams: bool) -> dict[str, Any]:
-        """The features, the shared memory and the tile with a score. As long as there is room, a kernel that
-        can stage elements of its array has a buffer for each score of a block; one that streams them has two
-        if they fit, with their barriers. Unless it ``streams``, consumers copy elements, as if it could not.
+        """The features, the shared memory and the tile with a score. As long as there is room, a main kernel
+        that can stage elements of its array has a buffer for each score of a block; one that streams them has
+        two if they fit, with their barriers. Unless it ``streams``, consumers copy elements, as if it could
+        not.
         """
         if STAGES_SCORES not in self.features:
             return {}
@@ -218,14 +219,14 @@ class Variant:
         left = self.max_smem - self.smem_bytes
         block_m = int(self.tile_value("block_m"))
         block = block_m * int(self.tile_value("block_n"))
-        if STREAMS_SCORES in self.features and score.streamed:
+        if self.is_main and STREAMS_SCORES in self.features and score.streamed:
             of_stage = DTYPE_BYTES[score.streamed.dtype] * block + block_m // 64 * 2 * 8
             stages = min(2, left // of_stage)
             if stages:
                 tile = dict(self.tile) | {ELEMENT_STAGES: stages}
                 tile[PRODUCER] = max(32 if block_m > 128 else 40, int(tile[PRODUCER]))
                 return {"smem_bytes": self.smem_bytes + stages * of_stage, "tile": tuple(tile.items())}
-        elif score.staged and 2 * block <= left:
+        elif self.is_main and score.staged and 2 * block <= left:
             return {"smem_bytes": self.smem_bytes + 2 * block}
         none = (STAGES_SCORES, STREAMS_SCORES)
         return {"features": tuple(name for name in self.features if name not in none)}

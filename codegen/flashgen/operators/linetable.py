@@ -20,12 +20,19 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from flashgen.operators.visibility import RangesOfRows
-
 
 # Tiles come by classes of how long their lists are, as parts of the longest one; in a class later rows first,
 # so that tiles that run together share keys in L2.
 LENGTH_CLASSES = 8
+
+
+class RangesOfRows(NamedTuple):
+    """The keys that rows see: ``ranges`` (rows, ranges, 2) has the first key of each and the key after it.
+    With ``by_element`` they say nothing, as equal elements do not follow one another.
+    """
+
+    ranges: np.ndarray
+    by_element: bool
 
 
 class LineTable(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 from flashgen.operators.formula import Node, bounds, evaluate
 from flashgen.operators.intervals import Algebra, Interval, Intervals, Truth
 from flashgen.operators.keyranges import row_keys, run_begin, run_end
+from flashgen.operators.linetable import RangesOfRows
 from flashgen.operators.packedrules import places_of
 from flashgen.operators.rules import NAMES, TOKEN, index_of_block, loads_by, sizes_of_tokens
 
@@ -40,15 +41,6 @@ class _Arrays(Algebra):
 
 
 _ARRAYS = _Arrays()
-
-
-class RangesOfRows(NamedTuple):
-    """The keys that rows see: ``ranges`` (rows, ranges, 2) has the first key of each and the key after it.
-    With ``by_element`` they say nothing, as equal elements do not follow one another.
-    """
-
-    ranges: np.ndarray
-    by_element: bool
 
 
 class Visibility(NamedTuple):

@@ -1,0 +1,169 @@
+"""The names that a template finds of a Variant.
+
+A template finds every axis of its operator and every tile key by name, and beside them ``header`` (the file's
+first comment), ``params_struct`` (the C struct), ``param_names`` (the names of its members), ``name``,
+``has_lengths`` (the device has the length of each sequence), ``layout`` (``sequences`` if so, else ``batch``:
+a part of names of templates), ``computes_gradients``, ``target``, ``element_bytes``, ``kv_element`` (the C++
+type of K and V in global memory), ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its
+family), ``features`` (the names of its features), ``parts`` (the files of which one of several is taken,
+`source.parts`) and ``variant``; of a score modification ``score`` (its
+name, or None), ``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`),
+``gradient_dtype`` (of the array that it is differentiated by), ``score_has_offset``, whether a part of it is
+left to the row, and ``score_has_derivative``, whether the kernel has a derivative of it to multiply by
+(`operators.lowering`), ``score_loads_by_key``, whether rows have the member ``whole`` (`source.scores`),
+``score_staged`` (the array whose elements it copies to shared memory, if any), ``staged_dtype`` and
+``staged_row_stride``; of a mask by a line ``rule`` (its name, or None), ``rule_functions``,
+``range_function`` and ``verdict_functions``, ``row_spans``, ``key_spans`` and ``block_spans``, the arrays of
+whose blocks there are bounds (`source.verdicts`), ``skips_by_line``, whether a kernel with lengths has
+verdicts of KV blocks, ``line_arrays``, its arrays with an element for each token of queries (``q``) or
+keys (``kv``), ``range_functions`` of the ranges of rows (`source.rules`), ``line_runs``, the places among
+``key_spans`` of the arrays whose runs these need, by name, ``tiles_in_order``, whether tiles come in the
+order of their lists, and ``length_classes``, how many classes of lengths that order has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashgen.families.variant import ELEMENT_STAGES
+from flashgen.operators import OPERATORS
+from flashgen.source.params import struct_text
+from flashgen.source.parts import parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from flashgen.families.variant import Variant
+    from flashgen.operators.formula import Node
+    from flashgen.source.verdicts import Span
+
+
+def context(form: Variant, header: str) -> dict[str, Any]:
+    of_score = _of_score(form)
+    return {
+        "score": None,
+        "cluster": 1,  # of kernels whose tiles say nothing of clusters
+        **form.axis_values,
+        **_of_tree(form),
+        **dict(form.tile),
+        **of_score,
+        "parts": parts_of(form, of_score["score_has_derivative"], of_score["score_has_offset"]),
+        **_of_rule(form),
+        "variant": form,
+        "name": form.name,
+        "has_lengths": form.has_lengths,
+        "layout": "sequences" if form.has_lengths else "batch",
+        "computes_gradients": OPERATORS[form.operator].differentiates,
+        "target": form.target,
+        "step": form.step,
+        "features": form.features,
+        "header": header,
+        "params_struct": struct_text(form.params),
+        "param_names": frozenset(param.name for param in form.params),
+        "element_bytes": form.element_bytes,
+        "kv_element": "element" if form.axis_values.get("kv_dtype", "none") == "none" else "e4m3",
+        "threads": form.threads,
+        "smem_bytes": form.smem_bytes,
+    }
+
+
+def _of_tree(form: Variant) -> dict[str, Any]:
+    """A kernel with a tree is one with a window that hides drafts as well."""
+    mask_type = {"mask_type": "local"} if form.axis_values.get("mask_type") == "tree" else {}
+    return mask_type | {"has_tree": any(param.name == "tree" for param in form.params)}
+
+
+def _of_score(form: Variant) -> dict[str, Any]:
+    if form.score is None:
+        absent = {
+            "score_has_offset": False,
+            "score_has_derivative": False,
+            "score_staged": None,
+            ELEMENT_STAGES: 0,
+        }
+        return {"score_functions": "", "score_element": "", "gradient_dtype": "fp32", **absent}
+    # Only a call with a modification waits for these.
+    from flashgen.operators.scores import DTYPE_BYTES, TYPES
+    from flashgen.source.arrayelement import element_function
+    from flashgen.source.scores import loads_by_key, score_functions
+
+    differentiated = OPERATORS[form.operator].differentiates
+    lowered = form.score.lowered(form.dtype, differentiated)
+    dtypes = {array.name: array.dtype for array in form.score.arrays}
+    staged = form.staged
+    strides = staged.argument().stride_names() if staged else ()
+    kernel = (form.score, form.dtype, differentiated, staged and staged.name)
+    return {
+        "score_functions": score_functions(*kernel),
+        "score_loads_by_key": loads_by_key(*kernel),
+        "score_has_offset": lowered.offset is not None,
+        "score_has_derivative": lowered.derivative is not None,
+        "score_staged": staged and staged.name,
+        "staged_dtype": staged and TYPES[staged.type].ctype,
+        "staged_bytes": staged and DTYPE_BYTES[staged.dtype],
+        "element_stages": dict(form.tile).get(ELEMENT_STAGES, 0),
+        "staged_row_stride": staged and strides[staged.dimensions.index("q")],
+        "score_element": element_function(form.score),
+        "gradient_dtype": dtypes.get(form.score.wrt, "fp32"),
+    }
+
+
+def _of_rule(form: Variant) -> dict[str, Any]:
+    of_spans = "row_spans", "key_spans", "block_spans"
+    from_line = (
+        "rule_functions",
+        "range_function",
+        "verdict_functions",
+        *of_spans,
+        "is_pack",
+        "skips_by_line",
+        "range_functions",
+        "line_runs",
+        "tiles_in_order",
+        "length_classes",
+    )
+    rule = form.rule
+    if rule is None and form.operator != "mask_lists":
+        return {"rule": None, "line_arrays": {"q": (), "kv": ()}, **dict.fromkeys(from_line, "")}
+    from flashgen.families.masks import rule_of_line
+    from flashgen.operators.linetable import LENGTH_CLASSES
+    from flashgen.source.rules import range_function, ranges_functions, rule_functions, runs_of
+    from flashgen.source.verdicts import spans_of, verdict_functions
+
+    if rule is None:  # kernels that make lists have a line, if need be this one
+        rule = rule_of_line("kv <= q")
+    spans = spans_of(rule, not form.has_lengths)
+    # Rows of a tile are of one query head, or the line is the same for all.
+    one_line = form.axis_values.get("gqa") != "packed" or "h" not in rule.tree.reads()
+    values = (
+        rule_functions(rule, packed_heads=form.has_lengths),
+        range_function(rule),
+        verdict_functions(rule, not form.has_lengths),
+        *([span for span in spans if span.position == position] for position in ("q", "kv", "block")),
+        rule.pack is not None,
+        form.has_lengths and one_line,
+        () if form.has_lengths else ranges_functions(rule),
+        {} if form.has_lengths else _runs(runs_of(rule), spans),
+        _in_order(form),
+        LENGTH_CLASSES,
+    )
+    of_tokens: dict[str, list[str]] = {"q": [], "kv": []}
+    for array in rule.arrays:
+        if array.per_token is not None:
+            of_tokens["q" if array.per_token == "q" else "kv"].append(array.argument_name)
+    return {"rule": rule.name, "line_arrays": of_tokens, **dict(zip(from_line, values, strict=True))}
+
+
+def _in_order(form: Variant) -> bool:
+    """Whether tiles come in the order of their lists of a mask by a line."""
+    if form.rule is None or form.has_lengths:
+        return False
+    if OPERATORS[form.operator].differentiates:
+        return "key_order" in {param.name for param in form.params}
+    return form.target == "sm90"
+
+
+def _runs(elements: Mapping[str, Node], spans: Sequence[Span]) -> dict[str, int]:
+    """The places among the arrays that are read by keys of those of which runs are needed, by name."""
+    by_key = [span.node for span in spans if span.position == "kv"]
+    return {name: by_key.index(element) for name, element in elements.items()}
