@@ -367,6 +367,7 @@ __device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found
 __device__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile);
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
+__device__ void await_full(shared_address full, int parity);  // Waits for a group of columns of a KV block
 // Starts S (64 x kBlockN) = Q . K^T, group of columns after group in the order in which they are loaded
 __device__ void mma_qk(float (&scores)[kBlockN / 2], const SharedAddresses& shared, const RingPosition<kStages>& ring);
 
@@ -713,7 +714,7 @@ __device__ __forceinline__ void consume_values(const Params& all, const SharedAd
             barrier_sync(kScoresComplete, 256);
             barrier_arrive(kPEmpty, 256);
             // 3. O += P V: issue, wait, release V.
-            mbarrier_wait(shared.k_full(ring.stage, 1), ring.parity);
+            await_full(shared.k_full(ring.stage, 1), ring.parity);
             mma_pv(output, p, shared.k(ring.stage) + kGroupPanels * kBlockN * kPanelRowBytes);
             wgmma_wait<0>();
             pin_registers(output);
@@ -1148,6 +1149,9 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
+// Waits for a group of columns of a KV block.
+__device__ __forceinline__ void await_full(shared_address full, int parity) { mbarrier_wait(full, parity); }
+
 // Starts S (64 x kBlockN) = Q . K^T, group of columns after group in the order in which they are loaded. Both operands are K-major: SBO leads to
 // the next eight rows. A step of 16 along the K dimension is 32 bytes within the swizzled row.
 __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], const SharedAddresses& shared, const RingPosition<kStages>& ring) {
@@ -1159,7 +1163,7 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], const Share
         const int group = group_in_order(i);
         const int begin = group * kGroupPanels * kPanelColumns;
         const int end = group == kGroups - 1 ? kHeadDim : begin + kGroupPanels * kPanelColumns;
-        mbarrier_wait(shared.k_full(ring.stage, group), ring.parity);
+        await_full(shared.k_full(ring.stage, group), ring.parity);
         wgmma_fence();  // for each group: after a wait ptxas would insert one, and wait for each wgmma
 #pragma unroll
         for (int column = begin; column < end; column += 16) {

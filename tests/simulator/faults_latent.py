@@ -104,7 +104,7 @@ FAULTS = (
         ROWS,
         MANY,
         LOST,
-        "mbarrier_wait(shared.k_full(ring.stage, group), ring.parity);\n        wgmma_fence();",
+        "await_full(shared.k_full(ring.stage, group), ring.parity);\n        wgmma_fence();",
         "wgmma_fence();",
     ),
     fault(

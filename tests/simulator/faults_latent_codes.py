@@ -10,12 +10,15 @@ from simulator.faults import ASYNC, BOUNDS, NUMBERS, RACE, WRONG, fault
 CODES = "flash_mla_decode_hdim576_512_bf16_causal_e4m3_packgqa_sm90"
 PAGED = "flash_mla_decode_hdim576_512_fp16_paged_e4m3_packgqa_sm90"
 ROWS = "flash_mla_decode_hdim576_512_bf16_paged_fp8dsmla_packgqa_sm90"
+PAIR = "flash_mla_decode_hdim576_512_bf16_paged_fp8dsmla_pair_packgqa_sm90"
+PAIR_CODES = "flash_mla_decode_hdim576_512_bf16_causal_e4m3_pair_packgqa_sm90"
 MMA = "flash_mla_decode_hdim576_512_bf16_e4m3_packgqa_sm80"
 MMA_ROWS = "flash_mla_decode_hdim576_512_bf16_causal_paged_fp8dsmla_packgqa_sm86"
 
 MANY = Shape(2, 300, heads=24, batch=3)
 WHOLE = Shape(1, 200, heads=24, batch=3)
 NARROW = Shape(1, 200, heads=16, batch=2, head_dim=336, head_dim_v=272)
+PAIRS = Shape(2, 300, heads=128, batch=2)
 LOST = (*ASYNC, *RACE, "deadlock", "mbarrier", "proxy", WRONG)
 
 FAULTS = (
@@ -132,6 +135,86 @@ FAULTS = (
         LOST,
         "cp_async_wait<0>();\n    fence_proxy_async();\n    __syncwarp();",
         "fence_proxy_async();\n    __syncwarp();",
+    ),
+    fault(
+        "clusters: elements for this thread block alone",
+        PAIR,
+        PAIRS,
+        LOST,
+        "if (row.for_both) store_async_128(",
+        "if (row.for_both && row.full == 1) store_async_128(",
+    ),
+    fault(
+        "clusters: elements for the thread block itself",
+        PAIR,
+        PAIRS,
+        LOST,
+        "map_shared(shared.storage, cluster_rank() ^ 1) - shared.storage",
+        "map_shared(shared.storage, cluster_rank()) - shared.storage",
+    ),
+    fault(
+        "clusters: elements over columns that the peer reads",
+        PAIR,
+        PAIRS,
+        LOST,
+        "mbarrier_init(shared.k_empty(stage, group), 4 * kCluster);",
+        "mbarrier_init(shared.k_empty(stage, group), 4);",
+    ),
+    fault(
+        "clusters: the peer does not hear that columns are empty",
+        PAIR,
+        PAIRS,
+        LOST,
+        "if (lane < kCluster) mbarrier_arrive_cluster(map_shared(empty, lane));",
+        "if (lane == 0) mbarrier_arrive(empty);",
+    ),
+    fault(
+        "clusters: both arrivals on the barrier of the first thread block",
+        PAIR_CODES,
+        PAIRS,
+        LOST,
+        "map_shared(empty, lane)",
+        "map_shared(empty, 0)",
+    ),
+    fault(
+        "clusters: the bytes of the peer are not announced",
+        PAIR_CODES,
+        PAIRS,
+        LOST,
+        "if (lane == 0) mbarrier_arrive_expect_tx(",
+        "if (lane < 0) mbarrier_arrive_expect_tx(",
+    ),
+    fault(
+        "clusters: the group of the peer",
+        PAIR_CODES,
+        PAIRS,
+        LOST,
+        "int own_group() { return cluster_rank(); }",
+        "int own_group() { return cluster_rank() ^ 1; }",
+    ),
+    fault(
+        "clusters: consumers wait at the scope of the block",
+        PAIR_CODES,
+        PAIRS,
+        RACE,
+        "{ mbarrier_wait_cluster(full, parity); }",
+        "{ mbarrier_wait(full, parity); }",
+    ),
+    fault(
+        "clusters: a thread block ends while the peer arrives on its barriers",
+        PAIR,
+        PAIRS,
+        LOST,
+        "await_all_empty(shared, ring);\n            return;",
+        "return;",
+    ),
+    fault(
+        "clusters: elements for a peer whose barriers are not initialised",
+        PAIR,
+        PAIRS,
+        LOST,
+        "cluster_arrive_relaxed();\n    cluster_wait();",
+        "__syncthreads();",
     ),
     fault(
         "mma.sync: converted while other warps read the KV block",

@@ -33,11 +33,24 @@ SHAPES = (
 NARROW = Shape(9, 70, heads=20, batch=2, head_dim=336, head_dim_v=272)
 
 
-@pytest.mark.parametrize("name", MAIN)
-@pytest.mark.parametrize("shape", [*SHAPES, NARROW], ids=str)
+# Of clusters, which take two groups of 64 heads or four.
+PAIRS = (
+    Shape(1, 65, heads=128, batch=3),
+    Shape(2, 600, heads=256, batch=2, spread=8.0),
+    dataclasses.replace(NARROW, heads=128),
+)
+
+
+def shapes_of(variant):
+    return PAIRS if variant.grid.cluster > 1 else (*SHAPES, NARROW)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [(name, shape) for name, it in MAIN.items() for shape in shapes_of(it)], ids=str
+)
 def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     variant = MAIN[name]
-    if shape is NARROW and variant.axis("kv_dtype") != "e4m3":
+    if shape.head_dim is not None and variant.axis("kv_dtype") != "e4m3":
         pytest.skip("such rows have one length")
     example = make(variant, shape, fresh_seed)
     simulated(variant, example, fresh_seed, device=device_of(variant))
@@ -47,8 +60,9 @@ def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
 @pytest.mark.parametrize("name", sorted({fault.variant for fault in FAULTS}))
 def test_the_order_of_threads_changes_no_bit(name, compiler, fresh_seed):
     variant, results = MAIN[name], set()
+    heads = 64 * variant.grid.cluster if variant.grid.cluster > 1 else 24
     for order in range(2):
-        example = make(variant, Shape(2, 300, heads=24, batch=3), fresh_seed)
+        example = make(variant, Shape(2, 300, heads=heads, batch=3), fresh_seed)
         simulated(variant, example, order, device=device_of(variant), overlap=True)
         assert example.judge().ok, example.judge()
         results.add(example.named["out"].tobytes() + example.named["lse"].tobytes())

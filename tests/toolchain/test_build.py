@@ -105,7 +105,13 @@ def test_a_missing_compiler_is_one_error(tiny_variants, monkeypatch):
         build(pairs(tiny_variants))
 
 
-@pytest.mark.parametrize("name", ["flash_mla_decode_hdim576_512_bf16_paged_e4m3_packgqa_sm90"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flash_mla_decode_hdim576_512_bf16_paged_e4m3_packgqa_sm90",
+        "flash_mla_decode_hdim576_512_bf16_paged_fp8dsmla_pair_packgqa_sm90",
+    ],
+)
 def test_kernels_that_may_spill_keep_their_wgmmas_in_flight(name):
     """Their speed depends on it more than on some bytes of spills."""
     variants = [variant for spec in load_specs() for variant in spec.variants()]

@@ -36,16 +36,17 @@ class Grid(NamedTuple):
     spec, numbers and extents are expressions.
 
     ``covers`` names the dimensions of the operator that are cut into tiles, with a tile's extent in each;
-    their product is the number of tiles. ``schedule`` is one of SCHEDULES. ``blocks_per_sm`` is the thread
-    blocks that a multiprocessor has room for. ``from_last_row`` is 0 where tiles are counted from the first
-    row of a head; else they are counted from the last one, in multiples of this many rows. ``split_gain`` is
-    the KV blocks that the largest share must lose for shares to begin within tiles. ``part_time`` is the
-    time, in query rows, that memory takes for what a tile of keys leaves of a part of its query heads (0:
-    groups of query heads are never split). ``cluster`` is the thread blocks of a cluster, which share a
-    tile, or have neighbouring ones of the first dimension. ``step_rows`` is the query rows of a step of tiles
-    of keys; they add to dq ``in_turns`` unless it is 0. ``beside`` cuts further dimensions into tiles of a
-    second kind. With one of the ``kinds`` to a thread block, tiles of the second kind come after the others;
-    with two, thread block i has tile i of each kind that has more than i.
+    their product is the number of tiles. ``schedule`` is one of SCHEDULES. ``blocks_per_sm`` is the
+    thread blocks that a multiprocessor has room for. ``from_last_row`` is 0 where tiles are counted from
+    the first row of a head; else they are counted from the last one, in multiples of this many rows.
+    ``split_gain`` is the KV blocks that the largest share must lose for shares to begin within tiles.
+    ``part_time`` is the time, in query rows, that memory takes for what a tile of keys leaves of a part
+    of its query heads (0: groups of query heads are never split). ``cluster`` is the thread blocks of a
+    cluster, which share a tile, have neighbouring ones of the first dimension, or the same share of
+    neighbouring sets of heads. ``step_rows`` is the query rows of a step of tiles of keys; they add to dq
+    ``in_turns`` unless it is 0. ``beside`` cuts further dimensions into tiles of a second kind. With one
+    of the ``kinds`` to a thread block, tiles of the second kind come after the others; with two, thread
+    block i has tile i of each kind that has more than i.
     """
 
     covers: Annotated[Extents, MapOf(EXPRESSION, least=1)] = ()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # What a family of one kernel says at the top of its file.
 _OF_A_STEP = ("template", "threads", "smem_bytes", "grid", "params")
+# Schedules whose thread blocks may be in clusters.
+_CLUSTERED = ("tile_per_block", "tile_per_cluster", "sequences", "shares")
 _MAY_HAVE = ("visits", "dependent_launch", "score_seam")
 
 
@@ -179,8 +181,8 @@ class StepTable:
         least = Grid._field_defaults
         if min(positive) < 1 or any(getattr(grid, name) < least[name] for name in GRID_NUMBERS):
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
-        if grid.cluster > 1 and grid.schedule not in ("tile_per_block", "tile_per_cluster", "sequences"):
-            why = "only with a thread block or a cluster to each tile"
+        if grid.cluster > 1 and grid.schedule not in _CLUSTERED:
+            why = f"only with one of the schedules {', '.join(_CLUSTERED)}"
             raise error(f"clusters of {grid.cluster} for {where()}: {why}")
         return Resources(threads, smem_bytes, self._boxes.at(values, where), grid, visits)
 

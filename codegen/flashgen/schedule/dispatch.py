@@ -8,6 +8,7 @@ The rule, which a spec names ``least_time``:
    ``packed`` for several. If it reads arrays by tensor maps, they must have maps. The device must have its
    architecture and its shared memory. These are left out:
    - a family that is ``on_request``, and one whose ``rows_at_most`` is below the rows of a head;
+   - tiles whose clusters have shares of several heads, if the heads of the grid make no whole clusters;
    - with an algorithm, all families of other names;
    - with a score modification, families without a seam for it (the others get the modification);
    - with ``splits``, families whose clusters share tiles, and families that cannot split keys, if the call
@@ -43,6 +44,7 @@ from flashgen.schedule.grid import (
     ROWS,
     expected_tiles,
     extents,
+    heads,
     launchable,
     lengths_differ,
     row_blocks,
@@ -443,8 +445,8 @@ def _points(operator: Operator, spec: Spec, suited: tuple[tuple[Value, ...], ...
 
 def misfit(problem: Problem, variant: Variant) -> str:
     """What keeps the variant from computing such problems, on any GPU, of any size and wherever their arrays
-    lie: "operator", an axis, "blocks" of lists that its tile does not divide, "score", "line", or "rows", of
-    which a head has too many. "" if nothing does.
+    lie: "operator", an axis, "blocks" of lists that its tile does not divide, "score", "line", "rows", of
+    which a head has too many, or "cluster", whose sets of heads the grid does not fill. "" if nothing does.
     """
     operator = problem.operator
     if not variant.is_main or not computes(variant, problem):
@@ -461,6 +463,8 @@ def misfit(problem: Problem, variant: Variant) -> str:
         return "line"
     if variant.dispatch.rows_at_most is not None and rows(problem, variant) > variant.dispatch.rows_at_most:
         return "rows"
+    if variant.grid.cluster > 1 and variant.grid.shares and heads(problem, variant) % variant.grid.cluster:
+        return "cluster"
     return ""
 
 

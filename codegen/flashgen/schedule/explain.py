@@ -181,6 +181,9 @@ def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool)
         return Judged(variant, rule, f"{variant.family} takes no mask by a line")
     if rule == "rows":
         return Judged(variant, rule, f"it is for at most {variant.dispatch.rows_at_most} rows of a head")
+    if rule == "cluster":
+        count = variant.grid.cluster
+        return Judged(variant, rule, f"its clusters have {count} sets of heads, which the call's do not fill")
     if rule:
         value = problem.operator.axis_values(dict(variant.axes))[rule]
         return Judged(variant, rule, f"its {rule} is {value}")

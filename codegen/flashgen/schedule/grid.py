@@ -63,10 +63,10 @@ def all_heads(problem: Problem, variant: Variant, parts: int = 1) -> int:
 
 def row_blocks(problem: Problem, variant: Variant) -> int:
     """Tiles of one (batch, head) along the first dimension that the grid covers; in whole clusters, where
-    these have several.
+    these have several tiles.
     """
     dimension, tile = variant.grid.covers[0]
-    whole = 1 if variant.grid.shared_tiles else variant.grid.cluster
+    whole = 1 if variant.grid.shared_tiles or variant.grid.shares else variant.grid.cluster
     return -(-extents(problem, variant)[dimension] // (tile * whole)) * whole
 
 
@@ -171,7 +171,7 @@ def launch_of(
     can have.
     """
     if variant.grid.shares:
-        return Launch(num_shares, variant.threads, variant.smem_bytes)
+        return Launch(num_shares, variant.threads, variant.smem_bytes, variant.grid.cluster)
     blocks = _blocks(problem, variant, parts)
     if blocks > MAX_BLOCKS:
         sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())

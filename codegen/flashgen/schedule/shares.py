@@ -108,7 +108,8 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
 
     There are as many shares as thread blocks run at a time, unless whole tiles give the largest share no more
     than ``split_gain`` KV blocks above that. Kernels that know sets of heads have up to MOST_HEAD_SETS, as
-    many as divide both the heads and these thread blocks. Where the call fixes its splits, each is a share,
+    many as divide both the heads and these thread blocks. A cluster has one share of several sets: their
+    number is a multiple of its thread blocks. Where the call fixes its splits, each is a share,
     and the last one of a tile may reach past its KV blocks. Where moreover only the kernel knows how many
     there are, a share has several.
 
@@ -121,7 +122,8 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
             f"launch has at most {MAX_KV_BLOCKS}; split the batch"
         )
     room = max(1, min(variant.grid.blocks_per_sm, device.smem_per_sm // (variant.smem_bytes + RESERVED_SMEM)))
-    at_a_time = device.num_sms * room
+    cluster = variant.grid.cluster
+    at_a_time = max(1, device.num_sms * room // cluster) * cluster
     count, begin, per_tile = _tiles_and_blocks(problem, variant)
     sets = math.gcd(heads(problem, variant), at_a_time, MOST_HEAD_SETS) if _has_head_sets(variant) else 1
     if problem.splits != AUTO:

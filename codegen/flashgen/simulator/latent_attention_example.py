@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashgen.errors import BadParam
 from flashgen.operators import latentrows
 from flashgen.operators.kvcodes import E4M3
 from flashgen.operators.latent import LatentProblem, normalise
 from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.numbers import bfloat16_bits
 from flashgen.operators.splits import AUTO
+from flashgen.schedule.grid import heads
 from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import (
     ROWS_AFTER,
@@ -61,7 +63,8 @@ class LatentExample:
 
 def make(variant: Variant, shape: Shape, seed: int) -> LatentExample:
     """Normal random q and latent rows for ``variant``; outputs, and what is between rows, are NaN. Sequences
-    are as in `attention_example.make`, and raise the same errors; keys are in a cache.
+    are as in `attention_example.make`, and raise the same errors; keys are in a cache. Raises BadParam for
+    heads that do not fill the variant's clusters.
     """
     rng = np.random.default_rng(seed)
     head_dim, head_dim_v, _ = check_sizes(variant, shape)
@@ -111,6 +114,9 @@ def make(variant: Variant, shape: Shape, seed: int) -> LatentExample:
         splits=splits,
     )
     problem = masked(problem, variant, shape)
+    if heads(problem, variant) % variant.grid.cluster:
+        count = 64 * variant.grid.cluster
+        raise BadParam(f"heads is {shape.heads}, and clusters of {variant.name} take multiples of {count}")
     return LatentExample(problem, {**of_q, "k": k, "out": out, "lse": lse, **of_call, **lengths})
 
 

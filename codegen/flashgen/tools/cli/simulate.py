@@ -145,7 +145,8 @@ def command(
     if not supports(variant):
         raise click.ClickException(f"{variant.name} includes {variant.header}, which has no host bodies yet")
     grouped = dict(variant.axes).get("gqa", "mha") != "mha"
-    heads = heads or kv_heads or (4 if grouped else 2)
+    in_sets = variant.grid.shares and variant.grid.cluster > 1  # latent caches: a set has 64 heads
+    heads = heads or kv_heads or (64 * variant.grid.cluster if in_sets else 4 if grouped else 2)
     masked = "mask_type" in dict(main.axes)
     for option, value in (("--mask-type", mask_type), ("--window", window)):
         if value is not None and not masked:
