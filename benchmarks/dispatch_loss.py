@@ -83,7 +83,8 @@ def measure(case: Case, host: Host, near: float, rounds: int, sample_ms: float) 
     """Microseconds of each candidate by its name, and which one dispatch takes."""
     from flashgen.call.backends import specs_for
     from flashgen.runtime.device import device
-    from flashgen.schedule.dispatch import candidates, cost, offers
+    from flashgen.schedule.cost import cost
+    from flashgen.schedule.dispatch import candidates, offers
 
     sets = [host.inputs(case, 0)]
     taken = Flashgen()

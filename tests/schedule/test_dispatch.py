@@ -18,7 +18,8 @@ from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.attention import normalise as varlen
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import SplitEvery
-from flashgen.schedule.dispatch import candidates, cost, offers, runs_on, select
+from flashgen.schedule.cost import cost
+from flashgen.schedule.dispatch import candidates, offers, runs_on, select
 from flashgen.schedule.explain import explain
 from flashgen.schedule.grid import launch_of, rows, tiles
 from flashgen.schedule.plan import plan_steps

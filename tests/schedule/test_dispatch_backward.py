@@ -12,7 +12,8 @@ from flashgen.families.load import load_specs
 from flashgen.families.scores import load_scores
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
-from flashgen.schedule.dispatch import cost, offers, select
+from flashgen.schedule.cost import cost
+from flashgen.schedule.dispatch import offers, select
 from flashgen.schedule.fastdivision import divisor
 from flashgen.schedule.grid import expected_tiles, launch_of, row_blocks, tiles
 from flashgen.schedule.parameters import parameters

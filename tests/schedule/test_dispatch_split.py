@@ -13,7 +13,8 @@ from flashgen.families.load import load_specs
 from flashgen.operators.arguments import Expected, view_of_shape
 from flashgen.operators.attention import normalise
 from flashgen.operators.splits import SplitEvery
-from flashgen.schedule.dispatch import cost, offers, select
+from flashgen.schedule.cost import cost
+from flashgen.schedule.dispatch import offers, select
 from flashgen.schedule.plan import plan_steps
 from flashgen.tools.bench.grids import GRIDS
 

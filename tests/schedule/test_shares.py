@@ -14,7 +14,8 @@ from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.attention import normalise as varlen
 from flashgen.operators.masks import UNBOUNDED, visible_keys
 from flashgen.operators.splits import SplitEvery
-from flashgen.schedule.dispatch import cost, offers, select
+from flashgen.schedule.cost import cost
+from flashgen.schedule.dispatch import offers, select
 from flashgen.schedule.grid import launch_of
 from flashgen.schedule.parameters import parameters
 from flashgen.schedule.plan import plan_steps

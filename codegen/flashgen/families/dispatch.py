@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class Dispatch(NamedTuple):
     """Whether dispatch offers a family to calls (``prefer``), up to how many rows of a head, as its grid
-    counts them (``rows_at_most``; None: any), and the numbers by which `schedule.dispatch.cost` models time.
+    counts them (``rows_at_most``; None: any), and the numbers by which `schedule.cost` models time.
 
     ``efficiency`` is the measured rate of a tile relative to its siblings; ``streaming`` is the rate where a
     kernel streams an array of a score modification, None: ``efficiency``. The others are of all tiles.

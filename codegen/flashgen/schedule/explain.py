@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from flashgen.families.arch import range_of
 from flashgen.operators.arguments import shown
+from flashgen.schedule.cost import cost
 from flashgen.schedule.dispatch import (
     computes,
-    cost,
     listing_steps,
     misfit,
     named,
