@@ -138,7 +138,7 @@ def test_a_changed_base_is_seen_through_the_cache(tiny_folder, edit_spec, tmp_pa
     ("text", "message"),
     [
         ("extends: flash_fwd_sm70\n", r"wide.yaml:1: extends: no spec flash_fwd_sm70 in .*are .*fwd_sm80"),
-        ("#\nextends: scores\n", r"wide.yaml:2: extends: no spec scores in .* are .*, score_gradient_sm80$"),
+        ("#\nextends: scores\n", r"wide.yaml:2: extends: no spec scores in .* are .*, score_gradient_sm90$"),
         ("#\n'extends': flash_fwd_sm80\n", r"wide.yaml:2: extends: .* line `extends: flash_fwd_sm80`"),
         ("#\nextends: >\n  flash_fwd_sm80\n", r"wide.yaml:2: extends: .* line `extends: flash_fwd_sm80` "),
         ("#\nextends:\naxes: {}\n", r"wide.yaml:2: extends: found None; expected a name"),
