@@ -99,7 +99,6 @@ ARRAYS = {
     "line_indices": Note("blocks of keys, ascending in each list; ~n where the line decides"),
     "line_totals": Note("entries that each list has, which may be more than it has room for"),
     "line_key_bounds": Note("(lists, arrays of keys, 2, blocks of keys): least and largest element"),
-    "line_breaks": Note("(lists, arrays of keys, blocks of keys): not 0 where elements fall"),
     "line_counts": Note("(lists, blocks of queries): entries of each"),
     "cu_seqlens_q": Note("null where queries are padded"),
     "cu_seqlens_kv": Note("null where keys are not packed", _UNPAGED),

@@ -114,7 +114,8 @@ def rule_params(rule: Rule, step: str = "", tables: Sequence[str] = ()) -> tuple
         params.append(Param("block_rows", "int32_t"))
     keys = row_keys(rule)
     if keys is not None and keys.runs and step in ("bounds", "main"):
-        params.append(Param("line_breaks", "int32_t*" if of_bounds else "const int32_t*"))
+        doc = "(lists, arrays of keys, blocks of keys): not 0 where elements fall"
+        params.append(Param("line_breaks", "int32_t*" if of_bounds else "const int32_t*", doc))
     if "key_order" in tables:
         params.append(Param("key_order", "const int32_t*", "1, or 0 for the order of keys; blocks of keys"))
     if "block_indptr" in tables and keys is not None:
