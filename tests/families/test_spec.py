@@ -967,17 +967,22 @@ PART = "part_time: 384"
     ("old", "new", "place", "why"),
     [
         (SUM_WHEN, "    template", None, None),
-        (SUM_WHEN, "    when: {gqa: some}\n    template", r"steps\[5\]\.when\.gqa", "some"),
-        ("    main: true\n", "    main: true\n    when: {gqa: gqa}\n", r"steps\[3\]\.when", "every variant"),
-        (PART, "part_time: 0", r"steps\[5\]\.combines", "has parts"),
+        (SUM_WHEN, "    when: {gqa: some}\n    template", r"steps\[6\]\.when\.gqa", "some"),
+        ("    main: true\n", "    main: true\n    when: {gqa: gqa}\n", r"steps\[4\]\.when", "every variant"),
+        (PART, "part_time: 0", r"steps\[6\]\.combines", "has parts"),
         (PART, "part_time: 0 - 1", r"tiles\[\d+\]", "below 1"),
         (PART, f"schedule: persistent\n      {PART}", r"part_time", "each tile and part"),
         (SUM_GRID, "{key_rows: 16}, part_time: 1", r"part_time", "only the main step"),
         (PART, f"{PART}\n      cluster: 0", r"tiles\[\d+\]", "below 1"),
-        (STEP, "blocks_per_sm: 1", r"steps\[3\]\.grid", "how many rows one has"),
+        (STEP, "blocks_per_sm: 1", r"steps\[4\]\.grid", "how many rows one has"),
         (STEP, "step_rows: block_m - block_m", r"tiles\[\d+\]", "below 1"),
         (TURNS, "in_turns: 0 - 1", r"tiles\[\d+\]", "below 1"),
-        (SUM_GRID, f"{SUM_GRID}, schedule: persistent, cluster: 2", r"tiles\[\d+\]", "to each tile"),
+        (
+            SUM_GRID,
+            f"{SUM_GRID}, schedule: persistent, cluster: 2",
+            r"tiles\[\d+\]",
+            "only with one of the schedules",
+        ),
     ],
 )
 def test_what_a_family_may_say_of_groups_in_parts(old, new, place, why, tmp_path):

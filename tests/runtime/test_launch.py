@@ -346,6 +346,8 @@ def test_a_launch_fills_a_struct_in_as_the_simulator_does(spec, driver, binding)
             if variant.dispatch.rows_at_most
             else {}
         )
+        if spec.operator == "latent_attention" and variant.grid.cluster > 1:
+            few["heads"] = 64 * variant.grid.cluster  # each thread block has 64 of them
         shape = Shape(seqlen_kv=rng.randint(1, 600), batch=rng.randint(1, 3), **few)
         problem = make(variant, shape, rng.randrange(100)).problem
         gpu = pretend_for(variant)

@@ -280,7 +280,7 @@ def tuned_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Kind]) -> 
     """A row of such a file: one point, its tile, and how that was measured."""
     fields = {axis: Field(Choice(values)) for axis, values in domain.items()}
     fields |= {key: Field(kind) for key, kind in keys.items()}
-    fields |= {key: Field(field.kind) for key, field in _OF_TILES.items()}
+    fields["efficiency"] = Field(_OF_TILES["efficiency"].kind)
     return Record(fields | {"measured": Field(_MAPPING, {})})
 
 
