@@ -373,7 +373,9 @@ def test_each_line_has_the_template_line_that_it_is_made_of(tiny_variants):
                 begins_function = text.startswith(("__device__ ", "template <"))
                 # A value at the begin of the line may end with a line break.
                 pattern = ".*".join(re.escape(piece.strip()) for piece in pieces)
-                assert re.fullmatch(pattern, line.strip()) or begins_function
+                # A default argument stays on the prototype.
+                plain = re.sub(r"\\ =\\ \w+(?=,|\\\))", "", pattern)
+                assert re.fullmatch(f"{pattern}|{plain}", line.strip()) or begins_function
 
 
 def test_lines_that_occur_twice_have_places_of_their_own(variant, tiny_folder, edit):
