@@ -22,8 +22,8 @@ MAIN = {
     variant.name: variant
     for spec in load_specs()
     if spec.operator == "attention" and spec.has_lengths
-    for variant in spec.select(mask_type="local", kv_starts="none", head_dim=(32, 64))
-    if variant.is_main and variant.line_seam
+    for variant in spec.select(mask_type="local", head_dim=(32, 64))
+    if variant.is_main and variant.line_seam and dict(variant.axes).get("kv_starts", "none") == "none"
 }
 
 # Keys of several blocks; a group of heads that does not divide a tile.
@@ -51,6 +51,7 @@ CASES = (
     ("flash_varlen_decode_hdim32_bf16_local_paged_packgqa_sm90", BY_TOKEN, FEW),
     ("flash_fwd_varlen_hdim32_fp16_local_m64_gqa_sm80", BY_TOKEN, CHUNKS),
     ("flash_fwd_varlen_hdim64_bf16_local_paged_gqa_sm90", BY_TOKEN, CHUNKS),
+    ("flash_fwd_varlen_hdim64_bf16_local_paged_e4m3_gqa_sm90", BY_TOKEN, CHUNKS),
 )
 
 
@@ -132,10 +133,10 @@ FAULTS = {
     "the line of sequence 0": (*CLUSTER, "line_head(params, tile.batch, head,", "line_head(params, 0, head,"),
     "the first of two rows on Hopper": (
         *HOPPER,
-        "rows[1].row, of_key)) hidden[1]",
-        "rows[0].row, of_key)) hidden[1]",
+        "rows[1].row, of_key)) of_some[1]",
+        "rows[0].row, of_key)) of_some[1]",
     ),
-    "keys of the first lane": (*SPLIT, f"{LANE_KEY} + key);", "first_key + key);"),
+    "keys of the first lane": (*SPLIT, f"lane_key = {LANE_KEY};", "lane_key = first_key;"),
     "positions from the first key": (*DECODE, "params.seqlen_kv, 0, 0);", "params.seqlen_q, 0, 0);"),
     "tokens of the first sequence": (*DECODE, "own.mask_doc += lengths.keys.begin;", ""),
     "tokens of the first sequence on Hopper": (*SPLIT, "sequence_params.mask_doc += found.first_key;", ""),
