@@ -263,18 +263,18 @@ FAULTS = {
     ),
     "scores dropped as of the first KV block": (
         *(DROP_FWD90, "documents", "main"),
-        "params.keep_threshold, first_row, kv_block * kBlockN); if (moved)",
-        "params.keep_threshold, first_row, 0); if (moved)",
+        "params.dropout_row + first_row, kv_block * kBlockN); if (moved)",
+        "params.dropout_row + first_row, 0); if (moved)",
     ),
     "scores dropped by the number of the step": (
         *(DROP_BWD80, "documents", "main"),
-        "params.keep_threshold, first_query + warp_query,",
-        "params.keep_threshold, left * kBlockM + warp_query,",
+        "params.dropout_row + first_query + warp_query,",
+        "params.dropout_row + left * kBlockM + warp_query,",
     ),
     "scores dropped as of the first queries": (
         *(DROP_BWD90, BY_HEAD, "main"),
-        "params.keep_threshold, step.block * kBlockM,",
-        "params.keep_threshold, 0,",
+        "params.dropout_row + step.block * kBlockM,",
+        "params.dropout_row,",
     ),
     "the lists of an earlier call": (*(FWD80, "documents", "main"), "griddepcontrol_wait();", ""),
 }
