@@ -49,7 +49,7 @@ REWRITE = """            const shared_address word = q_smem + threadIdx.x % 128 
             store_shared_32(word, load_shared_32(word));
             FENCEbarrier_sync(8 + consumer, 128);
 """
-EXPECTED = "mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);"
+EXPECTED = "mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * row_bytes);"
 FIRST_MMA = """        begin_turn();
         mma_qk(scores, q_smem, shared.k(k_ring.stage));
         end_turn();
