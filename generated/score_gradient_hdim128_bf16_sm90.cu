@@ -16,7 +16,7 @@
 //
 // A tile is kBlockM queries by kBlockN keys of a batch entry and a head that the array tells apart. A thread block computes one tile after
 // another. It adds up dS in registers over the batch entries and heads that share an element of the array (the pairs of a tile), one after
-// another, so that the gradient repeats to the bit. Where there are few tiles, thread blocks share out the pairs of a tile as well.
+// another, so that the gradient repeats to the bit. Where there are few tiles, thread blocks also split the pairs of a tile.
 //
 // Map
 //   warpgroups 0, 1      consume(): S, dP and sums of 64 rows of a tile each, kConsumerRegisters = 240 a thread
