@@ -255,12 +255,13 @@ template <int kRowBytes> __device__ uint64_t descriptor(shared_address start);  
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
 // P of a warpgroup, 64 x kColumns, rounded and packed as wgmma's operand A in registers. A lane holds columns 2 t, 2 t + 1, 2 t + 8 and
-// 2 t + 9 of every 16, and the operand wants 4 t to 4 t + 3: V^T has its keys in that order, so P stays in its lane.
+// 2 t + 9 of every 16, and the operand wants 4 t to 4 t + 3.
 template <int kColumns>
 struct PackedScores {
     uint32_t fragment[kColumns / 32][4];
 
     __device__ __forceinline__ void set(const float (&scores)[kColumns / 2]) {
+        // V^T has its keys in the order of these columns, so P stays in its lane.
 #pragma unroll
         for (int step = 0; step < kColumns / 32; ++step) {
 #pragma unroll
