@@ -1,8 +1,8 @@
 """Calls of a drop-in that are like an earlier one: from its arguments straight to the plan.
 
-A drop-in checks its arguments and makes arguments of ``attention`` of them. Where all options of a call are
-those of an earlier call, and a guard of PyTorch finds that its tensors have the same types and layouts, the
-plan is the same.
+A drop-in checks its arguments and makes arguments of ``attention`` of them. Where a call has
+the options of an earlier call, and a guard of PyTorch finds that its tensors have the same types and layouts,
+the plan is the same.
 """
 
 from __future__ import annotations

@@ -15,5 +15,5 @@ HEAD_SETS = "head_sets"
 STAGES_SCORES = "stages_scores"
 # A warpgroup converts codes of K and V to elements, on their way from TMA to wgmma.
 CONVERTS_CODES = "converts_codes"
-# As STAGES_SCORES, but warps of the producer copy them, ahead of the consumers, and of 32 bits as well.
+# As STAGES_SCORES, but warps of the producer copy elements before consumers need them, also of 32 bits.
 STREAMS_SCORES = "streams_scores"

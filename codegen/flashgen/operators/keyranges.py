@@ -36,7 +36,7 @@ class KeyRange(NamedTuple):
 
 
 class RowKeys(NamedTuple):
-    """The keys that a row sees: those of any of ``ranges``, of which there are at most `MAX_RANGES`.
+    """The keys that a row sees: all keys of all ``ranges``, of which there are at most `MAX_RANGES`.
 
     Sides may read the first key of the run of equal elements that the row's position is in, and the key after
     the run: `run_begin` and `run_end` of an element of ``runs``. These elements are read by keys, and equal

@@ -46,8 +46,8 @@ ARGUMENTS = (
     ),
 )
 OPTIONS = ("causal", "mask_type", "window_size", "score")
-# Parts of batch entries and heads: as long as there are at most so many tiles of _TILE queries and keys, six
-# for each multiprocessor of an H100, and each part has so many pairs of a batch entry and a head.
+# Batch entries and heads are split into parts while there are at most _ENOUGH_TILES tiles of _TILE queries
+# and keys, six for each multiprocessor of an H100, and each part has _LEAST_PAIRS pairs of entry and head.
 _TILE, _ENOUGH_TILES, _LEAST_PAIRS = 128, 792, 8
 
 
@@ -128,7 +128,7 @@ class ScoreGradientProblem(AttentionProblem):
         """``score_keys`` are keys that tiles of scores cut, as ``query_rows`` are; ``kept_batch`` and
         ``kept_heads`` are the batch entries and heads that have sums of their own,
         ``places`` counts their sums, and ``gathered`` the elements that are gathered from these.
-        ``pair_parts`` counts the parts that share out batch entries and heads, and ``joined`` the elements
+        ``pair_parts`` counts the parts that split batch entries and heads, and ``joined`` the elements
         that are summed over these.
         """
         kept_batch, kept_heads = self.kept

@@ -35,7 +35,7 @@ Ready = tuple[Work, Arrays, Pointers, int, Any]
 MAX_WORKS = 256
 # What messages refer to as the inputs that a call of a plan has to give.
 TAKES = "what the plan takes"
-_OF_WORKSPACE = -1  # in place of the position of a result
+_OF_WORKSPACE = -1  # instead of the position of a result
 _WORKSPACE = Argument("workspace", "output", "bytes", ("uint8",), "contiguous", WORKSPACE_ALIGNMENT)
 
 

@@ -164,6 +164,6 @@ def _in_order(form: Variant) -> bool:
 
 
 def _runs(elements: Mapping[str, Node], spans: Sequence[Span]) -> dict[str, int]:
-    """The places among the arrays that are read by keys of those of which runs are needed, by name."""
+    """By name, the places of the arrays whose runs are needed, among the arrays that are read by keys."""
     by_key = [span.node for span in spans if span.position == "kv"]
     return {name: by_key.index(element) for name, element in elements.items()}
