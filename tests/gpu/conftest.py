@@ -77,8 +77,10 @@ def folder_of_mma(tmp_path_factory):
 
 
 @pytest.fixture
-def latent_family(request, folder_of_mma, monkeypatch):
-    """The family of kernels that calls with latent caches take in a test, "sm90" or "sm80"."""
+def latent_family(request, folder_of_mma, monkeypatch, forget_plans):
+    """The family of kernels that calls with latent caches take in a test, "sm90" or "sm80". Kept plans know
+    nothing of FLASHGEN_SPECS, so none is kept from test to test.
+    """
     if request.param == "sm80":
         monkeypatch.setenv("FLASHGEN_SPECS", str(folder_of_mma))
     return request.param
