@@ -1,6 +1,6 @@
 """The time of a first use, as a user sees it, and what it consists of. Needs a GPU.
 
-    python benchmarks/first_use.py [--json FILE] [--samples N] [--arrays cupy|torch]
+    python benchmarks/first_use.py [--json FILE] [--samples N] [--cases N] [--arrays cupy|torch]
 
 Every sample is a new process. The array library is imported and the arrays lie on the GPU, so CUDA has its
 context; then the clock runs from `import flashgen` to the synchronised result of `flashgen.attention`. Caches
@@ -232,6 +232,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--samples", type=int, default=3, help="cached processes of each variant")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of the variants")
     parser.add_argument("--arrays", choices=["cupy", "torch"], default="cupy", help="the caller's library")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -240,7 +241,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         _child(CASES[0], options.arrays, folder)  # leaves the bytecode
-    results = [measure(case, options.arrays, options.samples) for case in CASES]
+    results = [measure(case, options.arrays, options.samples) for case in CASES[: options.cases]]
     _print(results)
     if options.json:
         from flashgen.tools.bench import environment
