@@ -21,7 +21,7 @@ FILE lies in benchmarks/results; while it does not, the page says so. The kinds,
     algorithms    one line per case, one column per algorithm: show=time, show=memory (beyond inputs and
                   outputs) or show=bytes (what its kernels move). FIELD=A,B as above
     chart         the picture of a grid, which this program draws beside FILE
-    host-time     of host_time.py, the time of calls
+    host-time     of host_time.py, the time of calls; library=PyTorch keeps the calls with its arrays
     first-use     of first_use.py, each variant; stages: what these times consist of
 """
 
@@ -269,8 +269,9 @@ def _losses(files: list[Path], options: Options) -> list[str]:
 def _host_time(files: list[Path], options: Options) -> list[str]:
     (file,) = files
     calls = json.loads(file.read_text(encoding="utf-8"))["calls_us"]
+    kept = f"{options['library']}: " if "library" in options else ""
     rows = []
-    for name, times in calls.items():
+    for name, times in ((name, times) for name, times in calls.items() if name.startswith(kept)):
         prefix, colon, call = name.rpartition(": ")
         shown = f"`{call}`" if "(" in call else call
         rows.append((prefix + colon + shown, *(f"{us:.1f} µs" for us in times)))

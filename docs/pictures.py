@@ -400,14 +400,15 @@ def masks() -> Picture:
         blocks = Mask(name, **values).blocks(size, size, seqlen_kv=tokens)
         step = side / blocks.num_key_blocks
         picture.text(x, y - 8, name, "small")
+        outlines: dict[str, str] = {"--c0": "", "--faint": ""}
         for i in range(blocks.num_row_blocks):
             for run in blocks.of_row(i):
                 begin, width = x + step * run.begin, step * (run.end - run.begin)
                 colour = "--faint" if run.is_full else "--c0"
-                picture.parts.append(
-                    f'<rect style="fill: var({colour})" x="{begin:g}" y="{y + step * i:g}" width="{width:g}" '
-                    f'height="{step:g}"/>'
-                )
+                outlines[colour] += f"M{begin:g} {y + step * i:g}h{width:g}v{step:g}h-{width:g}z"
+        for colour, outline in outlines.items():
+            if outline:
+                picture.parts.append(f'<path style="fill: var({colour})" d="{outline}"/>')
         frame = 'style="fill: none; stroke: var(--line)"'
         picture.parts.append(f'<rect {frame} x="{x}" y="{y}" width="{side}" height="{side}"/>')
     return picture

@@ -1,5 +1,5 @@
-"""Equal shares of the KV blocks of all tiles, or splits as a call asks for them: what the thread blocks of a
-grid of shares do.
+"""Which KV blocks each thread block of a grid of `shares` computes: an equal share of the KV blocks of all
+tiles, or the splits of the call.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ if TYPE_CHECKING:
 # Kernels number KV blocks in 32 bits, up to the end of the last thread block's share, which may be past the
 # last KV block by one for each thread block.
 MAX_KV_BLOCKS = 2**31 - 2**17
-# Of kernels that know sets of heads, the most sets, a power of two. Head h is of set h
-# modulo their number, and sets are cut into shares alike: neighbouring thread blocks go through the same keys
-# of neighbouring heads, whose rows are adjacent. Memory is slow to read a single row of few elements.
+# The most sets of heads of a kernel that knows them, a power of two. Head h is in set h modulo their number.
+# All sets are cut into the same shares, so neighbouring thread blocks go through the same keys of adjacent
+# heads, whose rows are adjacent as well. Reading a single short row is slow.
 MOST_HEAD_SETS = 4
-# Of a multiprocessor's shared memory, what the driver keeps for each thread block.
+# Bytes of a multiprocessor's shared memory that the driver keeps for each thread block.
 RESERVED_SMEM = 1024
 
 
 class Shares(NamedTuple):
-    """The KV blocks of all tiles, one tile after the other, cut into shares of ``per_share``. The last share
-    may have fewer. With several ``head_sets`` the KV blocks of each set of heads are cut by themselves.
-    Each of ``tiles`` tiles has ``per_tile`` of them, from KV block ``first`` of its sequence on. Where
-    ``at_most``, only the kernel knows how many there are: no more than these.
+    """The KV blocks of all tiles, one tile after the other, cut into shares of ``per_share`` KV blocks. The
+    last share may have fewer. With several ``head_sets`` each set of heads is cut by itself.
 
-    With ``splits`` the kernel cuts each tile into at most this many splits, of ``per_split`` KV blocks at
-    least, and ``per_share`` is in splits, of all heads.
+    Each of ``tiles`` tiles has ``per_tile`` KV blocks, from KV block ``first`` of its sequence on. With
+    ``at_most`` both numbers are bounds: only the kernel knows how many there are.
+
+    With ``splits`` the kernel cuts each tile into at most this many splits of at least ``per_split`` KV
+    blocks. Then ``per_share`` counts splits, of all heads.
     """
 
     tiles: int
@@ -55,12 +56,12 @@ class Shares(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Shares, each a thread block's."""
+        """The number of shares: one for each thread block."""
         return self.head_sets * self.of_a_set
 
     @property
     def of_a_set(self) -> int:
-        """Shares of one set of heads."""
+        """The number of shares of one set of heads."""
         numbered = self.tiles // self.head_sets * (self.splits or self.per_tile)
         return -(-numbered // self.per_share)
 
@@ -78,8 +79,8 @@ class Shares(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Slots for parts of tiles: one for each split, or two for each thread block, as its share may begin
-        and end in a tile.
+        """The number of slots for parts of tiles: one for each split, or two for each thread block, whose
+        share may begin within one tile and end within another.
         """
         return (self.tiles * self.splits or 2 * self.count) if self.split else 0
 
@@ -96,24 +97,23 @@ class Shares(NamedTuple):
 
 
 def countable(problem: Problem, variant: Variant) -> bool:
-    """Whether a kernel can number the KV blocks of all tiles, or has no need to. Where the kernel must be
-    invariant, no other one takes its place: `shares_of` raises.
+    """Whether a kernel can number the KV blocks of all tiles, or need not. For a call that must be invariant
+    the answer is yes, because no other kernel may take it: `shares_of` raises instead.
     """
     return not variant.grid.shares or problem.invariant or _numbered(problem, variant) <= MAX_KV_BLOCKS
 
 
 def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
-    """The shares of a grid on a device. All tiles have the KV blocks that some row of their head sees, and
-    one, all hidden, where there is none.
+    """The shares of a grid on a device. Each tile has the KV blocks that some row of its head sees; if no row
+    sees a key, it has one KV block, which is hidden.
 
-    There are as many shares as thread blocks run at a time, unless whole tiles give the largest share no more
-    than ``split_gain`` KV blocks above that. Kernels that know sets of heads have up to MOST_HEAD_SETS, as
-    many as divide both the heads and these thread blocks. A cluster has one share of several sets: their
-    number is a multiple of its thread blocks. Where the call fixes its splits, each is a share,
-    and the last one of a tile may reach past its KV blocks. Where moreover only the kernel knows how many
-    there are, a share has several.
+    There are as many shares as thread blocks run at a time. Tiles stay whole if the largest share then has at
+    most ``split_gain`` KV blocks more. A kernel that knows sets of heads has up to MOST_HEAD_SETS sets, as
+    many as divide both the heads and these thread blocks. The thread blocks of a cluster have the same share
+    of different sets. If the call fixes its splits, each split is a share, and the last split of a tile may
+    reach past its KV blocks. If also only the kernel knows the lengths, a share has several splits.
 
-    Raises BadTensorShape where there are too many KV blocks.
+    Raises BadTensorShape if there are too many KV blocks.
     """
     numbered = _numbered(problem, variant)
     if numbered > MAX_KV_BLOCKS:
@@ -146,33 +146,33 @@ def _has_head_sets(variant: Variant) -> bool:
 
 
 def _numbered(problem: Problem, variant: Variant) -> int:
-    """How many KV blocks the kernel numbers, also those past the end of a tile's last split."""
+    """How many KV blocks the kernel numbers, including those past the end of a tile's last split."""
     if problem.splits == AUTO:
         return math.prod(_tiles_and_blocks(problem, variant)[::2])
     return tiles(problem, variant) * math.prod(_splits(problem, variant))
 
 
 def _tiles_and_blocks(problem: Problem, variant: Variant) -> tuple[int, int, int]:
-    """Tiles, the KV block with which each begins, and the KV blocks of each."""
+    """The number of tiles, the KV block with which each begins, and the number of KV blocks of each."""
     begin, end = kv_blocks(problem, variant.visits.keys, 0, problem.sizes["seqlen_q"] - 1)
     return tiles(problem, variant), begin, max(1, end - begin)
 
 
 def _splits(problem: Problem, variant: Variant) -> tuple[int, int]:
-    """KV blocks of a split, and the splits of a tile, as the call asks for them."""
+    """The KV blocks of a split, and the splits of a tile, by ``splits`` of the call."""
     blocks = _most_blocks(problem, variant)
     if isinstance(problem.splits, SplitEvery):
         per_split = min(blocks, problem.splits.keys // variant.visits.keys)
     else:
         per_split = -(-blocks // problem.splits)
         if problem.lengths_on_device:
-            # A shorter sequence may have more splits than the longest, such as 3 KV blocks in 3 and 4 in 2.
+            # A shorter sequence may have more splits than the longest: 3 KV blocks in 3 splits, 4 in 2.
             return per_split, min(blocks, problem.splits)
     return per_split, -(-blocks // per_split)
 
 
 def _most_blocks(problem: Problem, variant: Variant) -> int:
-    """KV blocks of a tile; with lengths on the device the most, wherever a window begins in a KV block."""
+    """The KV blocks of a tile; with lengths on the device the most that a tile can have."""
     if not problem.lengths_on_device:
         return _tiles_and_blocks(problem, variant)[2]
     keys, block = problem.sizes["seqlen_kv"], variant.visits.keys

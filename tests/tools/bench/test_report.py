@@ -248,6 +248,14 @@ def test_a_chart_is_drawn_beside_its_results(tmp_path):
     assert report.main([*arguments, "--check"]) == 0
 
 
+def test_host_times_can_be_of_one_library(tmp_path):
+    calls = {"attention(q)": [10.0, 9.0], "PyTorch: attention(q)": [11.0, 10.0]}
+    (tmp_path / "r.json").write_text(json.dumps({"calls_us": calls}))
+    assert len(table(tmp_path, "host-time r.json")) == 4
+    lines = table(tmp_path, "host-time r.json library=PyTorch")[2:]
+    assert lines == [["PyTorch: `attention(q)`", "11.0 µs", "10.0 µs"]]
+
+
 def test_what_was_not_measured_is_said(tmp_path):
     assert "Not measured yet: r.json.\n<!-- end -->" in report.renewed(page("losses r.json"), tmp_path)
 
