@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, arg, naming
 from flashgen.operators import contract, maskoptions
-from flashgen.operators.arguments import Argument, Expected, length_bound, shown, shown_shape
+from flashgen.operators.arguments import (
+    WHOLE_INT32,
+    Argument,
+    Expected,
+    length_bound,
+    shown,
+    shown_shape,
+)
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import AUTO
 
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
 PAGES = ("none", "paged")
 # Whether a kernel reads where the keys of each sequence begin.
 STARTS = ("none", "starts")
-_INTEGERS = {"dtypes": ("int32",), "layout": "contiguous", "alignment": 4, "optional": True}
+_INTEGERS = {**WHOLE_INT32, "optional": True}
 ARGUMENTS = (
     Argument("cu_seqlens_q", "input", "boundaries", **_INTEGERS),
     Argument("cu_seqlens_kv", "input", "boundaries", **_INTEGERS),
