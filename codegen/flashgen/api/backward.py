@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from flashgen.call.blockmask import BlockMask, with_arrays
 from flashgen.call.compute import compute, make_plan, planning
 from flashgen.call.dropout import seeded
-from flashgen.call.fields import BY_NAME, DIFFERENTIABLE, GRADIENTS, SHORTHANDS, listed
+from flashgen.call.field import listed
+from flashgen.call.fields import BY_NAME, DIFFERENTIABLE, GRADIENTS, SHORTHANDS
 from flashgen.call.keywords import unexpected
 from flashgen.call.record import GradientCall, call_of
 from flashgen.call.request import Request, gradients_of, names_of, score_gradient_of
