@@ -241,15 +241,8 @@ def score_views(score: Score | None, arrays: Sequence[ArrayView | None]) -> dict
     """The arrays of a score modification by their names. Raises NullPointer for one that is None."""
     if score is None:
         return {}
-    views = {}
-    for param, view in zip(score.arrays, arrays, strict=True):
-        if view is None:
-            raise NullPointer(
-                f"{arg(param.name)} is None; the score {score.title} needs an array "
-                f"{shown_shape(param.symbols)}"
-            )
-        views[param.name] = view
-    return views
+    shapes = {param.name: param.symbols for param in score.arrays}
+    return _views_by_name(f"the score {score.title}", shapes, arrays)
 
 
 def check_score_arrays(
@@ -265,16 +258,17 @@ def rule_views(rule: RuleOfCall | None, arrays: Sequence[ArrayView | None]) -> d
     """The arrays of a mask by a line by the names of arguments. Raises NullPointer for one that is None."""
     if rule is None:
         return {}
-    views = {}
-    for param, view in zip(rule.rule.arrays, arrays, strict=True):
-        name = param.argument_name
+    shapes = {param.argument_name: param.dimensions for param in rule.rule.arrays}
+    return _views_by_name(f"the mask {rule.rule.title}", shapes, arrays)
+
+
+def _views_by_name(
+    what: str, shapes: Mapping[str, Sequence[str]], arrays: Sequence[ArrayView | None]
+) -> dict[str, ArrayView]:
+    for (name, shape), view in zip(shapes.items(), arrays, strict=True):
         if view is None:
-            raise NullPointer(
-                f"{arg(name)} is None; the mask {rule.rule.title} needs an array "
-                f"{shown_shape(param.dimensions)}"
-            )
-        views[name] = view
-    return views
+            raise NullPointer(f"{arg(name)} is None; {what} needs an array {shown_shape(shape)}")
+    return dict(zip(shapes, arrays, strict=True))
 
 
 def check_rule_arrays(
