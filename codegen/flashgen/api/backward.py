@@ -15,7 +15,7 @@ from flashgen.call.request import Request, gradients_of, names_of, score_gradien
 from flashgen.call.signature import public
 from flashgen.errors import BadParam, FlashgenError, arg, naming
 from flashgen.operators.arguments import flag, shown
-from flashgen.runtime import arrays, dlpack, torchkind
+from flashgen.runtime import arrays, dlpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -49,10 +49,7 @@ def _attention_backward(call: Call) -> tuple[Any, ...]:
     except dlpack.Traced:
         pass  # below, so that its errors are not chained to this one
     except FlashgenError as error:
-        error.rename(names_of(call))
-        if isinstance(error, torchkind.RequiresGradient):
-            raise error.of("attention_backward()") from None
-        raise
+        error.raise_as(names_of(call), "attention_backward()")
     from flashgen.call.xla import traced
 
     with naming(names_of(call)):

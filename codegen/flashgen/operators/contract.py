@@ -112,6 +112,26 @@ def check_rank(q: Sequence[int]) -> None:
         )
 
 
+def check_rows(name: str, view: ArrayView, dimensions: str) -> tuple[int, ...]:
+    """The extents of an array of rows, the last dimension, with a batch: where no other array gives them.
+    Raises BadTensorDtype or BadTensorShape.
+    """
+    if view.dtype not in DTYPES:
+        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; supported are {', '.join(DTYPES)}")
+    if len(view.shape) not in (3, 4):
+        raise BadTensorShape(
+            f"{arg(name)} has shape {view.shape}; expected (batch, {dimensions}), or that without batch"
+        )
+    extents = view.shape if len(view.shape) == 4 else (1, *view.shape)
+    _, seqlen, heads, _ = extents
+    if heads < 1 or seqlen > MAX_SEQLEN:
+        raise BadTensorShape(
+            f"{arg(name)} has shape {view.shape}; it needs a head, and sequence lengths are at most "
+            f"{MAX_SEQLEN}"
+        )
+    return extents
+
+
 def sizes_of(q: ArrayView, k: ArrayView, v: ArrayView) -> dict[str, int]:
     """The sizes of a call without lengths. Raises BadTensorShape where q, k and v do not agree on them."""
     check_rank(q.shape)

@@ -23,7 +23,7 @@ from flashgen.operators.arguments import (
     check_strides,
     strides_of,
 )
-from flashgen.operators.contract import DTYPES, MAX_SEQLEN, check_head_dim
+from flashgen.operators.contract import DTYPES, check_head_dim, check_rows
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, by_position
 
 if TYPE_CHECKING:
@@ -81,20 +81,8 @@ def check_parts(parts: Sequence[tuple[ArrayView, ArrayView]]) -> tuple[dict[str,
                 "is (o, lse), not (lse, o)"
             )
     first = parts[0][0]
-    if first.dtype not in DTYPES:
-        raise BadTensorDtype(f"{arg('o1')} has dtype {first.dtype}; supported are {', '.join(DTYPES)}")
-    if len(first.shape) not in (3, 4):
-        raise BadTensorShape(
-            f"{arg('o1')} has shape {first.shape}; expected (batch, seqlen_q, num_heads_q, head_dim_v), or "
-            "that without batch"
-        )
-    batch, seqlen_q, heads, head_dim = first.shape if len(first.shape) == 4 else (1, *first.shape)
+    batch, seqlen_q, heads, head_dim = check_rows("o1", first, "seqlen_q, num_heads_q, head_dim_v")
     check_head_dim("head_dim_v", head_dim, first.dtype)
-    if heads < 1 or seqlen_q > MAX_SEQLEN:
-        raise BadTensorShape(
-            f"{arg('o1')} has shape {first.shape}; it needs a head, and sequence lengths are at "
-            f"most {MAX_SEQLEN}"
-        )
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "num_heads_q": heads, "head_dim_v": head_dim}
     lse_shape = (*first.shape[:-3], heads, seqlen_q)
     for number, (o, lse) in enumerate(parts, 1):

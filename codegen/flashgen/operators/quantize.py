@@ -24,7 +24,7 @@ from flashgen.operators.arguments import (
     place,
     shown,
 )
-from flashgen.operators.contract import DTYPES, MAX_HEAD_DIM, MAX_SEQLEN
+from flashgen.operators.contract import DTYPES, MAX_HEAD_DIM, check_rows
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, by_position
 
 if TYPE_CHECKING:
@@ -159,25 +159,15 @@ def scale_shape(rows: Sequence[int], per: str) -> tuple[int, ...]:
 
 def _check_x(x: ArrayView) -> tuple[int, ...]:
     """The extents of x. Raises BadTensorDtype, BadTensorShape or BadTensorStrides."""
-    if x.dtype not in DTYPES:
-        raise BadTensorDtype(f"{arg('x')} has dtype {x.dtype}; supported are {', '.join(DTYPES)}")
-    if len(x.shape) not in (3, 4):
-        raise BadTensorShape(
-            f"{arg('x')} has shape {x.shape}; expected (batch, seqlen, num_heads, head_dim), or that "
-            "without batch"
-        )
-    batch, seqlen, num_heads, head_dim = x.shape if len(x.shape) == 4 else (1, *x.shape)
-    if num_heads < 1 or seqlen > MAX_SEQLEN:
-        raise BadTensorShape(
-            f"{arg('x')} has shape {x.shape}; it needs a head, and sequence lengths are at most {MAX_SEQLEN}"
-        )
+    extents = check_rows("x", x, "seqlen, num_heads, head_dim")
+    head_dim = extents[-1]
     if not 0 < head_dim <= MAX_HEAD_DIM or head_dim % VECTOR:
         raise BadTensorShape(
             f"{arg('x')} has a head_dim of {head_dim}; expected a multiple of {VECTOR}, at most "
             f"{MAX_HEAD_DIM}"
         )
     check_strides(ARGUMENTS[0], x, DTYPE_BYTES[x.dtype])
-    return batch, seqlen, num_heads, head_dim
+    return extents
 
 
 def _scale_extents(scale: ArrayView, full: tuple[int, ...]) -> tuple[int, ...]:
