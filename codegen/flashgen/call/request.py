@@ -159,7 +159,7 @@ class _Operators:
         if not call.has_score():
             return self.pack(call, self.plain, None, (call.softmax_scale,))
         score, arrays, numbers = score_of(call)
-        request = self.pack(call, modified(self.plain, score), score, (call.softmax_scale, *numbers))
+        request = self.pack(call, extended(self.plain, score), score, (call.softmax_scale, *numbers))
         request.arrays += arrays
         return request
 
