@@ -141,30 +141,31 @@ def sizes_of(q: ArrayView, k: ArrayView, v: ArrayView) -> dict[str, int]:
                 f"{arg(name)} has shape {view.shape} but {arg('q')} has {q.shape}; expected as many "
                 "dimensions"
             )
-    batch, seqlen_q, heads_q, head_dim = q.shape if len(q.shape) == 4 else (1, *q.shape)
-    batch_kv, seqlen_kv, heads_kv, head_dim_kv = k.shape if len(k.shape) == 4 else (1, *k.shape)
+    batch, seqlen_q = q.shape[:-2] if len(q.shape) == 4 else (1, q.shape[0])
+    batch_kv, seqlen_kv = k.shape[:-2] if len(k.shape) == 4 else (1, k.shape[0])
+    sizes = sizes_of_rows(q, k, v)
+    if batch_kv != batch:
+        raise BadTensorShape(
+            f"{arg('k')} has batch {batch_kv} but {arg('q')} has {batch}; they must be the same"
+        )
+    return {"batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv} | sizes
+
+
+def sizes_of_rows(q: ArrayView, k: ArrayView, v: ArrayView) -> dict[str, int]:
+    """The heads and head dims of a call. Raises BadTensorShape where k and v do not have the same rows, or k
+    not as long ones as q.
+    """
     if k.shape[:-1] != v.shape[:-1]:
         raise BadTensorShape(
             f"{arg('v')} has shape {v.shape} but {arg('k')} has {k.shape}; all but the last dimension must "
             "be the same"
         )
-    if batch_kv != batch:
+    if k.shape[-1] != q.shape[-1]:
         raise BadTensorShape(
-            f"{arg('k')} has batch {batch_kv} but {arg('q')} has {batch}; they must be the same"
+            f"{arg('k')} has head_dim {k.shape[-1]} but {arg('q')} has {q.shape[-1]}; they must be the same"
         )
-    if head_dim_kv != head_dim:
-        raise BadTensorShape(
-            f"{arg('k')} has head_dim {head_dim_kv} but {arg('q')} has {head_dim}; they must be the same"
-        )
-    return {
-        "batch": batch,
-        "seqlen_q": seqlen_q,
-        "seqlen_kv": seqlen_kv,
-        "num_heads_q": heads_q,
-        "num_heads_kv": heads_kv,
-        "head_dim": head_dim,
-        "head_dim_v": v.shape[-1],
-    }
+    heads = {"num_heads_q": q.shape[-2], "num_heads_kv": k.shape[-2]}
+    return heads | {"head_dim": q.shape[-1], "head_dim_v": v.shape[-1]}
 
 
 def check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
