@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.queue_both import queue_both
-from flashgen.call import shortcuts
+from flashgen.call import compute, shortcuts
 from flashgen.call.kvcache import KVCache, Rotary
 from flashgen.call.record import AttentionCall
 from flashgen.errors import FlashgenError
@@ -37,11 +37,16 @@ _WRITTEN = APPEND.position("total_lengths"), APPEND.position("q_rotated")
 def again(call: Call) -> tuple[Plan, Any] | None:
     """The plan of the attention and the arrays of its queued call; None where no earlier call was like it."""
     described = _of(call)
-    like = described and shortcuts.found(*described)
-    if not like:
+    if described is None:
         return None
-    (append, attention), pointers = like
-    arrays = described[1]
+    key, arrays = described
+    try:
+        way, pointers = compute.recent(key, arrays)
+    except TypeError:  # an option is not hashable
+        return None
+    if pointers is None:
+        return None
+    append, attention = way
     given = append.in_order((*arrays, None))
     try:
         first = append.plan.ready(given, append.in_order((*pointers, 0)), (), None)
@@ -62,8 +67,8 @@ def keep(
     """After a call: keep its plans for calls like it. ``requested`` was for the append, whose arrays became
     ``written``.
     """
-    described, kind = _of(call), tensor_kind(call.q)
-    if described is None or kind.expecting is None:
+    described = _of(call)
+    if described is None or (kind := tensor_kind(call.q)).expecting is None:
         return
     key, arrays = described
     places = {id(None): _ABSENT}
@@ -95,4 +100,5 @@ def _of(call: Call) -> tuple[Any, tuple[Any, ...]] | None:
         return None
     options = interleaved, cache.head_dim_v, cache.kv_dtype, *_options(call)
     arrays = *_of_call(call), *_of_cache(cache), *new, *tables
-    return shortcuts.key_of("append", options), arrays
+    # 1, 1.0 and True are equal, and not each is a flag.
+    return ("append", options, *map(type, options)), arrays

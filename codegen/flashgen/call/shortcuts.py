@@ -35,21 +35,6 @@ class Leg(NamedTuple):
 Way = tuple[Leg, ...]
 
 
-def key_of(function: Any, options: tuple[Any, ...]) -> Any:
-    """The key of calls of a function with these options."""
-    # 1, 1.0 and True are equal, and not each is a flag.
-    return function, options, *map(type, options)
-
-
-def found(key: Any, arrays: tuple[Any, ...]) -> tuple[Way, tuple[int, ...]] | None:
-    """The way that was kept of calls like one with these arrays, and their pointers."""
-    try:
-        way, pointers = compute.recent(key, arrays)
-    except TypeError:  # an option is not hashable
-        return None
-    return None if pointers is None else (way, pointers)
-
-
 def keep(key: Any, arrays: tuple[Any, ...], kind: Kind, *legs: tuple[Any, ...]) -> None:
     """Keep the way of calls like one with these arrays of ``kind``. Of each leg ``legs`` has the plan, the
     places of its arguments among the arrays of a call, and the scalars.
@@ -81,13 +66,13 @@ class Shortcuts:
         kind = tensor_kind(arrays[0])
         if kind is None or kind.records(*arrays[:3]) or kind.on_host(arrays[0]):
             return None
-        like = found(self._key(options, arrays), arrays)
-        if like is None:
+        try:
+            way, pointers = compute.recent(self._key(options, arrays), arrays)
+        except TypeError:  # an option is not hashable
             return None
-        (leg,), pointers = like
-        if (pointers[0] | pointers[1] | pointers[2]) % ROW_ALIGNMENT:
+        if pointers is None or (pointers[0] | pointers[1] | pointers[2]) % ROW_ALIGNMENT:
             return None
-        plan, in_order, scalars = leg
+        ((plan, in_order, scalars),) = way
         try:
             return plan.run(in_order((*arrays, None)), in_order((*pointers, 0)), scalars, None)
         except FlashgenError:  # before anything is queued; the drop-in raises it by its names, or copies
@@ -118,4 +103,5 @@ class Shortcuts:
         keep(key, arrays, kind, (plan, in_order, requested.scalars))
 
     def _key(self, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
-        return key_of((self.names, arrays[0].shape, arrays[1].shape), options)
+        # 1, 1.0 and True are equal, and not each is a flag.
+        return self.names, arrays[0].shape, arrays[1].shape, options, *map(type, options)
