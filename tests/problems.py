@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from flashgen.operators.attention import operator_for
+from flashgen.operators import operator_of
 from flashgen.operators.attention_problem import AttentionProblem
 
-NAMES = tuple(argument.name for argument in operator_for(None).arguments)
+NAMES = tuple(argument.name for argument in operator_of("attention", has_lengths=False).arguments)
 
 
 def problem(**fields):

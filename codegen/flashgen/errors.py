@@ -10,7 +10,7 @@ its errors use these (`naming`). No text is searched for names.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -89,6 +89,11 @@ class FlashgenError(Exception):
         """The argument that the message begins with, or nothing."""
         first, _, _ = self.message.partition(_END)
         return first.removeprefix(_START).partition(_TEXT)[0] if first.startswith(_START) else ""
+
+    def raise_as(self, names: Mapping[str, str], of: str) -> NoReturn:
+        """Raise this error, or what it means in the call ``of``, with arguments named as its caller does."""
+        self.rename(names)
+        raise self
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call arguments as the caller does: ``names`` has the caller's name of each, where it differs."""

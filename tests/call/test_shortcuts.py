@@ -29,7 +29,7 @@ def as_on_a_gpu(monkeypatch, forget_plans):
         torch_registry._SDPA,
         torch_registry._SDPA_BACKWARD,
     ):
-        monkeypatch.setattr(shortcuts, "_ways", {})
+        monkeypatch.setattr(shortcuts, "_copying", set())
 
 
 def tensors(count=3, shape=SHAPE, dtype=torch.float32):

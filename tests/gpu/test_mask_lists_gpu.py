@@ -11,7 +11,8 @@ from flashgen.call.compute import make_plan  # noqa: E402
 from flashgen.call.request import Request  # noqa: E402
 from flashgen.families.load import load_specs  # noqa: E402
 from flashgen.families.masks import load_masks, rule_of_line  # noqa: E402
-from flashgen.operators.masklists import ARGUMENTS, OPTIONS, operator_for  # noqa: E402
+from flashgen.operators import operator as operators  # noqa: E402
+from flashgen.operators.masklists import ARGUMENTS, MASK_LISTS, OPTIONS  # noqa: E402
 from flashgen.operators.masks import UNBOUNDED  # noqa: E402
 from flashgen.operators.packedrules import packed  # noqa: E402
 from flashgen.simulator.example import Shape, make  # noqa: E402
@@ -41,7 +42,7 @@ class OnGpu:
 
     def __init__(self, example):
         problem = example.problem
-        operator, lists = operator_for(problem.rule.rule), problem.block_lists
+        operator, lists = operators.lined(MASK_LISTS, problem.rule.rule), problem.block_lists
         self.problem = problem
         self.names = tuple(operator.positions)
         self.arrays = [torch.from_numpy(x.copy()).cuda() for x in example.arrays]

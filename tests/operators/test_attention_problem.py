@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen import errors
+from flashgen.operators import operator_of
 from flashgen.operators.arguments import ArrayView
-from flashgen.operators.attention import normalise, operator_for
+from flashgen.operators.attention import normalise
 from flashgen.operators.contract import MAX_SCALE, MAX_SEQLEN, MIN_SCALE
 from flashgen.operators.overlaps import check_memory
 
-ARGUMENTS = operator_for(None).arguments
+ARGUMENTS = operator_of("attention", has_lengths=False).arguments
 
 
 def view(shape, dtype="fp16", *, strides=None, device=0):

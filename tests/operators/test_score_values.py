@@ -8,7 +8,8 @@ import pytest
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
 from flashgen.families.scores import load_scores
-from flashgen.operators.attention import normalise, operator_for
+from flashgen.operators import operator_for
+from flashgen.operators.attention import normalise
 from flashgen.operators.formula import text
 from flashgen.operators.modification import ScoreOfCall
 from flashgen.operators.scores import chained
@@ -74,11 +75,11 @@ def test_a_chain_takes_what_the_one_before_made():
 
 
 def test_a_modification_has_an_operator_with_its_parameters_at_the_end():
-    plain, both = operator_for(None), operator_for(chained([SOFTCAP, ALIBI]))
+    plain, both = (operator_for("attention", score) for score in (None, chained([SOFTCAP, ALIBI])))
     assert both.arguments[: len(plain.arguments)] == plain.arguments
     assert [argument.name for argument in both.arguments[len(plain.arguments) :]] == ["slope"]
     assert both.scalars == ("softmax_scale", "cap")
-    assert operator_for(SOFTCAP) is operator_for(SOFTCAP)
+    assert operator_for("attention", SOFTCAP) is operator_for("attention", SOFTCAP)
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 4)])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from operator import attrgetter
 
 from flashgen.errors import SimulationError
+from flashgen.families.load import load_specs
+from flashgen.simulator import hardware
 from flashgen.simulator.example import make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
@@ -14,6 +17,28 @@ from simulator.faults import WRONG
 ORDERS = 5
 
 
+def main_variants(operator):
+    """The main variants of every kernel of the operator."""
+    specs = (spec for spec in load_specs() if spec.operator == operator)
+    return [variant for spec in specs for variant in spec.variants() if variant.is_main]
+
+
+def small_gpu(variant, count=3):
+    """A GPU so small that thread blocks have several tiles, and some tiles are split."""
+    gpu = hardware.pretend_for(variant)
+    return dataclasses.replace(gpu, num_sms=count, smem_per_sm=variant.smem_bytes + 1024)
+
+
+def small_gpu_of_shares(variant):
+    """A GPU so small that few rows on many keys are split, of a kernel that splits."""
+    return small_gpu(variant) if variant.grid.shares else hardware.pretend_for(variant)
+
+
+def with_fault(plant, has_it=attrgetter("is_main")):
+    """The ``source_of`` steps in which ``plant`` puts a fault into the source of those that have it."""
+    return lambda step: plant(render(step)) if has_it(step) else render(step)
+
+
 def simulated(variant, example, seed, source_of=render, **options):
     """The reports of the steps that the call takes, run on the example; ``source_of`` a step is the source to
     take.
@@ -21,6 +46,14 @@ def simulated(variant, example, seed, source_of=render, **options):
     libraries = [load(source_of(step), step.name) for step in variant.steps]
     reports = run_steps(libraries, variant, example, seed=seed, **options)
     return [report for report in reports if report is not None]
+
+
+def result_bits(variant, shape, seed, order, device, **options):
+    """The bits of a call's results in this order of threads; AssertionError if they are too far off."""
+    example = make(variant, shape, seed)
+    simulated(variant, example, order, device=device, **options)
+    assert example.judge().ok, example.judge()
+    return example.named["out"].tobytes() + example.named["lse"].tobytes()
 
 
 def within_the_bound(variant, shape, seed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 
 from flashgen.simulator.example import Shape
 from simulator.edits import replace
@@ -80,6 +81,12 @@ def fault(
     """``texts`` are old and new text in turn."""
     edits = tuple(zip(texts[::2], texts[1::2], strict=True))
     return Fault(name, variant, shape, caught, edits, multiprocessors)
+
+
+def same_fault(faults: tuple[Fault, ...], name: str, variant: str, shape: Shape) -> Fault:
+    """The fault of that name in another kernel, which has the same code."""
+    (found,) = (fault for fault in faults if fault.name == name)
+    return replace_fields(found, variant=variant, shape=shape)
 
 
 FAULTS = (

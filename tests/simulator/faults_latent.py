@@ -18,7 +18,6 @@ MMA = "flash_mla_decode_hdim576_512_bf16_packgqa_sm80"
 MMA_PAGED = "flash_mla_decode_hdim576_512_fp16_causal_paged_packgqa_sm86"
 
 # Of three multiprocessors each has several KV blocks of several tiles, and some tiles are split.
-MULTIPROCESSORS = 3
 MANY = Shape(2, 700, heads=40, batch=3)
 # Scores of a standard deviation of 8, so that row_max moves.
 WIDE = Shape(2, 700, heads=40, batch=3, spread=8.0)

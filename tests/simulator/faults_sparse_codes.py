@@ -4,7 +4,8 @@ the rows that are converted, in the flags of tokens, in the hand-over of what is
 
 from __future__ import annotations
 
-from simulator.faults import ASYNC, BOUNDS, NUMBERS, RACE, WRONG, fault
+from simulator import faults_latent_codes
+from simulator.faults import ASYNC, BOUNDS, NUMBERS, RACE, WRONG, fault, same_fault
 from simulator.faults_sparse_latent import LONG, MANY, SPLIT, WHOLE
 
 CODES = "flash_mla_sparse_hdim576_512_bf16_e4m3_packgqa_sm90"
@@ -25,23 +26,9 @@ FAULTS = (
         "with_scale(of_query(all, tile.batch), code_scale);",
         "of_query(all, tile.batch);",
     ),
-    fault("the other columns are not scaled", CODES, WHOLE, NUMBERS, "factor[0] *= code_scale;", ""),
-    fault(
-        "parts are not scaled",
-        CODES,
-        SPLIT,
-        NUMBERS,
-        "multiply(output, {code_scale, code_scale});\n            store_sums(",
-        "store_sums(",
-    ),
-    fault(
-        "the scale of the first sequence",
-        CODES,
-        LONG,
-        NUMBERS,
-        "params.k_scale + sequence * params.k_scale_batch_stride",
-        "params.k_scale",
-    ),
+    same_fault(faults_latent_codes.FAULTS, "the other columns are not scaled", CODES, WHOLE),
+    same_fault(faults_latent_codes.FAULTS, "parts are not scaled", CODES, SPLIT),
+    same_fault(faults_latent_codes.FAULTS, "the scale of sequence 0", CODES, LONG),
     fault(
         "NaN codes of rows without a token",
         CODES,
@@ -74,7 +61,7 @@ FAULTS = (
         "const { return present >> i & 1; }",
         "const { return present & 1; }",
     ),
-    fault("the rows of the KV block before", CODES, SPLIT, ANYTHING, "rows = next;", ""),
+    same_fault(faults_latent_codes.FAULTS, "the rows of the KV block before", CODES, SPLIT),
     fault(
         "no flags",
         CODES,
@@ -92,14 +79,7 @@ FAULTS = (
         "batches[batch].load(params, rows, batch, lane);\n"
         "    rows.store_flags(shared.flags(ring.stage), converter, lane);",
     ),
-    fault(
-        "elements that wgmma does not see",
-        CODES,
-        LONG,
-        ("proxy",),
-        "fence_proxy_async();\n    __syncwarp();\n    if (lane == 0) mbarrier_arrive(full);",
-        "__syncwarp();\n    if (lane == 0) mbarrier_arrive(full);",
-    ),
+    same_fault(faults_latent_codes.FAULTS, "elements that wgmma does not see", CODES, LONG),
     fault(
         "a row of another page",
         PAGED,
@@ -108,22 +88,8 @@ FAULTS = (
         "(token - page_of_sequence * params.page_size) * params.k_row_stride",
         "0",
     ),
-    fault(
-        "a scale of the wrong quarter",
-        ROWS,
-        LONG,
-        NUMBERS,
-        "unit < 2 ? scales.x : scales.y",
-        "scales.x",
-    ),
-    fault(
-        "rotary elements are not waited for",
-        ROWS,
-        LONG,
-        LOST,
-        "cp_async_wait<0>();\n    fence_proxy_async();\n    __syncwarp();",
-        "fence_proxy_async();\n    __syncwarp();",
-    ),
+    same_fault(faults_latent_codes.FAULTS, "a scale of the wrong quarter", ROWS, LONG),
+    same_fault(faults_latent_codes.FAULTS, "rotary elements are not waited for", ROWS, LONG),
     fault(
         "mma.sync: the flags of the codes",
         MMA,
@@ -140,13 +106,8 @@ FAULTS = (
         "move_flags(flags_address(stage), flags_address(kStages));",
         "",
     ),
-    fault(
-        "mma.sync: converted while other warps read the KV block",
-        MMA,
-        MANY,
-        LOST,
-        "cp_async_wait<kStages - 1>();\n            barrier_sync(kThreads);",
-        "cp_async_wait<kStages - 1>();",
+    same_fault(
+        faults_latent_codes.FAULTS, "mma.sync: converted while other warps read the KV block", MMA, MANY
     ),
     fault(
         "mma.sync: read before all warps have converted",
@@ -156,15 +117,8 @@ FAULTS = (
         "gather.next(params, codes_address(stage), flags_address(stage));\n barrier_sync(kThreads);",
         "gather.next(params, codes_address(stage), flags_address(stage));",
     ),
-    fault(
-        "mma.sync: codes are not waited for",
-        MMA,
-        MANY,
-        LOST,
-        "cp_async_wait<kStages - 1>();",
-        "cp_async_wait<kStages>();",
-    ),
-    fault("mma.sync: O is not scaled", MMA, MANY, NUMBERS, "[e] *= code_scale;", "[e] *= 1.0f;"),
+    same_fault(faults_latent_codes.FAULTS, "mma.sync: codes are not waited for", MMA, MANY),
+    same_fault(faults_latent_codes.FAULTS, "mma.sync: O is not scaled", MMA, MANY),
     fault(
         "mma.sync: the scale of the query of that number",
         MMA,
@@ -173,14 +127,7 @@ FAULTS = (
         "load_scale(all, divide(tile.batch, all.rows_q_divisor))",
         "load_scale(all, tile.batch)",
     ),
-    fault(
-        "mma.sync: rotary elements as codes",
-        MMA_ROWS,
-        MANY,
-        NUMBERS,
-        "load_shared_128(source + kRotaryByte + 16 * chunk)",
-        "load_shared_128(source + 16 * chunk)",
-    ),
+    same_fault(faults_latent_codes.FAULTS, "mma.sync: rotary elements as codes", MMA_ROWS, MANY),
     fault(
         "mma.sync: NaN of rows without a token",
         MMA_ROWS,

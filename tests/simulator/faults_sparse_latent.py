@@ -5,7 +5,8 @@ and in what the combining kernel writes.
 from __future__ import annotations
 
 from flashgen.simulator.example import Shape
-from simulator.faults import ASYNC, BOUNDS, NUMBERS, RACE, WRONG, fault
+from simulator import faults_latent
+from simulator.faults import ASYNC, BOUNDS, NUMBERS, RACE, WRONG, fault, same_fault
 
 ROWS = "flash_mla_sparse_hdim576_512_bf16_packgqa_sm80"
 PAGED = "flash_mla_sparse_hdim576_512_fp16_paged_packgqa_sm86"
@@ -13,7 +14,6 @@ HOPPER = "flash_mla_sparse_hdim576_512_bf16_packgqa_sm90"
 HOPPER_PAGED = "flash_mla_sparse_hdim576_512_fp16_paged_packgqa_sm90"
 ROPE = "flash_mla_sparse_hdim576_512_bf16_rope_packgqa_sm90"
 
-MULTIPROCESSORS = 3
 MANY = Shape(3, 150, heads=24, batch=2)
 # Some tiles are split.
 SPLIT = Shape(2, 600, heads=24, batch=2)
@@ -33,14 +33,7 @@ FAULTS = (
         "own.q_rope += sequence * params.q_rope_batch_stride + row * params.q_rope_row_stride;",
         "own.q_rope += sequence * params.q_rope_batch_stride + max(0, row - 1) * params.q_rope_row_stride;",
     ),
-    fault(
-        "q_rope of the first head",
-        ROPE,
-        MANY,
-        NUMBERS,
-        "params.q_rope_row_stride, params.q_rope_head_stride) + element_of_row;",
-        "params.q_rope_row_stride, 0) + element_of_row;",
-    ),
+    same_fault(faults_latent.FAULTS, "q_rope: of the first head", ROPE, MANY),
     fault(
         "the list of the query before",
         ROWS,
@@ -129,14 +122,7 @@ FAULTS = (
         "entry += kBlockN;\n --left;\n token = token_at(params, entry);",
         "entry += kBlockN;\n --left;",
     ),
-    fault(
-        "a block is not waited for",
-        ROWS,
-        MANY,
-        (*ASYNC, WRONG),
-        "cp_async_wait<kStages - 2>();",
-        "cp_async_wait<kStages - 1>();",
-    ),
+    same_fault(faults_latent.FAULTS, "mma.sync: a KV block is not waited for", ROWS, MANY),
     fault(
         "copied into the stage that is computed",
         ROWS,
@@ -311,22 +297,8 @@ FAULTS = (
         "token[i] - divide(max(0, token[i]), params.page_size_divisor) * params.page_size;",
         "0;",
     ),
-    fault(
-        "Hopper: the other columns are not rescaled",
-        HOPPER,
-        LONG,
-        NUMBERS,
-        "if (__any_sync(0xffffffff, factor[0] != 1.0f || factor[1] != 1.0f)) multiply(output, factor);",
-        "",
-    ),
-    fault(
-        "Hopper: P over the one before, which is not read yet",
-        HOPPER,
-        LONG,
-        (*RACE, "barrier", WRONG),
-        "barrier_sync(kPEmpty, 256);\n#pragma unroll",
-        "barrier_arrive(kPEmpty, 256);\n#pragma unroll",
-    ),
+    same_fault(faults_latent.FAULTS, "the other columns are not rescaled", HOPPER, LONG),
+    same_fault(faults_latent.FAULTS, "P over the one before, which is not read yet", HOPPER, LONG),
 )
 # Into the kernel that combines the parts of split tiles.
 COMBINE_FAULTS = (

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16, float8_e4m3fn
 
-import flashgen
 from codetiles import write_specs
-from flashgen import KVCache, simulator
+from flashgen import simulator
 from flashgen.families.load import load_specs
 from flashgen.host import paths
-from flashgen.simulator import hardware, hostcompiler
+from flashgen.simulator import hostcompiler
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import check_on, first_check
+from simulator.calls import check_on, first_check, small_gpu_of_shares, with_fault
+from simulator.codes import scaled, two_caches, variants_of_same_bits
 from simulator.edits import replace
 from simulator.faults import ASYNC, BOUNDS, WRONG
 from simulator.kernels import run
@@ -30,7 +29,6 @@ MAIN = {
     for variant in spec.select(kv_dtype="e4m3")
     if variant.is_main
 }
-MULTIPROCESSORS = 3
 
 # Shares that end within tiles; a group of heads that does not divide a tile.
 TOKENS = Shape(2, 2100, 6, 2, batch=3)
@@ -50,19 +48,12 @@ CASES = (
 )
 
 
-def device_of(variant):
-    """A GPU so small that few rows on many keys are split."""
-    gpu = hardware.pretend_for(variant)
-    if not variant.grid.shares:
-        return gpu
-    return dataclasses.replace(gpu, num_sms=MULTIPROCESSORS, smem_per_sm=variant.smem_bytes + 1024)
-
-
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[name for name, _ in CASES])
 def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     """Slots that no sequence uses hold a NaN code."""
     for seed in (fresh_seed, fresh_seed + 1):
-        assert check_on(MAIN[name], make(MAIN[name], shape, seed), seed, device=device_of(MAIN[name])) is None
+        example = make(MAIN[name], shape, seed)
+        assert check_on(MAIN[name], example, seed, device=small_gpu_of_shares(MAIN[name])) is None
 
 
 @pytest.mark.parametrize("splits", ["auto", 3])
@@ -75,37 +66,20 @@ def test_bits_are_those_of_the_numbers_that_codes_stand_for(
     monkeypatch.setenv("FLASHGEN_SIMULATOR_ARCH", "sm_90")
     rng = np.random.default_rng(fresh_seed)
     q = rng.standard_normal((2, 1, 4, 64)).astype(element)
-    codes = [(40 * rng.standard_normal((2, 700, 2, 64))).astype(float8_e4m3fn) for _ in range(2)]
     scales = [np.exp2(rng.integers(-8, -3, (2, 2))).astype(np.float32) for _ in range(2)]
-    lengths = np.array([700, 333], np.int32)
-    numbers = [
-        (x.astype(np.float32) * scale[:, None, :, None]).astype(element)
-        for x, scale in zip(codes, scales, strict=True)
-    ]
-    k_scale, v_scale = scales
-    caches = KVCache(*codes, lengths, k_scale=k_scale, v_scale=v_scale), KVCache(*numbers, lengths)
-    options = {"splits": splits, "return_lse": True, "backend": "simulator", "softcap": 20.0}
-    names = [str(flashgen.plan(q, cache, **options).variant) for cache in caches]
-    assert names[0].replace("_e4m3", "") == names[1]
-    results = [flashgen.attention(q, cache, **options) for cache in caches]
-    for one, other in zip(*results, strict=True):
-        assert (one.view(np.uint8) == other.view(np.uint8)).all()
+    caches = two_caches(rng, (2, 700, 2, 64), element, *scales, np.array([700, 333], np.int32))
+    codes, numbers = variants_of_same_bits(q, caches, splits=splits, softcap=20.0)
+    assert codes.name.replace("_e4m3", "") == numbers.name
 
 
 @pytest.mark.parametrize("element", [np.float16, bfloat16])
 def test_bits_of_a_chunk_of_a_prompt(element, compiler, fresh_seed):
     rng = np.random.default_rng(fresh_seed)
     q = rng.standard_normal((2, 70, 2, 64)).astype(element)
-    codes = [(40 * rng.standard_normal((2, 150, 2, 64))).astype(float8_e4m3fn) for _ in range(2)]
     scale, lengths = np.array(2.0**-6, np.float32), np.array([150, 80], np.int32)
-    numbers = [(x.astype(np.float32) * scale).astype(element) for x in codes]
-    caches = KVCache(*codes, lengths, k_scale=scale, v_scale=scale), KVCache(*numbers, lengths)
-    options = {"causal": True, "return_lse": True, "backend": "simulator"}
-    names = [str(flashgen.plan(q, cache, **options).variant) for cache in caches]
-    assert names[0].replace("_e4m3", "") == names[1]
-    results = [flashgen.attention(q, cache, **options) for cache in caches]
-    for one, other in zip(*results, strict=True):
-        assert (one.view(np.uint8) == other.view(np.uint8)).all()
+    caches = two_caches(rng, (2, 150, 2, 64), element, scale, scale, lengths)
+    codes, numbers = variants_of_same_bits(q, caches, causal=True)
+    assert codes.name.replace("_e4m3", "") == numbers.name
 
 
 @pytest.mark.parametrize("element", ["fp16", "bf16"])
@@ -194,25 +168,10 @@ FAULTS = {
 }
 
 
-def scaled(variant, shape, seed):
-    """An example whose scales differ from sequence to sequence and from head to head."""
-    for of in range(seed, seed + 1000):
-        example = make(variant, shape, of)
-        named = example.named if variant.operator == "append" else example.others
-        scales = [named.get(name) for name in ("k_scale", "v_scale")]
-        if all(x is not None and min(x.strides[0], x.strides[-2]) > 0 for x in scales):
-            return example
-    raise AssertionError("no such example")
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     name, shape, old, new = FAULTS[fault]
-    variant = MAIN[name]
-
-    def planted(step):
-        return replace(render(step), old, new, fault) if step.is_main else render(step)
-
+    variant, planted = MAIN[name], with_fault(lambda source: replace(source, old, new, fault))
     seeds = range(fixed_seed, fixed_seed + 4)
-    check = first_check(variant, shape, seeds, planted, scaled, device=device_of(variant))
+    check = first_check(variant, shape, seeds, planted, scaled, device=small_gpu_of_shares(variant))
     assert check in {WRONG, *BOUNDS, *ASYNC}

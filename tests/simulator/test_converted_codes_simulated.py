@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16, float8_e4m3fn
+from ml_dtypes import bfloat16
 
-import flashgen
-from flashgen import KVCache
 from flashgen.families.load import load_specs
-from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import check_on, first_check
+from simulator.calls import check_on, first_check, small_gpu, with_fault
+from simulator.codes import scaled, two_caches, variants_of_same_bits
 from simulator.edits import replace
 from simulator.faults import ASYNC, BOUNDS, WRONG
 
@@ -45,17 +40,11 @@ SHARES_OF_TOKENS = (
 CASES = (ROWS, PAGES, NARROW, TREE, WIDE, SHARES, TOKENS, TOKENS_IN_PAGES, SHARES_OF_TOKENS)
 
 
-def device_of(variant):
-    """A GPU of few multiprocessors, each of which has several tiles, and parts of some."""
-    gpu = hardware.pretend_for(variant)
-    return dataclasses.replace(gpu, num_sms=3, smem_per_sm=variant.smem_bytes + 1024)
-
-
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[name for name, _ in CASES])
 def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     """Codes and scales of slots that no sequence uses are NaN."""
     example = make(MAIN[name], shape, fresh_seed)
-    assert check_on(MAIN[name], example, fresh_seed, device=device_of(MAIN[name])) is None
+    assert check_on(MAIN[name], example, fresh_seed, device=small_gpu(MAIN[name])) is None
 
 
 @pytest.mark.parametrize("tokens", [False, True])
@@ -67,27 +56,16 @@ def test_bits_are_those_of_the_numbers_that_codes_stand_for(
     monkeypatch.setenv("FLASHGEN_SIMULATOR_ARCH", "sm_90")
     rng = np.random.default_rng(fresh_seed)
     q = rng.standard_normal((2, 140, 2, 64)).astype(element)
-    codes = [(40 * rng.standard_normal((2, 300, 2, 64))).astype(float8_e4m3fn) for _ in range(2)]
-    shape = (2, 300, 2) if tokens else (2, 1, 2)
+    shape = (2, 300, 2) if tokens else (2, 2)
     k_scale, v_scale = (np.exp2(rng.integers(-8, -3, shape)).astype(np.float32) for _ in range(2))
     if tokens:
         v_scale = np.exp2(rng.uniform(-8, -3, shape)).astype(np.float32)
     lengths = np.array([300, 180], np.int32)
-    numbers = [
-        (x.astype(np.float32) * scale[..., None]).astype(element)
-        for x, scale in zip(codes, (k_scale, v_scale), strict=True)
-    ]
-    scales = (k_scale, v_scale) if tokens else (k_scale[:, 0], v_scale[:, 0])
-    named = dict(zip(("k_scale", "v_scale"), scales, strict=True))
-    caches = KVCache(*codes, lengths, **named), KVCache(*numbers, lengths)
+    caches = two_caches(rng, (2, 300, 2, 64), element, k_scale, v_scale, lengths)
     for options in ({"causal": True, "softcap": 20.0}, {"window_size": (50, 10)}):
-        options |= {"return_lse": True, "backend": "simulator"}
-        variants = [flashgen.plan(q, cache, **options).variant for cache in caches]
+        variants = variants_of_same_bits(q, caches, **options)
         assert ["converts_codes" in variant.features for variant in variants] == [True, False]
         assert len({dict(variant.tile)["block_n"] for variant in variants}) == 1
-        results = [flashgen.attention(q, cache, **options) for cache in caches]
-        for one, other in zip(*results, strict=True):
-            assert (one.view(np.uint8) == other.view(np.uint8)).all()
 
 
 PASS_ON = "fence_proxy_async(); __syncwarp(); if (threadIdx.x % 32 == 0) { mbarrier_arrive(full);"
@@ -152,24 +130,10 @@ FAULTS = {
 }
 
 
-def scaled(variant, shape, seed):
-    """An example whose scales differ from sequence to sequence and from head to head."""
-    for of in range(seed, seed + 1000):
-        example = make(variant, shape, of)
-        scales = [example.others.get(name) for name in ("k_scale", "v_scale")]
-        if all(x is not None and min(x.strides[0], x.strides[-2]) > 0 for x in scales):
-            return example
-    raise AssertionError("no such example")
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     name, shape, old, new = FAULTS[fault]
-    variant = MAIN[name]
-
-    def planted(step):
-        return replace(render(step), old, new, fault) if step.is_main else render(step)
-
+    variant, planted = MAIN[name], with_fault(lambda source: replace(source, old, new, fault))
     seeds = range(fixed_seed, fixed_seed + 4)
-    check = first_check(variant, shape, seeds, planted, scaled, device=device_of(variant))
+    check = first_check(variant, shape, seeds, planted, scaled, device=small_gpu(variant))
     assert check in {WRONG, "deadlock", "mbarrier", "proxy", *BOUNDS, *ASYNC}

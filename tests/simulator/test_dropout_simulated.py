@@ -8,7 +8,7 @@ import pytest
 from flashgen.families.load import load_specs
 from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
-from simulator.calls import check_on, within_the_bound
+from simulator.calls import check_on, with_fault, within_the_bound
 from simulator.edits import replace
 from simulator.faults import WRONG
 
@@ -124,12 +124,9 @@ FAULTS = {
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     name, shape, old, new = FAULTS[fault]
     variant, checks = MAIN[name], set()
+    planted = with_fault(lambda source: replace(source, old, new, fault))
     for seed in range(fixed_seed, fixed_seed + 6):
         example = make(variant, shape, seed)
-
-        def planted(of_step):
-            return replace(render(of_step), old, new, fault) if of_step.is_main else render(of_step)
-
         checks.add(check_on(variant, example, seed, planted))
         if WRONG in checks:
             break

@@ -7,8 +7,7 @@ import pytest
 
 from flashgen.families.load import load_specs
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import check_of, simulated
+from simulator.calls import check_of, simulated, with_fault
 from simulator.edits import replace
 from simulator.faults import BOUNDS, WRONG
 
@@ -64,9 +63,6 @@ def test_sums_are_within_the_bound_of_fp32(name, compiler, fresh_seed):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     name, old, new = FAULTS[fault]
-
-    def planted(step):
-        return replace(render(step), old, new, fault) if step.step == "main" else render(step)
-
+    planted = with_fault(lambda source: replace(source, old, new, fault))
     checks = {check_of(MAIN[name], CASES[name], seed, planted) for seed in range(fixed_seed, fixed_seed + 4)}
     assert checks & {WRONG, "race", *BOUNDS}

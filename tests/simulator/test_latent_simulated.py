@@ -4,35 +4,18 @@ rows, pages, splits; any order of threads, planted faults.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.operators.splits import SplitEvery
 from flashgen.schedule.plan import plan_steps
-from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import calls_of, check_of, simulated
-from simulator.faults_latent import (
-    CAUSAL,
-    FAULTS,
-    GATHER,
-    MMA,
-    MMA_PAGED,
-    MULTIPROCESSORS,
-    PAGED,
-    ROPE,
-    ROWS,
-)
+from simulator.calls import calls_of, check_of, first_check, main_variants, result_bits, small_gpu, with_fault
+from simulator.faults_latent import CAUSAL, FAULTS, GATHER, MMA, MMA_PAGED, PAGED, ROPE, ROWS
 
 MAIN = {
     variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "latent_attention"
-    for variant in spec.variants()
-    if variant.is_main and variant.axis("kv_dtype") == "none"
+    for variant in main_variants("latent_attention")
+    if variant.axis("kv_dtype") == "none"
 }
 FIXED = "flash_mla_decode_hdim576_512_bf16_causal_paged_fixed_packgqa_sm80"
 SHAPES = (
@@ -45,56 +28,38 @@ SHAPES = (
 )
 
 
-def device_of(variant):
-    """A GPU so small that thread blocks have several tiles."""
-    gpu = hardware.pretend_for(variant)
-    return dataclasses.replace(gpu, num_sms=MULTIPROCESSORS, smem_per_sm=variant.smem_bytes + 1024)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", MAIN)
 def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     variant = MAIN[name]
     if shape.seqlen_kv == 0 and any(param.box for param in variant.params):
         pytest.skip("no tensor map has an array without elements; dispatch takes another kernel")
-    example = make(variant, shape, fresh_seed)
-    simulated(variant, example, fresh_seed, device=device_of(variant))
-    assert example.judge().ok, f"{name}, {shape}: {example.judge()}"
+    result_bits(variant, shape, fresh_seed, fresh_seed, small_gpu(variant))
 
 
 @pytest.mark.parametrize("name", [ROWS, CAUSAL, PAGED, GATHER, ROPE, MMA, MMA_PAGED, FIXED])
 def test_the_order_of_threads_changes_no_bit(name, compiler, fresh_seed):
-    variant, results = MAIN[name], set()
-    for order in range(3):
-        example = make(variant, Shape(2, 500, heads=24, batch=3), fresh_seed)
-        steps = plan_steps(example.problem, variant, device_of(variant)).steps
-        assert [step.variant.step for step in steps] == ["main", "combine"]
-        simulated(variant, example, order, device=device_of(variant), overlap=True)
-        assert example.judge().ok, example.judge()
-        results.add(example.named["out"].tobytes() + example.named["lse"].tobytes())
-    assert len(results) == 1
+    variant, shape = MAIN[name], Shape(2, 500, heads=24, batch=3)
+    device = small_gpu(variant)
+    steps = plan_steps(make(variant, shape, fresh_seed).problem, variant, device).steps
+    assert [step.variant.step for step in steps] == ["main", "combine"]
+    bits = {result_bits(variant, shape, fresh_seed, order, device, overlap=True) for order in range(3)}
+    assert len(bits) == 1
 
 
 @pytest.mark.parametrize("name", [ROWS, GATHER, MMA_PAGED, FIXED])
 def test_groups_of_heads_read_the_keys_side_by_side(name, compiler, fresh_seed):
     """Two groups are two sets of heads, where thread blocks come in pairs; three are one."""
-    device = dataclasses.replace(device_of(MAIN[name]), num_sms=4)
+    device = small_gpu(MAIN[name], 4)
     for heads in (128, 192):
-        example = make(MAIN[name], Shape(2, 300, heads=heads, batch=2), fresh_seed)
-        simulated(MAIN[name], example, fresh_seed, device=device)
-        assert example.judge().ok, example.judge()
+        result_bits(MAIN[name], Shape(2, 300, heads=heads, batch=2), fresh_seed, fresh_seed, device)
 
 
 @pytest.mark.parametrize("splits", [1, 5, SplitEvery(128)], ids=str)
 def test_bits_of_fixed_splits_do_not_depend_on_multiprocessors(splits, compiler, fresh_seed):
-    results = set()
-    for count in (2, 7):
-        variant = MAIN[FIXED]
-        example = make(variant, Shape(2, 500, heads=24, batch=3, splits=splits), fresh_seed)
-        simulated(variant, example, count, device=dataclasses.replace(device_of(variant), num_sms=count))
-        assert example.judge().ok, example.judge()
-        results.add(example.named["out"].tobytes() + example.named["lse"].tobytes())
-    assert len(results) == 1
+    variant, shape = MAIN[FIXED], Shape(2, 500, heads=24, batch=3, splits=splits)
+    bits = {result_bits(variant, shape, fresh_seed, count, small_gpu(variant, count)) for count in (2, 7)}
+    assert len(bits) == 1
 
 
 def test_there_are_enough_faults_of_different_names():
@@ -103,19 +68,14 @@ def test_there_are_enough_faults_of_different_names():
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
-    variant = MAIN[fault.variant]
-
-    def source_of(step):
-        return fault.plant(render(step)) if step == variant else render(step)
-
+    variant, seeds = MAIN[fault.variant], range(fixed_seed, fixed_seed + 8)
     # Some faults need packed queries, a tile that is split, or pages of several rows, as the seed will.
-    seeds = range(fixed_seed, fixed_seed + 8)
-    checks = (check_of(variant, fault.shape, seed, source_of, device=device_of(variant)) for seed in seeds)
-    assert next(filter(None, checks), None) in fault.caught
+    planted = with_fault(fault.plant)
+    assert first_check(variant, fault.shape, seeds, planted, device=small_gpu(variant)) in fault.caught
 
 
 @pytest.mark.parametrize("fault", calls_of(FAULTS), ids=lambda fault: fault.name)
 def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
     variant = MAIN[fault.variant]
     for seed in range(fresh_seed, fresh_seed + 2):
-        assert check_of(variant, fault.shape, seed, device=device_of(variant)) is None
+        assert check_of(variant, fault.shape, seed, device=small_gpu(variant)) is None

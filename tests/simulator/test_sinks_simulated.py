@@ -9,10 +9,8 @@ import pytest
 
 from flashgen.families.load import load_specs
 from flashgen.schedule.plan import plan_steps
-from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import check_on, simulated, within_the_bound
+from simulator.calls import check_on, simulated, small_gpu_of_shares, with_fault, within_the_bound
 from simulator.edits import replace
 from simulator.faults import WRONG
 
@@ -23,7 +21,6 @@ MAIN = {
     for variant in spec.variants()
     if variant.is_main
 }
-MULTIPROCESSORS = 3
 
 # Rows that see nothing; ragged tiles, in groups that do not divide a tile; shares that end within tiles.
 BLIND = Shape(100, 60, 6, 2)
@@ -60,24 +57,18 @@ BACKWARD = (
 )
 
 
-def device_of(variant):
-    """A GPU so small that few rows on many keys are split."""
-    gpu = hardware.pretend_for(variant)
-    if not variant.grid.shares:
-        return gpu
-    return dataclasses.replace(gpu, num_sms=MULTIPROCESSORS, smem_per_sm=variant.smem_bytes + 1024)
-
-
 def steps_of(variant, example):
     """The names of the steps of the call."""
-    return [step.variant.step for step in plan_steps(example.problem, variant, device_of(variant)).steps]
+    return [
+        step.variant.step for step in plan_steps(example.problem, variant, small_gpu_of_shares(variant)).steps
+    ]
 
 
 @pytest.mark.parametrize(("name", "shape"), FORWARD, ids=[name for name, _ in FORWARD])
 def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     example = make(MAIN[name], shape, fresh_seed)
     example.others["sinks"][0] = 0xFF80 if example.others["sinks"].dtype == np.uint16 else -np.inf
-    simulated(MAIN[name], example, fresh_seed, device=device_of(MAIN[name]))
+    simulated(MAIN[name], example, fresh_seed, device=small_gpu_of_shares(MAIN[name]))
     if MAIN[name].grid.shares:
         assert "combine" in steps_of(MAIN[name], example)
     assert example.judge().ok, f"{name}, {shape}: {example.judge()}"
@@ -191,18 +182,16 @@ ABOVE = (
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     name, shape, step, old, new = FAULTS[fault]
     variant, checks = MAIN[name], set()
+    planted = with_fault(
+        lambda source: replace(source, old, new, fault), lambda of_step: of_step.step == step or not step
+    )
     for seed in range(fixed_seed, fixed_seed + 6):
         example = make(variant, shape, seed)
         if fault in ABOVE:
             sinks = example.others["sinks"]
             value = 300.0 if "maximum" in fault else 8.0
             sinks[...] = np.float32(value).view(np.uint32) >> 16 if sinks.dtype == np.uint16 else value
-
-        def planted(of_step):
-            is_it = of_step.step == step or not step
-            return replace(render(of_step), old, new, fault) if is_it else render(of_step)
-
-        checks.add(check_on(variant, example, seed, planted, device=device_of(variant)))
+        checks.add(check_on(variant, example, seed, planted, device=small_gpu_of_shares(variant)))
         if checks - {None}:
             break
     assert checks - {None} <= FOUND_BY

@@ -6,19 +6,14 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.families.load import load_specs
-from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import calls_of, check_of, simulated
+from flashgen.simulator.example import Shape
+from simulator.calls import calls_of, check_of, first_check, main_variants, result_bits, small_gpu, with_fault
 from simulator.faults_sparse_codes import FAULTS
-from simulator.test_sparse_latent_simulated import device_of
 
 MAIN = {
     variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "sparse_latent_attention"
-    for variant in spec.variants()
-    if variant.is_main and variant.axis("kv_dtype") != "none"
+    for variant in main_variants("sparse_latent_attention")
+    if variant.axis("kv_dtype") != "none"
 }
 NARROW = Shape(3, 70, heads=20, batch=2, head_dim=336, head_dim_v=272)
 SHAPES = (
@@ -37,35 +32,25 @@ def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     variant = MAIN[name]
     if shape is NARROW and variant.axis("kv_dtype") != "e4m3":
         pytest.skip("such rows have one length")
-    example = make(variant, shape, fresh_seed)
-    simulated(variant, example, fresh_seed, device=device_of(variant))
-    assert example.judge().ok, f"{name}, {shape}: {example.judge()}"
+    result_bits(variant, shape, fresh_seed, fresh_seed, small_gpu(variant))
 
 
 @pytest.mark.parametrize("name", sorted({fault.variant for fault in FAULTS}))
 def test_the_order_of_threads_changes_no_bit(name, compiler, fresh_seed):
-    variant, results = MAIN[name], set()
-    for order in range(2):
-        example = make(variant, Shape(2, 600, heads=24, batch=2), fresh_seed)
-        simulated(variant, example, order, device=device_of(variant), overlap=True)
-        assert example.judge().ok, example.judge()
-        results.add(example.named["out"].tobytes() + example.named["lse"].tobytes())
-    assert len(results) == 1
+    variant, shape = MAIN[name], Shape(2, 600, heads=24, batch=2)
+    device = small_gpu(variant)
+    bits = {result_bits(variant, shape, fresh_seed, order, device, overlap=True) for order in range(2)}
+    assert len(bits) == 1
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
-    variant = MAIN[fault.variant]
-
-    def source_of(step):
-        return fault.plant(render(step)) if step == variant else render(step)
-
-    seeds = range(fixed_seed, fixed_seed + 8)
-    checks = (check_of(variant, fault.shape, seed, source_of, device=device_of(variant)) for seed in seeds)
-    assert next(filter(None, checks), None) in fault.caught
+    variant, seeds = MAIN[fault.variant], range(fixed_seed, fixed_seed + 8)
+    planted = with_fault(fault.plant)
+    assert first_check(variant, fault.shape, seeds, planted, device=small_gpu(variant)) in fault.caught
 
 
 @pytest.mark.parametrize("fault", calls_of(FAULTS), ids=lambda fault: fault.name)
 def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
     variant = MAIN[fault.variant]
-    assert check_of(variant, fault.shape, fresh_seed, device=device_of(variant)) is None
+    assert check_of(variant, fault.shape, fresh_seed, device=small_gpu(variant)) is None

@@ -4,27 +4,29 @@ name no token, pages, splits; any order of threads, planted faults.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.operators.sparse_latent import NO_TOKEN
 from flashgen.operators.splits import SplitEvery
 from flashgen.schedule.plan import plan_steps
-from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import calls_of, check_of, simulated
-from simulator.faults_sparse_latent import COMBINE_FAULTS, FAULTS, MULTIPROCESSORS
+from simulator.calls import (
+    calls_of,
+    check_of,
+    first_check,
+    main_variants,
+    result_bits,
+    simulated,
+    small_gpu,
+    with_fault,
+)
+from simulator.faults_sparse_latent import COMBINE_FAULTS, FAULTS
 
 MAIN = {
     variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "sparse_latent_attention"
-    for variant in spec.variants()
-    if variant.is_main and variant.axis("kv_dtype") == "none"
+    for variant in main_variants("sparse_latent_attention")
+    if variant.axis("kv_dtype") == "none"
 }
 # seqlen_kv are the entries of a list.
 SHAPES = (
@@ -38,32 +40,21 @@ SHAPES = (
 )
 
 
-def device_of(variant, count=MULTIPROCESSORS):
-    """A GPU so small that thread blocks have several tiles."""
-    gpu = hardware.pretend_for(variant)
-    return dataclasses.replace(gpu, num_sms=count, smem_per_sm=variant.smem_bytes + 1024)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", MAIN)
 def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     variant = MAIN[name]
-    example = make(variant, shape, fresh_seed)
-    simulated(variant, example, fresh_seed, device=device_of(variant))
-    assert example.judge().ok, f"{name}, {shape}: {example.judge()}"
+    result_bits(variant, shape, fresh_seed, fresh_seed, small_gpu(variant))
 
 
 @pytest.mark.parametrize("name", [name for name in MAIN if "bf16_paged" in name])
 def test_the_order_of_threads_changes_no_bit(name, compiler, fresh_seed):
-    variant, results = MAIN[name], set()
-    for order in range(3):
-        example = make(variant, Shape(2, 600, heads=24, batch=2), fresh_seed)
-        steps = plan_steps(example.problem, variant, device_of(variant)).steps
-        assert [step.variant.step for step in steps] == ["main", "combine"]
-        simulated(variant, example, order, device=device_of(variant), overlap=True)
-        assert example.judge().ok, example.judge()
-        results.add(example.named["out"].tobytes() + example.named["lse"].tobytes())
-    assert len(results) == 1
+    variant, shape = MAIN[name], Shape(2, 600, heads=24, batch=2)
+    device = small_gpu(variant)
+    steps = plan_steps(make(variant, shape, fresh_seed).problem, variant, device).steps
+    assert [step.variant.step for step in steps] == ["main", "combine"]
+    bits = {result_bits(variant, shape, fresh_seed, order, device, overlap=True) for order in range(3)}
+    assert len(bits) == 1
 
 
 @pytest.mark.parametrize("name", [name for name in MAIN if "fp16" in name])
@@ -74,7 +65,7 @@ def test_an_index_outside_the_sequence_names_no_token(name, compiler, fresh_seed
         indices, lengths = example.named["indices"], example.named["kv_lengths"]
         values = lengths[:, None, None] if garbage is None else garbage
         np.copyto(indices, values, where=indices == NO_TOKEN)
-        simulated(variant, example, fresh_seed, device=device_of(variant))
+        simulated(variant, example, fresh_seed, device=small_gpu(variant))
         results.add(example.named["out"].tobytes() + example.named["lse"].tobytes())
     assert len(results) == 1
 
@@ -82,13 +73,9 @@ def test_an_index_outside_the_sequence_names_no_token(name, compiler, fresh_seed
 @pytest.mark.parametrize("splits", [1, 5, SplitEvery(64)], ids=str)
 @pytest.mark.parametrize("name", [name for name in MAIN if "bf16_paged" in name])
 def test_bits_of_fixed_splits_do_not_depend_on_multiprocessors(name, splits, compiler, fresh_seed):
-    variant, results = MAIN[name], set()
-    for count in (2, 7):
-        example = make(variant, Shape(2, 300, heads=24, batch=2, splits=splits), fresh_seed)
-        simulated(variant, example, count, device=device_of(variant, count))
-        assert example.judge().ok, example.judge()
-        results.add(example.named["out"].tobytes() + example.named["lse"].tobytes())
-    assert len(results) == 1
+    variant, shape = MAIN[name], Shape(2, 300, heads=24, batch=2, splits=splits)
+    bits = {result_bits(variant, shape, fresh_seed, count, small_gpu(variant, count)) for count in (2, 7)}
+    assert len(bits) == 1
 
 
 def test_faults_have_different_names():
@@ -98,20 +85,14 @@ def test_faults_have_different_names():
 
 @pytest.mark.parametrize("fault", [*FAULTS, *COMBINE_FAULTS], ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
-    variant = MAIN[fault.variant]
-
-    planted = "combine" if fault in COMBINE_FAULTS else "main"
-
-    def source_of(step):
-        return fault.plant(render(step)) if step.step == planted else render(step)
-
-    seeds = range(fixed_seed, fixed_seed + 8)
-    checks = (check_of(variant, fault.shape, seed, source_of, device=device_of(variant)) for seed in seeds)
-    assert next(filter(None, checks), None) in fault.caught
+    variant, seeds = MAIN[fault.variant], range(fixed_seed, fixed_seed + 8)
+    step = "combine" if fault in COMBINE_FAULTS else "main"
+    planted = with_fault(fault.plant, lambda of_step: of_step.step == step)
+    assert first_check(variant, fault.shape, seeds, planted, device=small_gpu(variant)) in fault.caught
 
 
 @pytest.mark.parametrize("fault", calls_of(FAULTS), ids=lambda fault: fault.name)
 def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
     variant = MAIN[fault.variant]
     for seed in range(fresh_seed, fresh_seed + 2):
-        assert check_of(variant, fault.shape, seed, device=device_of(variant)) is None
+        assert check_of(variant, fault.shape, seed, device=small_gpu(variant)) is None

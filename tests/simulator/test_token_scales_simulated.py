@@ -1,19 +1,14 @@
 """Caches of e4m3 codes with a scale for each token and head in the simulator: bound, bits, planted faults."""
 
-import dataclasses
-
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16, float8_e4m3fn
+from ml_dtypes import bfloat16
 
-import flashgen
 from codetiles import write_specs
-from flashgen import KVCache
 from flashgen.families.load import load_specs
-from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import check_on, first_check
+from simulator.calls import check_on, first_check, small_gpu_of_shares, with_fault
+from simulator.codes import two_caches, variants_of_same_bits
 from simulator.edits import replace
 from simulator.faults import ASYNC, BOUNDS, WRONG
 
@@ -48,21 +43,11 @@ CASES = (
 )
 
 
-def device_of(variant):
-    """A GPU so small that few rows on many keys are split."""
-    gpu = hardware.pretend_for(variant)
-    if not variant.grid.shares:
-        return gpu
-    return dataclasses.replace(gpu, num_sms=3, smem_per_sm=variant.smem_bytes + 1024)
-
-
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[name for name, _ in CASES])
 def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     """Codes and scales of slots that no sequence uses are NaN."""
-    assert (
-        check_on(MAIN[name], make(MAIN[name], shape, fresh_seed), fresh_seed, device=device_of(MAIN[name]))
-        is None
-    )
+    example = make(MAIN[name], shape, fresh_seed)
+    assert check_on(MAIN[name], example, fresh_seed, device=small_gpu_of_shares(MAIN[name])) is None
 
 
 @pytest.mark.parametrize("shape", [(1, 700), (70, 150)], ids=["decode", "prompt"])
@@ -78,21 +63,12 @@ def test_bits_are_those_of_the_numbers_that_codes_stand_for(
         monkeypatch.setenv("FLASHGEN_SIMULATOR_ARCH", "sm_90")
     rng = np.random.default_rng(fresh_seed)
     q = rng.standard_normal((2, queries, 4 if queries == 1 else 2, 64)).astype(element)
-    codes = [(40 * rng.standard_normal((2, keys, 2, 64))).astype(float8_e4m3fn) for _ in range(2)]
     k_scale = np.exp2(rng.integers(-8, -3, (2, keys, 2))).astype(np.float32)
     v_scale = np.exp2(rng.uniform(-8, -3, (2, keys, 2))).astype(np.float32)
     lengths = np.array([keys, keys // 2], np.int32)
-    numbers = [
-        (x.astype(np.float32) * scale[..., None]).astype(element)
-        for x, scale in zip(codes, (k_scale, v_scale), strict=True)
-    ]
-    caches = KVCache(*codes, lengths, k_scale=k_scale, v_scale=v_scale), KVCache(*numbers, lengths)
-    options = {"causal": True, "return_lse": True, "backend": "simulator", "softcap": 20.0}
-    names = [str(flashgen.plan(q, cache, **options).variant) for cache in caches]
-    assert names[0].replace("_e4m3_token", "") == names[1]
-    results = [flashgen.attention(q, cache, **options) for cache in caches]
-    for one, other in zip(*results, strict=True):
-        assert (one.view(np.uint8) == other.view(np.uint8)).all()
+    caches = two_caches(rng, (2, keys, 2, 64), element, k_scale, v_scale, lengths)
+    codes, numbers = variants_of_same_bits(q, caches, causal=True, softcap=20.0)
+    assert codes.name.replace("_e4m3_token", "") == numbers.name
 
 
 FAULTS = {
@@ -152,11 +128,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     name, shape, old, new = FAULTS[fault]
-    variant = MAIN[name]
-
-    def planted(step):
-        return replace(render(step), old, new, fault) if step.is_main else render(step)
-
+    variant, planted = MAIN[name], with_fault(lambda source: replace(source, old, new, fault))
     seeds = range(fixed_seed, fixed_seed + 4)
-    check = first_check(variant, shape, seeds, planted, device=device_of(variant))
+    check = first_check(variant, shape, seeds, planted, device=small_gpu_of_shares(variant))
     assert check in {WRONG, *BOUNDS, *ASYNC}

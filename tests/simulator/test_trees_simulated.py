@@ -7,10 +7,8 @@ import dataclasses
 import pytest
 
 from flashgen.families.load import load_specs
-from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import check_on, first_check
+from simulator.calls import check_on, first_check, small_gpu_of_shares, with_fault
 from simulator.edits import replace
 from simulator.faults import BOUNDS, WRONG
 
@@ -21,7 +19,6 @@ MAIN = {
     for variant in spec.select(mask_type="tree")
     if variant.is_main
 }
-MULTIPROCESSORS = 3
 
 # Words are random: drafts that do not see themselves, and bits of drafts that do not exist.
 # Keys of several blocks, drafts in two of them; a group of heads that does not divide a tile.
@@ -46,19 +43,13 @@ CASES = (
 )
 
 
-def device_of(variant):
-    """A GPU so small that few rows on many keys are split."""
-    gpu = hardware.pretend_for(variant)
-    if not variant.grid.shares:
-        return gpu
-    return dataclasses.replace(gpu, num_sms=MULTIPROCESSORS, smem_per_sm=variant.smem_bytes + 1024)
-
-
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[name for name, _ in CASES])
 def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     variant = MAIN[name]
     for seed in (fresh_seed, fresh_seed + 1):
-        assert check_on(variant, make(variant, shape, seed), seed, device=device_of(variant)) is None
+        assert (
+            check_on(variant, make(variant, shape, seed), seed, device=small_gpu_of_shares(variant)) is None
+        )
 
 
 ROWS, HOPPER, SPLIT, DECODE, CLUSTER = CASES[0], CASES[4], CASES[5], CASES[6], CASES[8]
@@ -100,10 +91,7 @@ FAULTS = {
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     name, shape, old, new = FAULTS[fault]
     variant = MAIN[name]
-
-    def planted(of_step):
-        return replace(render(of_step), old, new, fault) if of_step.is_main else render(of_step)
-
+    planted = with_fault(lambda source: replace(source, old, new, fault))
     seeds = range(fixed_seed, fixed_seed + 6)
-    check = first_check(variant, shape, seeds, planted, device=device_of(variant))
+    check = first_check(variant, shape, seeds, planted, device=small_gpu_of_shares(variant))
     assert check in {WRONG, *BOUNDS}

@@ -19,7 +19,7 @@ from flashgen.errors import (
 )
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
-from flashgen.runtime import arrays, dlpack, torchkind
+from flashgen.runtime import arrays, dlpack
 from flashgen.runtime.adopted import cache_arrays
 
 if TYPE_CHECKING:
@@ -67,13 +67,8 @@ def _append(call: Call) -> tuple[Any, Any]:
         total, *rotated = compute(request, kind)[2 if call.cache.head_dim_v is None else 1 :]
     except dlpack.Traced:
         request = None
-    except torchkind.RequiresGradient as error:
-        refused = error.of("append()")
-        refused.rename(FIELDS)
-        raise refused from None
     except FlashgenError as error:
-        error.rename(FIELDS)
-        raise
+        error.raise_as(FIELDS, "append()")
     if request is None:
         with naming(FIELDS):
             return _traced(call)

@@ -20,7 +20,7 @@ from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag, length_bound, shown
 from flashgen.operators.kvcodes import SCALES_OUT
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
-from flashgen.runtime import arrays, dlpack, torchkind
+from flashgen.runtime import arrays, dlpack
 from flashgen.runtime.adopted import adopted, cache_arrays
 from flashgen.runtime.plans import TAKES
 
@@ -113,10 +113,8 @@ class AppendPlan(PairOfPlans):
             queue_both(self.append, first, self.attention, second, (*given, workspace), appended)
         except FlashgenError as error:
             own = dlpack.own_libraries({"q": q, **named})
-            error.rename({"cu_seqlens_new": "cu_seqlens_q", TAKES: self._takes(), **own, **FIELDS})
-            if isinstance(error, torchkind.RequiresGradient):
-                raise error.of("plans") from None
-            raise
+            names = {"cu_seqlens_new": "cu_seqlens_q", TAKES: self._takes(), **own, **FIELDS}
+            error.raise_as(names, "plans")
         return _handed(self.attention, second, q, stream)
 
     def _attending(

@@ -57,9 +57,7 @@ def _attention(call: Call) -> Any:
         unrecorded = _unrecorded(call)
         if not unrecorded:
             return _recorded(call)
-        refused = error.of(f"calls with {unrecorded}")
-        refused.rename(names_of(call))
-        raise refused from None
+        error.raise_as(names_of(call), f"calls with {unrecorded}")
     except FlashgenError as error:
         error.rename(names_of(call))
         raise

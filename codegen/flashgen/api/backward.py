@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from flashgen.call.blockmask import BlockMask, with_arrays
 from flashgen.call.compute import compute, make_plan, planning
 from flashgen.call.dropout import seeded
-from flashgen.call.fields import BY_NAME, DIFFERENTIABLE, GRADIENTS, SHORTHANDS, listed
+from flashgen.call.field import listed
+from flashgen.call.fields import BY_NAME, DIFFERENTIABLE, GRADIENTS, SHORTHANDS
 from flashgen.call.keywords import unexpected
 from flashgen.call.record import GradientCall, call_of
 from flashgen.call.request import Request, gradients_of, names_of, score_gradient_of
 from flashgen.call.signature import public
 from flashgen.errors import BadParam, FlashgenError, arg, naming
 from flashgen.operators.arguments import flag, shown
-from flashgen.runtime import arrays, dlpack, torchkind
+from flashgen.runtime import arrays, dlpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,10 +49,7 @@ def _attention_backward(call: Call) -> tuple[Any, ...]:
     except dlpack.Traced:
         pass  # below, so that its errors are not chained to this one
     except FlashgenError as error:
-        error.rename(names_of(call))
-        if isinstance(error, torchkind.RequiresGradient):
-            raise error.of("attention_backward()") from None
-        raise
+        error.raise_as(names_of(call), "attention_backward()")
     from flashgen.call.xla import traced
 
     with naming(names_of(call)):

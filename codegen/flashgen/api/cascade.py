@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashgen.api.attention import attention
 from flashgen.api.merge import merge
@@ -100,6 +100,7 @@ def cascade(
                 f"{arg(name)} was given; cascade takes none, as its positions would count from the "
                 "beginning of a part"
             )
+    options = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
     parts = parts_of(parts)
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     if q is None:
@@ -117,12 +118,9 @@ def cascade(
         beside = {"sinks": sinks, "out": out}
         dlpack.check_libraries({"q": q} | of_parts | beside, in_caches)
         with naming(dlpack.own_libraries({"q": q} | beside | of_parts)):
-            options = {"softmax_scale": softmax_scale, "softcap": softcap, "backend": backend}
             with contextlib.suppress(dlpack.Traced):
-                return _cascade_adopted(
-                    q, parts, sinks, out, stream, causal, softmax_scale, softcap, return_lse, backend
-                )
-            return _traced(q, parts, sinks, out, causal, return_lse, options | {"stream": stream})
+                return _cascade_adopted(q, parts, sinks, out, causal, return_lse, options)
+            return _traced(q, parts, sinks, out, causal, return_lse, options)
     traced = arrays.kind_of(q).watched(q)
     check_rank(arrays.shape_if_any(q, "q"))
     try:
@@ -151,14 +149,13 @@ def cascade(
                 calls.append((q, in_batch(q, part, index), diagonal))
         of_caches: dict[int, tuple[Plan, Ready]] = {}
         if not traced and len(parts) > 1:  # a single call checks itself
-            of_caches = _ready_caches(calls, softmax_scale, softcap, sinks, out, stream, backend)
+            of_caches = _ready_caches(calls, sinks, out, options)
     except torchkind.RequiresGradient as error:
         raise error.of("cascade()") from None
-    common = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
     if len(parts) == 1:
         (_, part, _) = calls[0]
         return attention(
-            q, *keys_of(part), causal=causal, sinks=sinks, out=out, return_lse=return_lse, **common
+            q, *keys_of(part), causal=causal, sinks=sinks, out=out, return_lse=return_lse, **options
         )
     results = []
     for index, (seen, part, diagonal) in enumerate(calls):
@@ -168,7 +165,7 @@ def cascade(
             found = plan.results_of(given)
         else:
             joined = sinks if index == len(calls) - 1 else None
-            found = attention(seen, *keys_of(part), causal=diagonal, sinks=joined, return_lse=True, **common)
+            found = attention(seen, *keys_of(part), causal=diagonal, sinks=joined, return_lse=True, **options)
         results.append(found if seen is q else _unfolded(found, q, stream))
     merged, lse = merge(results, out=out, stream=stream, backend=backend)
     return (merged, lse) if return_lse else merged
@@ -210,9 +207,7 @@ def _traced(
                 **options,
             )
         except FlashgenError as error:
-            if error.subject in _OF_CALL:
-                raise
-            raise type(error)(f"parts[{index}]: {error.message}") from None
+            _raise_of_part(error, index)
         if seen is not q:
             batch, rows, heads = q.shape[:3]
             o, lse = o.reshape(batch, rows, heads, -1), lse.reshape(heads, batch, rows).swapaxes(0, 1)
@@ -230,14 +225,15 @@ def _does_nothing(name: str, value: Any) -> bool:
     return value is None or (name == "params" and isinstance(value, dict) and not value)
 
 
+def _raise_of_part(error: FlashgenError, index: int) -> NoReturn:
+    """Raise an error about a part with its number, and one about an argument of the call as it is."""
+    if error.subject in _OF_CALL:
+        raise error
+    raise type(error)(f"parts[{index}]: {error.message}") from None
+
+
 def _ready_caches(
-    calls: list[tuple[Any, Any, bool]],
-    softmax_scale: Any,
-    softcap: Any,
-    sinks: Any,
-    out: Any,
-    stream: Any,
-    backend: str | None,
+    calls: list[tuple[Any, Any, bool]], sinks: Any, out: Any, options: dict[str, Any]
 ) -> dict[int, tuple[Plan, Ready]]:
     """The calls over KVCaches, by index: checked before the first call, with memory for their results, not
     yet queued. ``calls`` are q, a part, and whether it is causal. Messages name the part.
@@ -251,12 +247,9 @@ def _ready_caches(
             q=q,
             k=part,
             causal=diagonal,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
             sinks=sinks if index == len(calls) - 1 else None,
             return_lse=True,
-            stream=stream,
-            backend=backend,
+            **options,
         )
         try:
             with naming(names_of(call)):
@@ -271,9 +264,7 @@ def _ready_caches(
             if out is not None:
                 check_apart(out, plan.problem.operator, given)
         except FlashgenError as error:
-            if error.subject in _OF_CALL:
-                raise
-            raise type(error)(f"parts[{index}]: {error.message}") from None
+            _raise_of_part(error, index)
     return found_ready
 
 
@@ -300,12 +291,9 @@ def _cascade_adopted(
     parts: list[tuple[Any, Any] | KVCache],
     sinks: Any,
     out: Any,
-    stream: Any,
     causal: bool,
-    softmax_scale: float | None,
-    softcap: float | None,
     return_lse: bool,
-    backend: str | None,
+    options: dict[str, Any],
 ) -> Any:
     """`cascade` for arrays that flashgen does not read directly: adopt them, and hand the results back."""
     if out is not None and dlpack.immutable(out):
@@ -313,6 +301,7 @@ def _cascade_adopted(
             f"{arg('out')} has type {type(out).__name__}, whose memory cannot be written to; call without "
             f"{arg('out')}"
         )
+    stream = options["stream"]
     native_q = dlpack.adopt(q, "q", stream)
     native = []
     for index, part in enumerate(parts):
@@ -327,13 +316,10 @@ def _cascade_adopted(
         native_q,
         native,
         causal=causal,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
         sinks=None if sinks is None else dlpack.adopt(sinks, "sinks", stream),
         out=None if out is None else dlpack.adopt(out, "out", stream),
         return_lse=True,
-        stream=stream,
-        backend=backend,
+        **options,
     )
     inputs = (native_q, *(x for part in native for x in arrays_by_name(part).values()))
     lse = dlpack.hand_back(results[1], q, inputs, stream)

@@ -11,7 +11,7 @@ from flashgen.call.signature import public
 from flashgen.errors import BadParam, FlashgenError, arg, naming
 from flashgen.operators.merge import MERGE, check_parts, normalise
 from flashgen.operators.overlaps import check_memory
-from flashgen.runtime import arrays, dlpack, torchkind
+from flashgen.runtime import arrays, dlpack
 
 if TYPE_CHECKING:
     from flashgen.call.record import Call
@@ -72,9 +72,7 @@ def _merge(call: Call) -> tuple[Any, Any]:
     except FlashgenError as error:
         if traced:  # named already
             raise
-        refused = error.of("merge()") if isinstance(error, torchkind.RequiresGradient) else error
-        refused.rename(_names(len(pairs)))
-        raise refused from None
+        error.raise_as(_names(len(pairs)), "merge()")
     return _traced(pairs, out, lse_out, stream, call.backend)
 
 

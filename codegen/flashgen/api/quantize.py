@@ -11,7 +11,7 @@ from flashgen.call.signature import public
 from flashgen.errors import BadParam, FlashgenError, arg
 from flashgen.operators.arguments import shown
 from flashgen.operators.quantize import PER, QUANTIZE
-from flashgen.runtime import arrays, dlpack, torchkind
+from flashgen.runtime import arrays, dlpack
 
 if TYPE_CHECKING:
     from flashgen.call.record import Call
@@ -54,13 +54,8 @@ def _quantize(call: Call) -> tuple[Any, Any]:
 
             return compiled.quantize(request)
         result = compute(request, kind)
-    except torchkind.RequiresGradient as error:
-        refused = error.of("quantize()")
-        refused.rename(_NAMES)
-        raise refused from None
     except FlashgenError as error:
-        error.rename(_NAMES)
-        raise
+        error.raise_as({"codes": "out"}, "quantize()")
     codes, scale = result if scale is None else (result, scale)
     if kind is None and codes.dtype == "uint8" and dlpack.library_of(call.x) == "jax":
         from ml_dtypes import float8_e4m3fn
@@ -68,7 +63,5 @@ def _quantize(call: Call) -> tuple[Any, Any]:
         codes = codes.view(float8_e4m3fn)
     return codes, scale
 
-
-_NAMES = {"codes": "out"}
 
 quantize = public("quantize", QuantizeCall, _quantize, __name__)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashgen.call import packedmask
 from flashgen.call.codec import INPUTS, INPUTS_SCHEMA, SCHEMA, decode, dtype_of_result, encode, encode_score
 from flashgen.call.compute import compute
-from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, OF_BLOCK_MASK
+from flashgen.call.fields import DIFFERENTIABLE, LENGTHS
 from flashgen.call.mask import Mask, mask_of
 from flashgen.call.record import AttentionCall, GradientCall, call_of
 from flashgen.call.request import (
@@ -28,21 +28,23 @@ from flashgen.call.request import (
     score_gradient_of,
 )
 from flashgen.call.tensors import (
+    IN_ROWS,
+    OF_BACKWARD,
     arrays_of,
     arrays_of_mask,
     arrays_of_score,
+    by_input,
     check_meta,
     check_tensors,
     new_gradient,
+    readable,
     refuse_derivatives,
     refuse_tangents,
     refuse_transforms,
-    single,
     with_rows,
 )
 from flashgen.errors import BadParam, FlashgenError, NullPointer, arg
 from flashgen.host.torchimport import is_file_of
-from flashgen.operators.backward import BACKWARD
 from flashgen.operators.combinations import Feature, refuse
 from flashgen.operators.contract import check_rank
 from flashgen.runtime.arrays import kind_of
@@ -58,18 +60,6 @@ is_file_of(__file__, __name__)
 # The tensors whose operators nobody but autograd looks at.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _COUNT, _GRADIENTS = len(INPUTS), len(DIFFERENTIABLE)
-# What the backward pass takes beside the inputs: the first before them, the others after them.
-OF_BACKWARD = ("dout", *INPUTS, "out", "lse", "dlse")
-# Of these the arrays whose rows are aligned, and the ones that are contiguous; lengths and lists of key
-# blocks are as the caller has them.
-_IN_ROWS, _CONTIGUOUS = (
-    tuple(
-        x.name
-        for x in BACKWARD.arguments
-        if x.layout == layout and x.name in OF_BACKWARD and x.name not in (*LENGTHS, *OF_BLOCK_MASK)
-    )
-    for layout in ("rows", "contiguous")
-)
 # The options of both passes.
 _SHARED = [
     x.name
@@ -159,7 +149,7 @@ def _attend(*args: Any) -> tuple[Tensor, Tensor]:
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     # Inductor drops a copy that a caller has made: to it a tensor that starts elsewhere is as good.
     pairs = zip(INPUTS, args, strict=False)
-    inputs = (with_rows(x) if name in _IN_ROWS and x is not None else x for name, x in pairs)
+    inputs = (with_rows(x) if name in IN_ROWS and x is not None else x for name, x in pairs)
     return _attend(*inputs, *args[_COUNT:])
 
 
@@ -175,30 +165,9 @@ def _differentiate(*args: Any) -> tuple[Tensor, ...]:
     result of an operator is a tensor.
     """
     score_arrays, *entries = args[len(OF_BACKWARD) :]
-    gradients = differentiate(_readable(args), score_arrays, tuple(entries))
+    gradients = differentiate(readable(args), score_arrays, tuple(entries))
     inputs = args[1 : 1 + _GRADIENTS]
-    return tuple(args[0].new_empty(0) if x is None else x for x in _by_input(gradients, inputs))
-
-
-def _by_input(gradients: tuple[Tensor, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A gradient for each of the differentiable inputs, None for one that the call lacks."""
-    if len(gradients) == len(inputs):
-        return gradients
-    remaining = iter(gradients)
-    return tuple([None if x is None else next(remaining) for x in inputs])
-
-
-def _readable(arrays: tuple[Any, ...]) -> dict[str, Any]:
-    """What the backward pass takes, by name, in layouts that kernels read."""
-    values = dict(zip(OF_BACKWARD, arrays, strict=False))
-    # Hooks of saved tensors keep values, and not where these are in memory.
-    for name in _IN_ROWS:
-        if values[name] is not None:
-            values[name] = with_rows(values[name])
-    for name in _CONTIGUOUS:
-        if values[name] is not None:
-            values[name] = single(values[name]).contiguous()
-    return values
+    return tuple(args[0].new_empty(0) if x is None else x for x in by_input(gradients, inputs))
 
 
 @torch.library.custom_op(
@@ -211,7 +180,7 @@ def _readable(arrays: tuple[Any, ...]) -> dict[str, Any]:
 def score_gradient(*args: Any) -> Tensor:
     """The gradient of one of ``score_arrays``, at ``place``, as `attention_backward` has the others."""
     score_arrays, *entries, place = args[len(OF_BACKWARD) :]
-    call = decode(GradientCall, _readable(args), score_arrays, tuple(entries))
+    call = decode(GradientCall, readable(args), score_arrays, tuple(entries))
     return gradient_of_score(call, [*_tensors_of_score(call)][place])
 
 
@@ -368,8 +337,8 @@ class _Attention(torch.autograd.Function):
             gradients = compute(_GRADIENT_REQUESTS[has_lengths](call, *arrays), kind_of(dout))
         except (FlashgenError, RuntimeError):  # some array needs a copy, or an error names what is wrong
             options = {name: getattr(call, name) for name in _SHARED}
-            gradients = _gradients(call_of(GradientCall, **options, **_readable(arrays)))
-        return *_by_input(gradients, saved[:_GRADIENTS]), None
+            gradients = _gradients(call_of(GradientCall, **options, **readable(arrays)))
+        return *by_input(gradients, saved[:_GRADIENTS]), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> None:
@@ -418,9 +387,9 @@ class _Modified(torch.autograd.Function):
         # Where gradients are recorded themselves, the operator refuses to have its own.
         if not torch.is_grad_enabled() and _is_eager(arrays):
             gradients = call_of(GradientCall, **{name: getattr(call, name) for name in _SHARED})
-            gradients = gradients.replace(**_readable(arrays) | {"mask": mask})
+            gradients = gradients.replace(**readable(arrays) | {"mask": mask})
             of_score = [gradient_of_score(gradients, name) if needed else None for name, needed in learned]
-            return *_by_input(_gradients(gradients), saved[:_GRADIENTS]), *of_score, None, None
+            return *by_input(_gradients(gradients), saved[:_GRADIENTS]), *of_score, None, None
         call = call.replace(**dict(zip(INPUTS, saved, strict=False)) | {"mask": mask})
         score_arrays, entries = encode(call)
         of_score = [

@@ -92,13 +92,12 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
         return simulated(problem, _specs(folders), algorithm)
     from flashgen.runtime.device import device
     from flashgen.schedule.dispatch import offers
-    from flashgen.schedule.growing import keys_alike
     from flashgen.schedule.plan import choices
 
     here = device(problem.device)
     offered = offers(problem, here, specs_of(problem, here), algorithm)
     runner = prepare(choices(problem, here, offered), here)
-    runner.keys_alike = keys_alike(problem, offered)
+    runner.offered = offered
     return runner
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FORWARD = ("attention", "plan")
 BACKWARD = ("attention_backward", "plan_backward")
@@ -60,3 +63,9 @@ class Field:
     hint: str = ""
     shorthand: Shorthand | None = None
     doc: str = ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence: "q, k and v"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

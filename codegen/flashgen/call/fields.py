@@ -7,16 +7,10 @@ messages derive from this table. A new option is a new `Field`, in the place tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flashgen.call.field import BACKWARD, FORWARD, Field, Shorthand
 from flashgen.operators.dropout import NO_DROPOUT
 from flashgen.operators.maskoptions import NO_WINDOW
 from flashgen.operators.splits import AUTO
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 _NUMBER, _BOUND = "float | None", "int | None"
 
@@ -446,9 +440,3 @@ PLAN_KEYWORDS = frozenset(
         *("backend", "cache", "total_lengths", "q_rotated"),
     )
 )
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names in a sentence: "q, k and v"."""
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last

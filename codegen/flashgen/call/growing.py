@@ -29,11 +29,12 @@ _MAX_STRIDE = 1 << 36
 
 @dataclass(slots=True)
 class Relative:
-    """A plan whose steps may serve other numbers of keys, and how they follow, once that was needed; False
-    where they do not.
+    """A plan whose steps may serve other numbers of keys; and once a second number came, which numbers, and
+    how the steps follow, False where they do not.
     """
 
     plan: Plan
+    keys: range | None = None
     growth: Growth | bool | None = None
 
 
@@ -55,7 +56,9 @@ def plan_of(relative: Relative, request: Request, kind: Kind, layouts: tuple[Any
     """
     plan = relative.plan
     problem, keys = plan.problem, layouts[_K][0][-_ROWS]
-    if keys not in getattr(plan.runner, "keys_alike", ()):  # the CPU path has none
+    if relative.keys is None:
+        relative.keys = _keys_alike(problem, plan.runner)
+    if keys not in relative.keys:
         return None
     if request.options[request.operator.options.index("window_size")] != NO_WINDOW:  # it may hide many keys
         return None
@@ -63,7 +66,7 @@ def plan_of(relative: Relative, request: Request, kind: Kind, layouts: tuple[Any
     if None in strides:
         return None
     if relative.growth is None:
-        relative.growth = _growth(problem, plan.runner)
+        relative.growth = _growth(problem, plan.runner, relative.keys)
     if not relative.growth:
         return None
     from flashgen.schedule.growing import with_keys
@@ -72,15 +75,25 @@ def plan_of(relative: Relative, request: Request, kind: Kind, layouts: tuple[Any
     return plan.with_layouts(grown, plan.runner.of(relative.growth.at(grown).steps), layouts, (_K, _V))
 
 
-def _growth(problem: Problem, runner: Runner) -> Growth | bool:
+def _keys_alike(problem: Problem, runner: Runner) -> range:
+    """For how many keys dispatch chooses as for ``problem``, with the same grid: for none on the CPU path."""
+    offered = getattr(runner, "offered", ())
+    if not offered:
+        return range(0)
+    from flashgen.schedule.growing import keys_alike
+
+    return keys_alike(problem, offered)
+
+
+def _growth(problem: Problem, runner: Runner, keys: range) -> Growth | bool:
     """How the steps follow, if they do from the first to the last number of keys."""
     from flashgen.schedule.growing import Growth
 
     growth = Growth(problem, runner.planned)
-    ends = runner.keys_alike[0], runner.keys_alike[-1]
     of_arrays = [(problem.array(name).extents, problem.array(name).strides) for name in ("k", "v")]
     mapped = all(_have_maps(extents, strides, problem) for extents, strides in of_arrays)
-    return growth if mapped and growth.holds(runner.device.without(problem.sm_margin), ends) else False
+    device = runner.device.without(problem.sm_margin)
+    return growth if mapped and growth.holds(device, (keys[0], keys[-1])) else False
 
 
 def _strides(problem: Problem, place: int, kind: Kind, x: Any) -> Strides | None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flashgen.operators import blocklists
-from flashgen.operators.masklists import ARGUMENTS, OPTIONS, lists_of_rule, operator_for
+from flashgen.operators.masklists import ARGUMENTS, MASK_LISTS, OPTIONS, lists_of_rule
 from flashgen.operators.masks import UNBOUNDED
+from flashgen.operators.operator import lined
 from flashgen.runtime.arrays import kind_of, on_host, runs_kernels
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class KeptLists:
             outputs = tuple([plan.kind.empty(x.extents(extents), like, None, "int32") for x in ARGUMENTS])
             named = dict(zip(OPTIONS, (*sizes, block, window, None), strict=True))
             options = (*(named[name] for name in OPTIONS), problem.rule)
-            operator = operator_for(problem.rule.rule)
+            operator = lined(MASK_LISTS, problem.rule.rule)
             listing = make_plan(request.another(operator, (*outputs, *arrays), options))
             listing(*outputs, *arrays)
             self._by_block[key] = Lists(block, listing, outputs, lists.table(problem.seqlen_q))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashgen.call import blockmask, latent, packedmask
@@ -17,11 +15,13 @@ from flashgen.call.mask import Mask
 from flashgen.call.record import AttentionCall, GradientCall
 from flashgen.call.scores import score_of
 from flashgen.errors import BadParam, NullPointer, arg
+from flashgen.operators import operator_of
 from flashgen.operators.arguments import shown
 from flashgen.operators.combinations import Feature
 from flashgen.operators.dropout import NO_DROPOUT
 from flashgen.operators.lengths import refuse_bounds
 from flashgen.operators.maskoptions import mask_type_name
+from flashgen.operators.operator import extended, modified
 from flashgen.operators.rules import PREFIX
 
 if TYPE_CHECKING:
@@ -137,19 +137,16 @@ class _Operators:
     call first needs it: the first calls of a process need not wait for all modules.
     """
 
-    __slots__ = ("_lengths", "module", "operator_for", "pack", "plain", "record", "with_lengths")
+    __slots__ = ("_lengths", "name", "pack", "plain", "record", "with_lengths")
 
-    def __init__(self, module: str, record: type[Call], lengths: bool = False) -> None:
-        self.module, self.record, self._lengths = module, record, lengths
+    def __init__(self, name: str, record: type[Call], lengths: bool = False) -> None:
+        self.name, self.record, self._lengths = name, record, lengths
         self.with_lengths: Any = None
         self.plain: Any = None
-        self.operator_for: Any = None
         self.pack: Any = None
 
     def load(self) -> None:
-        operator_for = importlib.import_module(f"flashgen.operators.{self.module}").operator_for
-        self.operator_for = partial(operator_for, lengths=self._lengths)
-        operator = operator_for(None, self._lengths)
+        operator = operator_of(self.name, self._lengths)
         self.pack = packing(operator, self.record)
         self.plain = operator
 
@@ -162,7 +159,7 @@ class _Operators:
         if not call.has_score():
             return self.pack(call, self.plain, None, (call.softmax_scale,))
         score, arrays, numbers = score_of(call)
-        request = self.pack(call, self.operator_for(score), score, (call.softmax_scale, *numbers))
+        request = self.pack(call, extended(self.plain, score), score, (call.softmax_scale, *numbers))
         request.arrays += arrays
         return request
 
@@ -181,7 +178,7 @@ class _Operators:
         one = packedmask.OneSequence(call.replace(mask=None), mask.rule, tuple(mask.arguments.values()))
         if of_pack:
             one = packedmask.one_sequence(call, mask, score)
-        operator = self.operator_for(score, rule=one.rule.rule)
+        operator = extended(self.plain, score, one.rule.rule)
         request = self.pack(one.call, operator, score, (call.softmax_scale, *numbers))
         request.arrays += (*arrays, *one.arrays)
         request.options += (one.rule,)
@@ -190,17 +187,16 @@ class _Operators:
 
 
 _ATTENTION = _Operators("attention", AttentionCall)
-_BACKWARD = _Operators("backward", GradientCall)
-for _plain in (_ATTENTION, _BACKWARD):
-    _plain.with_lengths = _Operators(_plain.module, _plain.record, lengths=True)
-_LATENT = _Operators("latent", AttentionCall, lengths=True)
+_BACKWARD = _Operators("attention_backward", GradientCall)
+_FP8 = _Operators("attention_fp8", AttentionCall)
+for _plain in (_ATTENTION, _BACKWARD, _FP8):
+    _plain.with_lengths = _Operators(_plain.name, _plain.record, lengths=True)
+_LATENT = _Operators("latent_attention", AttentionCall, lengths=True)
 _LATENT.with_lengths = _LATENT
-_SPARSE_LATENT = _Operators("sparse_latent", AttentionCall)
+_SPARSE_LATENT = _Operators("sparse_latent_attention", AttentionCall)
 _SPARSE_LATENT.with_lengths = _SPARSE_LATENT
-_WEIGHTS = _Operators("weights", AttentionCall)
+_WEIGHTS = _Operators("attention_weights", AttentionCall)
 _SCORE_GRADIENT = _Operators("score_gradient", GradientCall)
-_FP8 = _Operators("fp8", AttentionCall)
-_FP8.with_lengths = _Operators("fp8", AttentionCall, lengths=True)
 
 
 def load_operators() -> None:
@@ -261,9 +257,7 @@ def gradient_packing(lengths: bool, arrays: tuple[str, ...]) -> Callable[..., Re
     """``pack(call, *arrays)``: what the gradients of a recorded call of ``attention`` without a score
     modification request. ``call`` has its options, and is normal.
     """
-    from flashgen.operators.backward import operator_for
-
-    operator = operator_for(None, lengths)
+    operator = operator_of("attention_backward", lengths)
     pack = packing(operator, AttentionCall, arrays, without=("stream", "algorithm"))
     return lambda call, *values: pack(call, operator, None, (call.softmax_scale,), *values)
 
@@ -389,7 +383,7 @@ def score_gradient_of(call: Call, name: str) -> Request:
     if _SCORE_GRADIENT.plain is None:
         _SCORE_GRADIENT.load()
     score = score.with_respect_to(array)
-    operator = _SCORE_GRADIENT.operator_for(score)
+    operator = modified(_SCORE_GRADIENT.plain, score)
     request = _SCORE_GRADIENT.pack(call, operator, score, (call.softmax_scale, *numbers))
     request.arrays += arrays
     request.workspace = None  # it is for the gradients of the other arrays

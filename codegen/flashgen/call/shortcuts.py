@@ -1,13 +1,14 @@
-"""Calls of a drop-in that are like an earlier one: from its arguments straight to the plan.
+"""Calls that are like an earlier one: from their arguments straight to its plan, or to both of its plans.
 
-A drop-in checks its arguments and makes arguments of ``attention`` of them. Where a call has
-the options of an earlier call, and a guard of PyTorch finds that its tensors have the same types and layouts,
-the plan is the same.
+A drop-in, or ``attention(append=)``, checks its arguments and makes requests of them. Where a call has the
+options of an earlier call, and a guard of PyTorch finds that its tensors have the same types and layouts,
+the plans are the same.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.call import compute
 from flashgen.errors import FlashgenError
@@ -19,6 +20,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashgen.call.request import Request
+    from flashgen.runtime.arrays import Kind
+    from flashgen.runtime.plans import Plan
+
+
+class Leg(NamedTuple):
+    """A plan, what puts the arrays of a call, or their pointers, into its order, and its scalars."""
+
+    plan: Plan
+    in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    scalars: tuple[Any, ...]
+
+
+Way = tuple[Leg, ...]
+
+
+def keep(key: Any, arrays: tuple[Any, ...], kind: Kind, *legs: tuple[Any, ...]) -> None:
+    """Keep the way of calls like one with these arrays of ``kind``. Of each leg ``legs`` has the plan, the
+    places of its arguments among the arrays of a call, and the scalars.
+    """
+    try:
+        compute.note(key, _way(*legs), kind.expecting, arrays)
+    except TypeError:  # an option is not hashable
+        return
+
+
+@lru_cache(maxsize=compute.MAX_PLANS)
+def _way(*legs: tuple[Plan, tuple[int, ...], tuple[Any, ...]]) -> Way:
+    return tuple(Leg(plan, picking(places), scalars) for plan, places, scalars in legs)
 
 
 class Shortcuts:
@@ -28,9 +57,7 @@ class Shortcuts:
 
     def __init__(self, *names: str) -> None:
         self.names = names
-        # By options and shapes: what puts the drop-in's arrays into the operator's order, and the scalars;
-        # None where a call copied an array.
-        self._ways: dict[Any, tuple[Callable[[Any], Any], tuple[Any, ...]] | None] = {}
+        self._copying: set[Any] = set()  # keys of calls that copied an array, which have no shortcut
 
     def run(self, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
         """The results of a call, or None for one that no shortcut serves: the drop-in does what it does for a
@@ -39,17 +66,13 @@ class Shortcuts:
         kind = tensor_kind(arrays[0])
         if kind is None or kind.records(*arrays[:3]) or kind.on_host(arrays[0]):
             return None
-        key = self._key(options, arrays)
         try:
-            way = self._ways.get(key)
+            way, pointers = compute.recent(self._key(options, arrays), arrays)
         except TypeError:  # an option is not hashable
             return None
-        if way is None:
-            return None
-        plan, pointers = compute.recent(key, arrays)
         if pointers is None or (pointers[0] | pointers[1] | pointers[2]) % ROW_ALIGNMENT:
             return None
-        in_order, scalars = way
+        ((plan, in_order, scalars),) = way
         try:
             return plan.run(in_order((*arrays, None)), in_order((*pointers, 0)), scalars, None)
         except FlashgenError:  # before anything is queued; the drop-in raises it by its names, or copies
@@ -64,22 +87,20 @@ class Shortcuts:
             return
         key = self._key(options, arrays)
         try:
-            if self._ways.get(key, ()) is None:
+            if key in self._copying:
                 return
         except TypeError:  # an option is not hashable
             return
-        if len(self._ways) >= compute.MAX_PLANS:
-            self._ways.clear()
         requested = request()
         plan = compute.kept_plan(requested, kind)
         if plan is None:
-            self._ways[key] = None
+            if len(self._copying) >= compute.MAX_PLANS:
+                self._copying.clear()
+            self._copying.add(key)
             return
         places = {name: place for place, name in enumerate(self.names)}
-        absent = len(self.names)
-        in_order = picking([places.get(x.name, absent) for x in requested.operator.arguments])
-        self._ways[key] = in_order, requested.scalars
-        compute.note(key, plan, kind.expecting, arrays)
+        in_order = tuple(places.get(x.name, len(places)) for x in requested.operator.arguments)
+        keep(key, arrays, kind, (plan, in_order, requested.scalars))
 
     def _key(self, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
         # 1, 1.0 and True are equal, and not each is a flag.

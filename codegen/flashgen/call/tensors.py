@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashgen.call.codec import INPUTS
-from flashgen.call.fields import DIFFERENTIABLE, SHORTHANDS, listed
+from flashgen.call.field import listed
+from flashgen.call.fields import DIFFERENTIABLE, LENGTHS, OF_BLOCK_MASK, SHORTHANDS
 from flashgen.call.mask import Mask
 from flashgen.errors import BadParam, DeviceTypeNotSupported, arg
 from flashgen.operators.arguments import ROW_ALIGNMENT
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
 _DTYPES = {
     of: torch.float32 for name, of in INPUT_OF.items() if BACKWARD.arguments[BACKWARD.position(name)].dtypes
 }
+# What the backward pass takes beside the inputs: the first before them, the others after them.
+OF_BACKWARD = ("dout", *INPUTS, "out", "lse", "dlse")
+# Of these the arrays whose rows are aligned, and the ones that are contiguous; lengths and lists of key
+# blocks are as the caller has them.
+IN_ROWS, _CONTIGUOUS = (
+    tuple(
+        x.name
+        for x in BACKWARD.arguments
+        if x.layout == layout and x.name in OF_BACKWARD and x.name not in (*LENGTHS, *OF_BLOCK_MASK)
+    )
+    for layout in ("rows", "contiguous")
+)
 
 
 def arrays_of(call: Call, names: tuple[str, ...] = INPUTS) -> dict[str, Any]:
@@ -132,3 +145,24 @@ def with_rows(x: Tensor) -> Tensor:
     for stride, extent in zip(strides, x.shape, strict=False):
         rows = rows and (extent < 2 or stride * size % ROW_ALIGNMENT == 0)
     return x if rows else x.clone(memory_format=torch.contiguous_format)
+
+
+def readable(arrays: tuple[Any, ...]) -> dict[str, Any]:
+    """What the backward pass takes, by name, in layouts that kernels read."""
+    values = dict(zip(OF_BACKWARD, arrays, strict=False))
+    # Hooks of saved tensors keep values, and not where these are in memory.
+    for name in IN_ROWS:
+        if values[name] is not None:
+            values[name] = with_rows(values[name])
+    for name in _CONTIGUOUS:
+        if values[name] is not None:
+            values[name] = single(values[name]).contiguous()
+    return values
+
+
+def by_input(gradients: tuple[Tensor, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A gradient for each of the differentiable inputs, None for one that the call lacks."""
+    if len(gradients) == len(inputs):
+        return gradients
+    remaining = iter(gradients)
+    return tuple([None if x is None else next(remaining) for x in inputs])

@@ -30,7 +30,7 @@ def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None, gpu
     what is allowed.
     """
     path = Path(path).absolute()
-    text = _text(path)
+    text = text_of(path)
     tuned = None
     if gpu is not None:
         from flashgen.families.tuned import find
@@ -78,7 +78,7 @@ def load_specs(
         paths |= {path.stem: path for path in yaml_files(folder) if path.name not in NO_FAMILIES}
     if operator is not None:
         paths = {
-            stem: path for stem, path in paths.items() if is_of(operator, path, _text(path), has_lengths)
+            stem: path for stem, path in paths.items() if is_of(operator, path, text_of(path), has_lengths)
         }
     specs = tuple(load_spec(path, cache, gpu) for path in paths.values())
     owners: dict[tuple[str, str], list[Spec]] = {}
@@ -95,7 +95,8 @@ def load_specs(
     return specs
 
 
-def _text(path: Path) -> bytes:
+def text_of(path: Path) -> bytes:
+    """The bytes of a file. Raises SpecError."""
     try:
         return read_file(path, MAX_BYTES)
     except OSError as error:

@@ -11,14 +11,12 @@ from collections.abc import Mapping  # noqa: TC003
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from flashgen.errors import SpecError
-from flashgen.families.bases import MASKS_FILE, MAX_BYTES
+from flashgen.families.bases import MASKS_FILE
 from flashgen.families.formulas import Passed, conditions, operands
 from flashgen.families.kinds import ANYTHING, Choice, Either, ListOf, MapOf, Text, record
-from flashgen.families.load import spec_folders, yaml_files
+from flashgen.families.load import spec_folders, text_of, yaml_files
 from flashgen.families.schema import NAME
 from flashgen.families.yamlfile import Document
-from flashgen.host.paths import read_file
 from flashgen.operators.parser import INTEGER_FUNCTIONS, MASK, FormulaError, parse
 from flashgen.operators.rules import DIMENSIONS, LINE, NAMES, TOKEN, Rule, RuleParam
 
@@ -64,11 +62,7 @@ def load_masks(folders: str) -> Mapping[str, Rule]:
 
 def read_masks(path: Path) -> dict[str, Rule]:
     """The masks of one file. Raises SpecError."""
-    try:
-        text = read_file(path, MAX_BYTES)
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from error
-    document = Document(path, text)
+    document = Document(path, text_of(path))
     file = document.convert((), document.value, FILE)
     return {name: _declared(document, name, row) for name, row in file.masks.items()}
 

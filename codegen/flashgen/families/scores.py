@@ -11,15 +11,13 @@ from collections.abc import Collection, Iterable, Mapping  # noqa: TC003
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
-from flashgen.errors import SpecError
-from flashgen.families.bases import MAX_BYTES, SCORES_FILE
+from flashgen.families.bases import SCORES_FILE
 from flashgen.families.kinds import ANYTHING, Choice, Either, ListOf, MapOf, Text, record
-from flashgen.families.load import spec_folders, yaml_files
+from flashgen.families.load import spec_folders, text_of, yaml_files
 from flashgen.families.parameters import KEPT
 from flashgen.families.params import score_params
 from flashgen.families.schema import NAME
 from flashgen.families.yamlfile import Document
-from flashgen.host.paths import read_file
 from flashgen.operators import OPERATORS
 from flashgen.operators.contract import DTYPES
 from flashgen.operators.formula import FUNCTIONS
@@ -116,11 +114,7 @@ def load_scores(extra: str | os.PathLike[str] | None = None, *, keywords: Collec
 
 def read_scores(path: Path, *, keywords: Collection[str]) -> Scores:
     """The modifications of one file; ``keywords`` as in `load_scores`. Raises SpecError."""
-    try:
-        text = read_file(path, MAX_BYTES)
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from error
-    document = Document(path, text)
+    document = Document(path, text_of(path))
     file = document.convert((), document.value, FILE)
     reserved = reserved_names().union(keywords)
     by_name = {name: _declared(document, name, row, reserved) for name, row in file.scores.items()}

@@ -56,10 +56,12 @@ def operator_for(
     """The operator of that name with a score modification and a mask by a line, if any, as calls with or
     without lengths have it.
     """
+    operator = operator_of(name, has_lengths)
     if score is None and rule is None:
-        return operator_of(name, has_lengths)
-    make = importlib.import_module(f"flashgen.operators.{_PLACES[name][0]}").operator_for
-    return make(score, has_lengths) if rule is None else make(score, has_lengths, rule)
+        return operator
+    from flashgen.operators.operator import extended
+
+    return extended(operator, score, rule)
 
 
 def operator_of(name: str, has_lengths: bool) -> Operator:

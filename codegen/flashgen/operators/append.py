@@ -39,7 +39,9 @@ from flashgen.operators import kvcodes, latentrows
 from flashgen.operators.append_sizes import check_room, check_sizes, check_table, sizes_of, symbols_of
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
+    INT32,
     ROW_ALIGNMENT,
+    WHOLE_INT32,
     Argument,
     check_devices,
     check_layouts,
@@ -63,7 +65,6 @@ Pairs = Literal["none", "halves", "interleaved"]
 Q_POSITIONS = ("each", "first")
 _NEEDED = ("k_new", "v_new", "lengths", "k_cache", "v_cache")  # in a latent cache no v
 
-_INT32 = {"dtypes": ("int32",), "alignment": 4}
 _PAGES = "num_pages page_size num_heads_kv"
 _TABLE = {"dtypes": DTYPES, "optional": True}
 _SCALE = kvcodes.SCALE | {"shape": "sequences num_heads_kv 1"}
@@ -72,17 +73,17 @@ _SCALE_OUT = kvcodes.SCALE | {"shape": _PAGES}
 ARGUMENTS = (
     Argument("k_new", "input", "batch seqlen_new num_heads_kv head_dim"),
     Argument("v_new", "input", "batch seqlen_new num_heads_kv head_dim_v", optional=True),
-    Argument("lengths", "input", "sequences", layout="contiguous", **_INT32),
+    Argument("lengths", "input", "sequences", **WHOLE_INT32),
     Argument("q", "input", "batch seqlen_q num_heads_q head_dim", optional=True),
-    Argument("pages", "input", "sequences max_pages", optional=True, **_INT32),
-    Argument("index", "input", "sequences", layout="contiguous", optional=True, **_INT32),
+    Argument("pages", "input", "sequences max_pages", optional=True, **INT32),
+    Argument("index", "input", "sequences", optional=True, **WHOLE_INT32),
     Argument("cos", "input", "num_positions rotary_half", **_TABLE),
     Argument("sin", "input", "num_positions rotary_half", **_TABLE),
-    Argument("positions", "input", "batch seqlen_new", optional=True, **_INT32),
-    Argument("cu_seqlens_new", "input", "boundaries", layout="contiguous", optional=True, **_INT32),
+    Argument("positions", "input", "batch seqlen_new", optional=True, **INT32),
+    Argument("cu_seqlens_new", "input", "boundaries", optional=True, **WHOLE_INT32),
     Argument("k_cache", "output", f"{_PAGES} head_dim"),
     Argument("v_cache", "output", f"{_PAGES} head_dim_v"),
-    Argument("total_lengths", "output", "sequences", layout="contiguous", **_INT32),
+    Argument("total_lengths", "output", "sequences", **WHOLE_INT32),
     Argument("q_rotated", "output", "batch seqlen_q num_heads_q head_dim"),
     Argument("k_scale", "input", **_SCALE),
     Argument("v_scale", "input", **_SCALE),
@@ -123,10 +124,6 @@ class AppendProblem(Problem):
     @property
     def operator(self) -> Operator:
         return APPEND
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {symbol: getattr(self, symbol) for symbol in sorted(APPEND.symbols)}
 
     def symbol_name(self, symbol: str) -> str:
         names = {"num_pages": "pages"} if self.paged else {"num_pages": "rows", "page_size": "capacity"}
@@ -177,11 +174,12 @@ class AppendProblem(Problem):
         return (*shape[:-1], latentrows.ROW_BYTES) if is_packed else shape
 
     def description(self) -> str:
-        tables = ", tables wide" if _tables(self) == "wide" else ""
+        tables = ", tables wide" if _has_wide_tables(self) else ""
+        pages = "paged" if self.paged else "none"
         codes = "" if self.kv_dtype is None else f", kv_dtype {self.kv_dtype}"
         codes += ", kv_scales token" if self.kv_scales == kvcodes.TOKEN else ""
         latent = ", latent" if self.latent else ""
-        return f"dtype {self.dtype}, rotary {self.pairs}{tables}, pages {_pages(self)}{codes}{latent}"
+        return f"dtype {self.dtype}, rotary {self.pairs}{tables}, pages {pages}{codes}{latent}"
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
         """``chunks`` counts the chunks of a batch entry's rows of q, k_new and v_new; it is at least the
@@ -199,12 +197,6 @@ class AppendProblem(Problem):
             "rotary_dim": 2 * self.rotary_half,
             "q_step": 1 if self.q_positions == "each" else 0,
         }
-
-    def scalar_values(self) -> dict[str, Number]:
-        return {}
-
-    def with_scalars(self, scalars: Sequence[Any]) -> AppendProblem:
-        return self
 
 
 def normalise(
@@ -383,16 +375,8 @@ def _check_places_and_dtypes(views: Mapping[str, ArrayView | None], kv_dtype: st
         )
 
 
-def _tables(problem: AppendProblem) -> str:
-    return "none" if problem.table_dtype == problem.dtype else "wide"
-
-
-def _rotated_last(problem: AppendProblem) -> str:
-    return "latent" if problem.latent and problem.pairs != "none" else "none"
-
-
-def _pages(problem: AppendProblem) -> str:
-    return "paged" if problem.paged else "none"
+def _has_wide_tables(problem: AppendProblem) -> bool:
+    return problem.table_dtype != problem.dtype
 
 
 def _contract(
@@ -415,23 +399,14 @@ APPEND = Operator(
     options=("interleaved", "q_positions", "kv_dtype", "head_dim_v"),
     scalars=(),
     axes={
-        "dtype": Axis(lambda problem, value: value == problem.dtype, DTYPES),
-        "rotary": Axis(
-            lambda problem, value: value == problem.pairs, ("none", "halves", "interleaved"), default="none"
-        ),
-        "tables": Axis(lambda problem, value: value == _tables(problem), ("none", "wide"), default="none"),
-        "pages": Axis(lambda problem, value: value == _pages(problem), ("none", "paged"), default="none"),
-        "kv_dtype": Axis(
-            lambda problem, value: value == (problem.kv_dtype or "none").replace("_", ""),
-            KV_DTYPES,
-            default="none",
-        ),
-        "latent": Axis(
-            lambda problem, value: value == _rotated_last(problem), ("none", "latent"), default="none"
-        ),
-        "kv_scales": Axis(
-            lambda problem, value: value == problem.kv_scales, kvcodes.KV_SCALES, default=kvcodes.PER_TILE
-        ),
+        "dtype": Axis.equal(lambda problem: problem.dtype, DTYPES),
+        "rotary": Axis.equal(lambda problem: problem.pairs, ("none", "halves", "interleaved"), "none"),
+        "tables": Axis.either("wide", _has_wide_tables),
+        "pages": Axis.either("paged", lambda problem: problem.paged),
+        "kv_dtype": Axis.equal(kvcodes.kv_dtype_word, KV_DTYPES, "none"),
+        # Its last elements are rotated, not the first.
+        "latent": Axis.either("latent", lambda problem: problem.latent and problem.pairs != "none"),
+        "kv_scales": Axis.equal(lambda problem: problem.kv_scales, kvcodes.KV_SCALES, kvcodes.PER_TILE),
     },
     grid_dimensions=("chunks", "batch"),
     contract=_contract,

@@ -50,6 +50,10 @@ ROW_ALIGNMENT = 16
 # Bytes at whose multiples the workspace of a call begins, and each slice of it.
 WORKSPACE_ALIGNMENT = 256
 
+# Arrays of numbers that are no elements, with any strides but the last, and contiguous ones.
+INT32, FP32 = ({"dtypes": (dtype,), "alignment": 4} for dtype in ("int32", "fp32"))
+WHOLE_INT32, WHOLE_FP32 = ({**numbers, "layout": "contiguous"} for numbers in (INT32, FP32))
+
 Strides = tuple[int, ...]
 # What a symbol is called in the name of a stride: q_row_stride, mask_head_stride.
 _STRIDE_WORDS = {

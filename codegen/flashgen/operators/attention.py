@@ -10,9 +10,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, InternalError, NullPointer, arg
-from flashgen.operators import blocklists, contract, kvcodes, trees
+from flashgen.operators import blocklists, contract, kvcodes, operator_for, trees
 from flashgen.operators import lengths as of_lengths
 from flashgen.operators.arguments import (
+    WHOLE_FP32,
     Argument,
     check_devices,
     check_layouts,
@@ -25,7 +26,7 @@ from flashgen.operators.combinations import Feature, refuse
 from flashgen.operators.dropout import NO_DROPOUT, QUERIES, check_bias, probability_of
 from flashgen.operators.lengths import BOUNDS, LENGTH_ARRAYS, PAGES, STARTS
 from flashgen.operators.maskoptions import mask_semantics, simplify
-from flashgen.operators.operator import Axis, Operator, Value, by_name, lined, modified
+from flashgen.operators.operator import Axis, Operator, Value, by_name
 from flashgen.operators.rules import NOT_PACKED, PackedTokens
 from flashgen.operators.splits import AUTO, splits_of
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from flashgen.operators.arguments import ArrayView, Expected
-    from flashgen.operators.rules import Rule, RuleOfCall
+    from flashgen.operators.rules import RuleOfCall
     from flashgen.operators.scores import Score
     from flashgen.operators.splits import Splits
 
@@ -51,37 +52,19 @@ ARGUMENTS = (
     *of_lengths.ARGUMENTS,
     contract.MASK._replace(shape="batch num_heads_q rows_q seqlen_kv"),
     Argument("out", "output", "batch_q rows_q num_heads_q head_dim_v"),
-    Argument(
-        "lse",
-        "output",
-        "batch_q num_heads_q rows_q",
-        dtypes=("fp32",),
-        layout="contiguous",
-        alignment=4,
-        optional=True,
-    ),
+    Argument("lse", "output", "batch_q num_heads_q rows_q", optional=True, **WHOLE_FP32),
     # The gradient is of the last dtype, whatever the array has.
     Argument(
         "sinks",
         "input",
         "num_heads_q",
-        dtypes=("bf16", "fp32"),
-        layout="contiguous",
-        alignment=4,
+        **WHOLE_FP32 | {"dtypes": ("bf16", "fp32")},
         optional=True,
         differentiable=True,
     ),
     of_lengths.KV_STARTS,
     *blocklists.ARGUMENTS,
-    Argument(
-        "dropout_seed",
-        "input",
-        "2",
-        dtypes=("int64",),
-        layout="contiguous",
-        alignment=8,
-        optional=True,
-    ),
+    Argument("dropout_seed", "input", "2", ("int64",), "contiguous", alignment=8, optional=True),
     *kvcodes.ARGUMENTS,
     trees.ARGUMENT,
 )
@@ -120,7 +103,7 @@ def normalise(
     dropout_row: int | None = None,
     kv_dtype: str | None = None,
     sm_margin: int | None = 0,
-    latent: tuple[type[AttentionProblem], Operator] | None = None,
+    problem_class: type[AttentionProblem] = AttentionProblem,
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
     score_scalars: Sequence[Any] = (),
@@ -130,12 +113,11 @@ def normalise(
     **inputs: ArrayView | None,
 ) -> AttentionProblem:
     """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``; the
-    bounds may be `Expected`. ``latent`` is the class of the problem and the operator of a latent cache, whose
-    head dims `latent.normalise` has checked. ``score_arrays`` and ``score_scalars`` are in the order of the
-    modification's, ``rule_arrays`` in the order of a mask by a line, which is ``rule``.
-    ``inputs`` has all other optional inputs of ARGUMENTS, by name: the arrays of lengths, and arrays that are
-    checked by their row of the table alone. ``of_codes`` is whether q, k and v are all e4m3, which is for
-    `fp8.normalise`: it checks their scales and the dtype of ``out``.
+    bounds may be `Expected`. ``problem_class`` names the operator, and limits the sizes. ``score_arrays`` and
+    ``score_scalars`` are in the order of the modification's, ``rule_arrays`` in the order of a mask by a
+    line, which is ``rule``. ``inputs`` has all other optional inputs of ARGUMENTS, by name: the arrays of
+    lengths, and arrays that are checked by their row of the table alone. ``of_codes`` is whether q, k and v
+    are all e4m3, which is for `fp8.normalise`: it checks their scales and the dtype of ``out``.
 
     Raises BadTensorShape, BadTensorDtype, BadTensorStrides, DeviceTypeNotSupported, NullPointer or BadParam.
     """
@@ -163,10 +145,7 @@ def normalise(
     else:
         of_lengths.refuse_bounds(max_seqlen_q, max_seqlen_kv)
         sizes = contract.sizes_of(q, k, v)
-    if latent:
-        contract.check_heads_and_lengths(sizes)
-    else:
-        contract.check_extents(sizes, dtype)
+    problem_class.check_sizes(sizes, dtype)
     kvcodes.check(inputs, kv_dtype, sizes)
     kv_scales = kvcodes.PER_TILE if of_codes else kvcodes.kind_of(inputs, lengths)
     inputs |= kvcodes.whole_scales_of(inputs, kv_scales, sizes, lengths)
@@ -219,8 +198,8 @@ def normalise(
     if lengths is not None:
         symbols |= lengths.sizes_of(sizes["batch"]) | kvcodes.sizes_of(kv_scales, sizes["batch"], lengths)
     batched = len(q.shape) == 4 if lengths is None else not lengths.packed_q
-    problem_class, operator = latent or (AttentionProblem, None)
-    operator = operator or operator_for(score, lengths is not None, rule and rule.rule)
+    name = problem_class.operator_name
+    operator = operator_for(name, score, lengths is not None, rule and rule.rule)
     for name in inputs.keys() - arrays.keys() - of_blocks.keys():
         argument = operator.arguments[operator.position(name)]
         missing = of_lengths.missing(argument, lengths, batched)
@@ -350,34 +329,20 @@ ATTENTION = Operator(
         "head_dim_v": Axis(
             lambda problem, value: value >= problem.head_dim_v, size=True, default_from="head_dim"
         ),
-        "dtype": Axis(lambda problem, value: value == problem.dtype, contract.DTYPES),
-        "mask_type": Axis(
-            lambda problem, value: value == _mask_of_kernels(problem),
-            KERNEL_MASKS,
-            default="none",
-        ),
+        "dtype": Axis.equal(lambda problem: problem.dtype, contract.DTYPES),
+        "mask_type": Axis.equal(_mask_of_kernels, KERNEL_MASKS, "none"),
         "gqa": Axis(_serves_grouping, ("mha", "gqa", "packed"), default="mha"),
         "splits": Axis(
             lambda problem, value: value == "any" or (value == "fixed") == (problem.splits != AUTO),
             SPLITS,
             default="any",
         ),
-        "pages": Axis(lambda problem, value: value == pages_of(problem), PAGES, default="none"),
-        "kv_starts": Axis(lambda problem, value: value == starts_of(problem), STARTS, default="none"),
-        "sinks": Axis(
-            lambda problem, value: (value == "sink") == problem.has("sinks"), ("none", "sink"), default="none"
-        ),
-        "dropout": Axis(
-            lambda problem, value: (value == "dropout") == problem.has("dropout_seed"),
-            ("none", "dropout"),
-            default="none",
-        ),
-        "kv_dtype": Axis(
-            lambda problem, value: value == (problem.kv_dtype or "none"), kvcodes.KV_DTYPES, default="none"
-        ),
-        "kv_scales": Axis(
-            lambda problem, value: value == problem.kv_scales, kvcodes.KV_SCALES, default=kvcodes.PER_TILE
-        ),
+        "pages": Axis.equal(pages_of, PAGES, "none"),
+        "kv_starts": Axis.equal(starts_of, STARTS, "none"),
+        "sinks": Axis.either("sink", lambda problem: problem.has("sinks")),
+        "dropout": Axis.either("dropout", lambda problem: problem.has("dropout_seed")),
+        "kv_dtype": Axis.equal(kvcodes.kv_dtype_word, kvcodes.KV_DTYPES, "none"),
+        "kv_scales": Axis.equal(lambda problem: problem.kv_scales, kvcodes.KV_SCALES, kvcodes.PER_TILE),
     },
     grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch", "sequence_rows"),
     contract=by_name(normalise, without=("lse",)),
@@ -386,13 +351,3 @@ ATTENTION = Operator(
     of_lengths=(*LENGTH_ARRAYS, *BOUNDS, *kvcodes.SCALES, "kv_dtype", "kv_scales", "tree", "sequence_rows"),
     of_plain=OF_PLAIN,
 )
-_WITH_LENGTHS, _PLAIN = ATTENTION.with_lengths, ATTENTION.without_lengths
-
-
-def operator_for(score: Score | None, lengths: bool = False, rule: Rule | None = None) -> Operator:
-    """Attention with that score modification and that mask by a line, if any, as calls with or without
-    lengths have it.
-    """
-    operator = _WITH_LENGTHS if lengths else _PLAIN
-    operator = operator if score is None else modified(operator, score)
-    return operator if rule is None else lined(operator, rule)

@@ -90,6 +90,11 @@ class AttentionProblem(Problem):
         rule = self.rule and self.rule.rule
         return operator_for(self.operator_name, self.score, self.lengths is not None, rule)
 
+    @staticmethod
+    def check_sizes(sizes: Mapping[str, int], dtype: str) -> None:
+        """That there are kernels for head dims, heads and lengths such as these. Raises BadTensorShape."""
+        contract.check_extents(sizes, dtype)
+
     def dtype_of(self, argument: Argument) -> str:
         if argument.name == "sinks" and self.sinks_dtype is not None:
             return self.sinks_dtype

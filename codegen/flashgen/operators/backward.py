@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.errors import BadParam, BadTensorDtype, arg
-from flashgen.operators import attention, blocklists, contract, lengths
+from flashgen.operators import attention, blocklists, contract, lengths, operator_for
 from flashgen.operators.arguments import Argument, check_devices, flag
 from flashgen.operators.attention import ATTENTION, SCALARS
 from flashgen.operators.attention_problem import AttentionProblem
 from flashgen.operators.combinations import Feature, refuse
 from flashgen.operators.kvcodes import E4M3, SCALES
 from flashgen.operators.lengths import BOUNDS, CACHE_ARRAYS
-from flashgen.operators.operator import Axis, Operator, Value, by_name, lined, modified
+from flashgen.operators.operator import Axis, Operator, Value, by_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashgen.operators.arguments import ArrayView
-    from flashgen.operators.rules import Rule, RuleOfCall
+    from flashgen.operators.rules import RuleOfCall
     from flashgen.operators.scores import Score
 
 
@@ -87,8 +87,6 @@ OPTIONS = (
 )
 # The dimensions of grids that go over lists of key blocks.
 LISTS = ("list_columns", "list_entries", "line_columns")
-# The dtype of dk and dv: the dtype of the call, or fp32 for a caller who adds the results of several calls.
-DKV_DTYPES = ("none", "fp32dkv")
 _OF_KEYS = ("dk", "dv")
 # In what order thread blocks add to dq: in none, or always in the same; or the one that has its rows does
 # all of them.
@@ -161,7 +159,7 @@ class BackwardProblem(AttentionProblem):
         forward = AttentionProblem.of_sequence(self, q_length, kv_length)
         present = dict.fromkeys(name for name in self.operator.positions if self.has(name))
         rule = self.rule and self.rule.rule
-        arguments = operator_for(self.score, rule=rule).arguments
+        arguments = operator_for(self.operator_name, self.score, rule=rule).arguments
         fields = forward.fields_of(arguments, with_gradients(present))
         return BackwardProblem(**fields, deterministic=self.deterministic, dkv_dtype=self.dkv_dtype)
 
@@ -215,7 +213,8 @@ def normalise(
         rule=rule,
         rule_arrays=rule_arrays,
     )
-    operator = operator_for(score, forward.lengths_on_device, rule and rule.rule)
+    name = BackwardProblem.operator_name
+    operator = operator_for(name, score, forward.lengths_on_device, rule and rule.rule)
     check_devices({"q": q} | views)
     dkv_dtype = _dkv_dtype(views, forward, dkv_dtype)
     for name, view in views.items():
@@ -278,11 +277,7 @@ BACKWARD = Operator(
         # Sinks are in the LSE. Their gradient has a step of its own, which calls without them leave out.
         **{name: axis for name, axis in ATTENTION.axes.items() if name not in (*CACHE_ARRAYS, "sinks")},
         "dq_order": Axis(_serves_order, DQ_ORDERS, default="none"),
-        "dkv_dtype": Axis(
-            lambda problem, value: (value == "fp32dkv") == (problem.dkv_dtype == "fp32"),
-            DKV_DTYPES,
-            default="none",
-        ),
+        "dkv_dtype": Axis.either("fp32dkv", lambda problem: problem.dkv_dtype == "fp32"),
     },
     grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_keys", "sequences", "sinks", *LISTS),
     contract=by_name(normalise),
@@ -292,13 +287,3 @@ BACKWARD = Operator(
     of_lengths=(*LENGTH_ARRAYS, *BOUNDS, "sequence_rows", "sequence_keys", "sequences"),
     of_plain=("mask", *LISTS, *attention.OF_PLAIN),
 )
-_WITH_LENGTHS, _PLAIN = BACKWARD.with_lengths, BACKWARD.without_lengths
-
-
-def operator_for(score: Score | None, lengths: bool = False, rule: Rule | None = None) -> Operator:
-    """``attention_backward`` with that score modification and that mask by a line, if any, for calls with or
-    without lengths.
-    """
-    operator = _WITH_LENGTHS if lengths else _PLAIN
-    operator = operator if score is None else modified(operator, score)
-    return operator if rule is None else lined(operator, rule)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, arg
-from flashgen.operators.arguments import Argument, check_strides, shown
+from flashgen.operators.arguments import INT32, Argument, check_strides, shown
 from flashgen.operators.linetable import LineTable
 
 if TYPE_CHECKING:
@@ -25,16 +25,11 @@ if TYPE_CHECKING:
 SIDES = (64, 128)
 # Kernels count the visits of all entries, up to eight each, in 32 bits.
 MAX_ENTRIES = 1 << 27
-INDPTR = Argument(
-    "block_indptr",
-    "input",
-    "block_indptr_batch block_indptr_num_heads block_indptr_size",
-    dtypes=("int32",),
-    alignment=4,
-    optional=True,
+_INDPTR_SHAPE = "block_indptr_batch block_indptr_num_heads block_indptr_size"
+ARGUMENTS = (
+    Argument("block_indptr", "input", _INDPTR_SHAPE, optional=True, **INT32),
+    Argument("block_indices", "input", "block_entries", optional=True, **INT32),
 )
-INDICES = Argument("block_indices", "input", "block_entries", dtypes=("int32",), alignment=4, optional=True)
-ARGUMENTS = INDPTR, INDICES
 NAMES = tuple(argument.name for argument in ARGUMENTS)
 
 

@@ -112,6 +112,26 @@ def check_rank(q: Sequence[int]) -> None:
         )
 
 
+def check_rows(name: str, view: ArrayView, dimensions: str) -> tuple[int, ...]:
+    """The extents of an array of rows, the last dimension, with a batch: where no other array gives them.
+    Raises BadTensorDtype or BadTensorShape.
+    """
+    if view.dtype not in DTYPES:
+        raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; supported are {', '.join(DTYPES)}")
+    if len(view.shape) not in (3, 4):
+        raise BadTensorShape(
+            f"{arg(name)} has shape {view.shape}; expected (batch, {dimensions}), or that without batch"
+        )
+    extents = view.shape if len(view.shape) == 4 else (1, *view.shape)
+    _, seqlen, heads, _ = extents
+    if heads < 1 or seqlen > MAX_SEQLEN:
+        raise BadTensorShape(
+            f"{arg(name)} has shape {view.shape}; it needs a head, and sequence lengths are at most "
+            f"{MAX_SEQLEN}"
+        )
+    return extents
+
+
 def sizes_of(q: ArrayView, k: ArrayView, v: ArrayView) -> dict[str, int]:
     """The sizes of a call without lengths. Raises BadTensorShape where q, k and v do not agree on them."""
     check_rank(q.shape)
@@ -121,30 +141,31 @@ def sizes_of(q: ArrayView, k: ArrayView, v: ArrayView) -> dict[str, int]:
                 f"{arg(name)} has shape {view.shape} but {arg('q')} has {q.shape}; expected as many "
                 "dimensions"
             )
-    batch, seqlen_q, heads_q, head_dim = q.shape if len(q.shape) == 4 else (1, *q.shape)
-    batch_kv, seqlen_kv, heads_kv, head_dim_kv = k.shape if len(k.shape) == 4 else (1, *k.shape)
+    batch, seqlen_q = q.shape[:-2] if len(q.shape) == 4 else (1, q.shape[0])
+    batch_kv, seqlen_kv = k.shape[:-2] if len(k.shape) == 4 else (1, k.shape[0])
+    sizes = sizes_of_rows(q, k, v)
+    if batch_kv != batch:
+        raise BadTensorShape(
+            f"{arg('k')} has batch {batch_kv} but {arg('q')} has {batch}; they must be the same"
+        )
+    return {"batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv} | sizes
+
+
+def sizes_of_rows(q: ArrayView, k: ArrayView, v: ArrayView) -> dict[str, int]:
+    """The heads and head dims of a call. Raises BadTensorShape where k and v do not have the same rows, or k
+    not as long ones as q.
+    """
     if k.shape[:-1] != v.shape[:-1]:
         raise BadTensorShape(
             f"{arg('v')} has shape {v.shape} but {arg('k')} has {k.shape}; all but the last dimension must "
             "be the same"
         )
-    if batch_kv != batch:
+    if k.shape[-1] != q.shape[-1]:
         raise BadTensorShape(
-            f"{arg('k')} has batch {batch_kv} but {arg('q')} has {batch}; they must be the same"
+            f"{arg('k')} has head_dim {k.shape[-1]} but {arg('q')} has {q.shape[-1]}; they must be the same"
         )
-    if head_dim_kv != head_dim:
-        raise BadTensorShape(
-            f"{arg('k')} has head_dim {head_dim_kv} but {arg('q')} has {head_dim}; they must be the same"
-        )
-    return {
-        "batch": batch,
-        "seqlen_q": seqlen_q,
-        "seqlen_kv": seqlen_kv,
-        "num_heads_q": heads_q,
-        "num_heads_kv": heads_kv,
-        "head_dim": head_dim,
-        "head_dim_v": v.shape[-1],
-    }
+    heads = {"num_heads_q": q.shape[-2], "num_heads_kv": k.shape[-2]}
+    return heads | {"head_dim": q.shape[-1], "head_dim_v": v.shape[-1]}
 
 
 def check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
@@ -241,15 +262,8 @@ def score_views(score: Score | None, arrays: Sequence[ArrayView | None]) -> dict
     """The arrays of a score modification by their names. Raises NullPointer for one that is None."""
     if score is None:
         return {}
-    views = {}
-    for param, view in zip(score.arrays, arrays, strict=True):
-        if view is None:
-            raise NullPointer(
-                f"{arg(param.name)} is None; the score {score.title} needs an array "
-                f"{shown_shape(param.symbols)}"
-            )
-        views[param.name] = view
-    return views
+    shapes = {param.name: param.symbols for param in score.arrays}
+    return _views_by_name(f"the score {score.title}", shapes, arrays)
 
 
 def check_score_arrays(
@@ -265,16 +279,17 @@ def rule_views(rule: RuleOfCall | None, arrays: Sequence[ArrayView | None]) -> d
     """The arrays of a mask by a line by the names of arguments. Raises NullPointer for one that is None."""
     if rule is None:
         return {}
-    views = {}
-    for param, view in zip(rule.rule.arrays, arrays, strict=True):
-        name = param.argument_name
+    shapes = {param.argument_name: param.dimensions for param in rule.rule.arrays}
+    return _views_by_name(f"the mask {rule.rule.title}", shapes, arrays)
+
+
+def _views_by_name(
+    what: str, shapes: Mapping[str, Sequence[str]], arrays: Sequence[ArrayView | None]
+) -> dict[str, ArrayView]:
+    for (name, shape), view in zip(shapes.items(), arrays, strict=True):
         if view is None:
-            raise NullPointer(
-                f"{arg(name)} is None; the mask {rule.rule.title} needs an array "
-                f"{shown_shape(param.dimensions)}"
-            )
-        views[name] = view
-    return views
+            raise NullPointer(f"{arg(name)} is None; {what} needs an array {shown_shape(shape)}")
+    return dict(zip(shapes, arrays, strict=True))
 
 
 def check_rule_arrays(

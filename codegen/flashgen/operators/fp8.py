@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, arg
-from flashgen.operators import attention, blocklists
+from flashgen.operators import attention, blocklists, operator_for
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
     ROW_ALIGNMENT,
+    WHOLE_FP32,
     Argument,
     ArrayView,
     check_devices,
@@ -31,7 +32,7 @@ from flashgen.operators.attention import ATTENTION, OF_PLAIN, SCALARS, Attention
 from flashgen.operators.kvcodes import E4M3
 from flashgen.operators.lengths import ARGUMENTS as LENGTH_ARGUMENTS
 from flashgen.operators.lengths import BOUNDS
-from flashgen.operators.operator import Axis, Number, Operator, Value, by_name, lined, modified
+from flashgen.operators.operator import Axis, Number, Operator, Value, by_name
 from flashgen.operators.sequences import arrays_of
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from flashgen.operators.arguments import ArrayLayout, Strides
-    from flashgen.operators.rules import Rule
-    from flashgen.operators.scores import Score
     from flashgen.operators.sequences import Sequence
 
 CODES = E4M3
@@ -61,15 +60,7 @@ ARGUMENTS = (
     _FORWARD["out"]._replace(dtypes=OUT_DTYPES[::-1]),
     _FORWARD["lse"],
     *(
-        Argument(
-            name,
-            "input",
-            f"{name}_batch {name}_heads",
-            dtypes=("fp32",),
-            layout="contiguous",
-            alignment=4,
-            optional=True,
-        )
+        Argument(name, "input", f"{name}_batch {name}_heads", optional=True, **WHOLE_FP32)
         for name in ALL_SCALES
     ),
     *(_FORWARD[name] for name in ("sinks", *_LENGTHS, *blocklists.NAMES)),
@@ -220,7 +211,7 @@ def _with_scales(
             there = argument.name in extents
             strides[argument.name] = place(argument, None, scale_sizes, CODES).strides if there else None
     rule = forward.rule and forward.rule.rule
-    operator = operator_for(forward.score, forward.lengths is not None, rule)
+    operator = operator_for(Fp8Problem.operator_name, forward.score, forward.lengths is not None, rule)
     kept["strides"] = tuple(strides[argument.name] for argument in operator.arguments)
     return Fp8Problem(
         **kept, out_dtype=out_dtype, accumulate=accumulate, scale_sizes=tuple(scale_sizes.items())
@@ -372,16 +363,10 @@ ATTENTION_FP8 = Operator(
     scalars=SCALARS,
     axes={name: ATTENTION.axes[name] for name in ("head_dim", "head_dim_v")}
     | {
-        "dtype": Axis(lambda problem, value: value == problem.dtype, (CODES,)),
-        "accumulate": Axis(lambda problem, value: value == problem.accumulate, ACCUMULATE),
-        "out_codes": Axis(
-            lambda problem, value: (value == "codes") == (problem.out_dtype == CODES),
-            ("none", "codes"),
-            default="none",
-        ),
-        "v_layout": Axis(
-            lambda problem, value: (value == "vt") == problem.v_by_columns, ("none", "vt"), default="none"
-        ),
+        "dtype": Axis.equal(lambda problem: problem.dtype, (CODES,)),
+        "accumulate": Axis.equal(lambda problem: problem.accumulate, ACCUMULATE),
+        "out_codes": Axis.either("codes", lambda problem: problem.out_dtype == CODES),
+        "v_layout": Axis.either("vt", lambda problem: problem.v_by_columns),
     }
     | {name: ATTENTION.axes[name] for name in ("mask_type", "sinks", "dropout", "gqa", "pages", "kv_starts")},
     grid_dimensions=ATTENTION.grid_dimensions,
@@ -391,13 +376,3 @@ ATTENTION_FP8 = Operator(
     of_lengths=(*_LENGTHS, *BOUNDS, "sequence_rows"),
     of_plain=OF_PLAIN,
 )
-_WITH_LENGTHS, _PLAIN = ATTENTION_FP8.with_lengths, ATTENTION_FP8.without_lengths
-
-
-def operator_for(score: Score | None, lengths: bool = False, rule: Rule | None = None) -> Operator:
-    """``attention_fp8`` with that score modification and that mask by a line, if any, as calls with or
-    without lengths have it; no call has such a mask and lengths.
-    """
-    operator = _WITH_LENGTHS if lengths else _PLAIN
-    operator = operator if score is None else modified(operator, score)
-    return operator if rule is None else lined(operator, rule)

@@ -51,9 +51,9 @@ from flashgen.operators.reference import (
     dense_mask,
     finite_sizes,
     largest,
-    parts_of_scores,
     sinks_of,
 )
+from flashgen.operators.scoreparts import parts_of_scores
 from flashgen.operators.visibility import visibility_of
 
 if TYPE_CHECKING:

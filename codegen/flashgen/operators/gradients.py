@@ -58,11 +58,10 @@ from flashgen.operators.reference import (
     batched,
     dense_mask,
     largest,
-    library_of,
-    parts_of_scores,
     sinks_of,
     softmax,
 )
+from flashgen.operators.scoreparts import library_of, parts_of_scores
 from flashgen.operators.visibility import visibility_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, arg
-from flashgen.operators.arguments import Argument, shown
+from flashgen.operators.arguments import FP32, Argument, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +31,7 @@ KV_DTYPES = ("none", E4M3)
 # The bytes of a row are whole chunks of 16.
 HEAD_DIM_STEP = 16
 # The last dimension is one element, so that all others may have any stride.
-SCALE = {"dtypes": ("fp32",), "alignment": 4, "optional": True}
+SCALE = {**FP32, "optional": True}
 # Whether a scale is of each token and kv head, or of what a tile has one scale for.
 PER_TILE, TOKEN = KV_SCALES = ("none", "token")
 _SHAPE = "kv_scale_batch kv_scale_rows num_heads_kv 1"
@@ -39,6 +39,11 @@ ARGUMENTS = tuple(Argument(name, "input", _SHAPE, **SCALE) for name in ("k_scale
 SCALES = tuple(argument.name for argument in ARGUMENTS)
 # What `append` writes where each token has scales.
 SCALES_OUT = ("k_scale_out", "v_scale_out")
+
+
+def kv_dtype_word(problem: Any) -> str:
+    """The value of the axis ``kv_dtype`` that serves a problem."""
+    return (problem.kv_dtype or "none").replace("_", "")
 
 
 def kv_dtype_of(views: Mapping[str, ArrayView], kv_dtype: str | None, has_lengths: bool) -> str | None:

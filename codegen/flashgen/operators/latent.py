@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.errors import BadTensorDtype, BadTensorShape, NullPointer, arg
 from flashgen.operators import attention, contract, kvcodes, latentrows
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from flashgen.operators.arguments import ArrayLayout, ArrayView
     from flashgen.operators.operator import Number, Value
-    from flashgen.operators.scores import Score
 
 # Of DeepSeek's models: a latent of 512 elements, and 64 with a rotary embedding.
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512
@@ -56,9 +55,12 @@ class LatentProblem(AttentionProblem):
     first ``head_dim_v`` elements of its keys.
     """
 
-    @property
-    def operator(self) -> Operator:
-        return LATENT
+    operator_name: ClassVar[str] = "latent_attention"
+
+    @staticmethod
+    def check_sizes(sizes: Mapping[str, int], dtype: str) -> None:
+        """As for attention, but for the head dims, which `normalise` has checked."""
+        contract.check_heads_and_lengths(sizes)
 
     @property
     def group_size(self) -> int:
@@ -157,9 +159,7 @@ def normalise(
         contract.check_dtypes(views)
     step = kvcodes.HEAD_DIM_STEP if of_codes else ROW_ALIGNMENT // DTYPE_BYTES[q.dtype]
     v = _values(k, head_dim_v, step)
-    problem = attention.normalise(
-        q, k, v, out=out, kv_dtype=kv_dtype, latent=(LatentProblem, LATENT), **others
-    )
+    problem = attention.normalise(q, k, v, out=out, kv_dtype=kv_dtype, problem_class=LatentProblem, **others)
     if problem.num_heads_kv != 1:
         raise BadTensorShape(
             f"{arg('k')} has {problem.num_heads_kv} heads; a latent cache has one, which all heads of "
@@ -234,16 +234,8 @@ LATENT = Operator(
     axes={
         **ATTENTION.axes,
         "gqa": Axis(lambda _, value: value == "packed", ("packed",), default="packed"),
-        "kv_dtype": Axis(
-            lambda problem, value: value == (problem.kv_dtype or "none").replace("_", ""),
-            KV_DTYPES,
-            default="none",
-        ),
-        "q_rope": Axis(
-            lambda problem, value: (value == "rope") == problem.has("q_rope"),
-            ("none", "rope"),
-            default="none",
-        ),
+        "kv_dtype": Axis.equal(kvcodes.kv_dtype_word, KV_DTYPES, "none"),
+        "q_rope": Axis.either("rope", lambda problem: problem.has("q_rope")),
     },
     grid_dimensions=ATTENTION.grid_dimensions,
     contract=by_name(normalise, without=("lse",)),
@@ -251,10 +243,3 @@ LATENT = Operator(
     check_elements=check_elements,
     of_lengths=(*LENGTH_ARRAYS, *BOUNDS, "k_scale", "kv_dtype", "q_rope", "sequence_rows"),
 )
-
-
-def operator_for(score: Score | None, lengths: bool = True) -> Operator:
-    """``latent_attention``; there is no call with a score modification, nor one without lengths."""
-    assert score is None
-    assert lengths
-    return LATENT

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, arg, naming
 from flashgen.operators import contract, maskoptions
-from flashgen.operators.arguments import Argument, Expected, length_bound, shown, shown_shape
+from flashgen.operators.arguments import (
+    WHOLE_INT32,
+    Argument,
+    Expected,
+    length_bound,
+    shown,
+    shown_shape,
+)
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import AUTO
 
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
 PAGES = ("none", "paged")
 # Whether a kernel reads where the keys of each sequence begin.
 STARTS = ("none", "starts")
-_INTEGERS = {"dtypes": ("int32",), "layout": "contiguous", "alignment": 4, "optional": True}
+_INTEGERS = {**WHOLE_INT32, "optional": True}
 ARGUMENTS = (
     Argument("cu_seqlens_q", "input", "boundaries", **_INTEGERS),
     Argument("cu_seqlens_kv", "input", "boundaries", **_INTEGERS),
@@ -130,9 +137,9 @@ def read(
             f"{arg('max_seqlen_q')}, the same for all calls whose bits must agree: the kernel is chosen by it"
         )
     batch = _check_lengths(arrays, q)
-    _check_shapes(q, k, v, arrays, batch)
-    batch_q, rows_q, heads_q, head_dim = q.shape if len(q.shape) == 4 else (1, *q.shape)
-    batch_kv, rows_kv, heads_kv, _ = k.shape if len(k.shape) == 4 else (1, *k.shape)
+    of_rows = _checked_shapes(q, k, v, arrays, batch)
+    batch_q, rows_q = q.shape[:-2] if len(q.shape) == 4 else (1, q.shape[0])
+    batch_kv, rows_kv = k.shape[:-2] if len(k.shape) == 4 else (1, k.shape[0])
     paged = "pages" in arrays
     max_pages = arrays["pages"].shape[1] if paged else 0
     capacity = _capacity(batch, batch_kv, rows_kv, max_pages if paged else 1)
@@ -143,15 +150,7 @@ def read(
         # Also above the tokens that there are: a few of them would choose another kernel.
         seqlen_q = _bound("max_seqlen_q", max_seqlen_q, contract.MAX_SEQLEN, fixed=False)
     seqlen_kv = _bound("max_seqlen_kv", max_seqlen_kv, capacity, fixed=False)
-    sizes = {
-        "batch": batch,
-        "seqlen_q": seqlen_q,
-        "seqlen_kv": seqlen_kv,
-        "num_heads_q": heads_q,
-        "num_heads_kv": heads_kv,
-        "head_dim": head_dim,
-        "head_dim_v": v.shape[-1],
-    }
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv} | of_rows
     return sizes, Lengths(
         batch_q=batch_q,
         rows_q=rows_q,
@@ -203,10 +202,10 @@ def _check_lengths(arrays: Mapping[str, ArrayView], q: ArrayView) -> int:
     return batch
 
 
-def _check_shapes(
+def _checked_shapes(
     q: ArrayView, k: ArrayView, v: ArrayView, arrays: Mapping[str, ArrayView], batch: int
-) -> None:
-    """That q, k and v have the shapes that the arrays of lengths say."""
+) -> dict[str, int]:
+    """The heads and head dims of q, k and v, which have the shapes that the arrays of lengths say."""
     layouts = {
         "q": ("tokens", "num_heads_q") if "cu_seqlens_q" in arrays else ("batch", "seqlen_q", "num_heads_q"),
         "k": ("tokens", "num_heads_kv")
@@ -228,21 +227,14 @@ def _check_shapes(
                 f"{arg(name)} has shape {view.shape}; with {arg(', '.join(arrays))} it is "
                 f"{shown_shape((*layout, 'head_dim'))}{hint}"
             )
-    if k.shape[:-1] != v.shape[:-1]:
-        raise BadTensorShape(
-            f"{arg('v')} has shape {v.shape} but {arg('k')} has {k.shape}; all but the last dimension must "
-            "be the same"
-        )
-    if k.shape[-1] != q.shape[-1]:
-        raise BadTensorShape(
-            f"{arg('k')} has head_dim {k.shape[-1]} but {arg('q')} has {q.shape[-1]}; they must be the same"
-        )
+    sizes = contract.sizes_of_rows(q, k, v)
     batch_kv = k.shape[0] if len(k.shape) == 4 else 1
     if not {"cu_seqlens_kv", "pages", "index"} & arrays.keys() and batch_kv != batch:
         raise BadTensorShape(
             f"{arg('k')} has batch {batch_kv}, and there are {batch} sequences; {arg('index')} says which "
             "rows of a cache they have"
         )
+    return sizes
 
 
 def _capacity(batch: int, batch_kv: int, rows_kv: int, pages: int) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, BadTensorShape, arg
 from flashgen.operators import blocklists, contract
-from flashgen.operators.arguments import Argument, check_devices, shown, strides_of
+from flashgen.operators.arguments import WHOLE_INT32, Argument, check_devices, shown, strides_of
 from flashgen.operators.keyranges import num_ranges
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, lined
@@ -29,13 +29,11 @@ if TYPE_CHECKING:
     from flashgen.operators.blocklists import BlockLists
     from flashgen.operators.rules import Rule
 
-_INT32 = {"dtypes": ("int32",), "layout": "contiguous", "alignment": 4}
+_LISTS = "block_indptr_batch block_indptr_num_heads"
 ARGUMENTS = (
-    Argument(
-        "line_indptr", "output", "block_indptr_batch block_indptr_num_heads block_indptr_size", **_INT32
-    ),
-    Argument("line_indices", "output", "block_entries", **_INT32),
-    Argument("line_totals", "output", "block_indptr_batch block_indptr_num_heads", **_INT32),
+    Argument("line_indptr", "output", f"{_LISTS} block_indptr_size", **WHOLE_INT32),
+    Argument("line_indices", "output", "block_entries", **WHOLE_INT32),
+    Argument("line_totals", "output", _LISTS, **WHOLE_INT32),
 )
 OPTIONS = ("batch", "num_heads", "seqlen_q", "seqlen_kv", "block", "window", "entries")
 
@@ -61,7 +59,7 @@ class MaskListsProblem(Problem):
 
     @property
     def operator(self) -> Operator:
-        return operator_for(self.rule.rule)
+        return lined(MASK_LISTS, self.rule.rule)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -86,12 +84,6 @@ class MaskListsProblem(Problem):
             **{PREFIX + name: number for name, number in self.rule.by_name().items()},
             **self.block_lists.values(self.seqlen_kv),
         }
-
-    def scalar_values(self) -> dict[str, Number]:
-        return {}
-
-    def with_scalars(self, scalars: Sequence[Any]) -> MaskListsProblem:
-        return self
 
 
 def extents_of_lists(rule: Rule, lists: BlockLists, seqlen_q: int, seqlen_kv: int) -> dict[str, int]:
@@ -153,7 +145,7 @@ def normalise(
     rule_sizes = contract.check_rule_arrays(rule, tables, sizes, NOT_PACKED)
     symbols = sizes | dict(rule_sizes) | lists.sizes_of(seqlen_q)
     left, right = (UNBOUNDED if side < 0 else min(side, UNBOUNDED) for side in window)
-    operator = operator_for(rule.rule)
+    operator = lined(MASK_LISTS, rule.rule)
     return MaskListsProblem(
         **sizes,
         diagonal_offset=seqlen_kv - seqlen_q,
@@ -209,14 +201,9 @@ MASK_LISTS = Operator(
     options=OPTIONS,
     scalars=(),
     axes={
-        "dtype": Axis(lambda problem, value: value == problem.dtype, ("int32",)),
+        "dtype": Axis.equal(lambda problem: problem.dtype, ("int32",)),
         "mask_type": Axis(lambda problem, value: True, ("blocks",), default="blocks"),
     },
     grid_dimensions=GRID_DIMENSIONS,
     contract=_contract,
 )
-
-
-def operator_for(rule: Rule) -> Operator:
-    """``mask_lists`` of a line, whose arrays are its inputs."""
-    return lined(MASK_LISTS, rule)

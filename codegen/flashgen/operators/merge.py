@@ -11,19 +11,20 @@ and its o is not read. So it is where l is +inf, flash-attn's mark of a row with
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashgen.errors import BadTensorDtype, BadTensorShape, arg
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
+    WHOLE_FP32,
     Argument,
     check_array,
     check_devices,
     check_strides,
     strides_of,
 )
-from flashgen.operators.contract import DTYPES, MAX_SEQLEN, check_head_dim
-from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
+from flashgen.operators.contract import DTYPES, check_head_dim, check_rows
+from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, by_position
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,15 +32,13 @@ if TYPE_CHECKING:
     from flashgen.operators.arguments import ArrayView
 
 _O_SHAPE, _LSE_SHAPE = "batch seqlen_q num_heads_q head_dim_v", "batch num_heads_q seqlen_q"
-_LSE = {"dtypes": ("fp32",), "layout": "contiguous", "alignment": 4}
-
 ARGUMENTS = (
     Argument("o1", "input", _O_SHAPE),
-    Argument("lse1", "input", _LSE_SHAPE, **_LSE),
+    Argument("lse1", "input", _LSE_SHAPE, **WHOLE_FP32),
     Argument("o2", "input", _O_SHAPE),
-    Argument("lse2", "input", _LSE_SHAPE, **_LSE),
+    Argument("lse2", "input", _LSE_SHAPE, **WHOLE_FP32),
     Argument("out", "output", _O_SHAPE),
-    Argument("lse_out", "output", _LSE_SHAPE, **_LSE),
+    Argument("lse_out", "output", _LSE_SHAPE, **WHOLE_FP32),
 )
 
 
@@ -57,15 +56,6 @@ class MergeProblem(Problem):
         return MERGE
 
     @property
-    def sizes(self) -> dict[str, int]:
-        return {
-            "batch": self.batch,
-            "seqlen_q": self.seqlen_q,
-            "num_heads_q": self.num_heads_q,
-            "head_dim_v": self.head_dim_v,
-        }
-
-    @property
     def empty(self) -> bool:
         return self.batch * self.seqlen_q == 0
 
@@ -79,12 +69,6 @@ class MergeProblem(Problem):
     def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
         return {}
 
-    def scalar_values(self) -> dict[str, Number]:
-        return {}
-
-    def with_scalars(self, scalars: Sequence[Any]) -> MergeProblem:
-        return self
-
 
 def check_parts(parts: Sequence[tuple[ArrayView, ArrayView]]) -> tuple[dict[str, int], str]:
     """The sizes and the dtype that all parts, each an o and an lse, have in common; parts count from 1 in
@@ -97,20 +81,8 @@ def check_parts(parts: Sequence[tuple[ArrayView, ArrayView]]) -> tuple[dict[str,
                 "is (o, lse), not (lse, o)"
             )
     first = parts[0][0]
-    if first.dtype not in DTYPES:
-        raise BadTensorDtype(f"{arg('o1')} has dtype {first.dtype}; supported are {', '.join(DTYPES)}")
-    if len(first.shape) not in (3, 4):
-        raise BadTensorShape(
-            f"{arg('o1')} has shape {first.shape}; expected (batch, seqlen_q, num_heads_q, head_dim_v), or "
-            "that without batch"
-        )
-    batch, seqlen_q, heads, head_dim = first.shape if len(first.shape) == 4 else (1, *first.shape)
+    batch, seqlen_q, heads, head_dim = check_rows("o1", first, "seqlen_q, num_heads_q, head_dim_v")
     check_head_dim("head_dim_v", head_dim, first.dtype)
-    if heads < 1 or seqlen_q > MAX_SEQLEN:
-        raise BadTensorShape(
-            f"{arg('o1')} has shape {first.shape}; it needs a head, and sequence lengths are at "
-            f"most {MAX_SEQLEN}"
-        )
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "num_heads_q": heads, "head_dim_v": head_dim}
     lse_shape = (*first.shape[:-3], heads, seqlen_q)
     for number, (o, lse) in enumerate(parts, 1):
@@ -165,13 +137,7 @@ def _check_lse(name: str, view: ArrayView, shape: tuple[int, ...]) -> None:
         raise BadTensorDtype(f"{arg(name)} has dtype {view.dtype}; expected fp32")
     if view.shape != shape:
         raise BadTensorShape(f"{arg(name)} has shape {view.shape}; expected {shape}: a number for each row")
-    check_strides(Argument(name, "input", _LSE_SHAPE, **_LSE), view, DTYPE_BYTES["fp32"])
-
-
-def _contract(
-    operator: Operator, views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]
-) -> Problem:
-    return normalise(*views)
+    check_strides(Argument(name, "input", _LSE_SHAPE, **WHOLE_FP32), view, DTYPE_BYTES["fp32"])
 
 
 MERGE = Operator(
@@ -179,7 +145,7 @@ MERGE = Operator(
     arguments=ARGUMENTS,
     options=(),
     scalars=(),
-    axes={"dtype": Axis(lambda problem, value: value == problem.dtype, DTYPES)},
+    axes={"dtype": Axis.equal(lambda problem: problem.dtype, DTYPES)},
     grid_dimensions=("query_rows", "batch"),
-    contract=_contract,
+    contract=by_position(normalise),
 )

@@ -60,7 +60,7 @@ class Problem:
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each symbol in the shapes of the arguments."""
-        raise NotImplementedError
+        return {symbol: getattr(self, symbol) for symbol in sorted(self.operator.symbols)}
 
     def symbol_name(self, symbol: str) -> str:
         """What a caller calls a symbol of the arguments' shapes."""
@@ -151,11 +151,11 @@ class Problem:
 
     def scalar_values(self) -> dict[str, Number]:
         """The entries of `values` that follow from the scalars alone."""
-        raise NotImplementedError
+        return {}
 
     def with_scalars(self, scalars: Sequence[Any]) -> Problem:
         """This problem with other scalars, in the operator's order; None keeps one. Raises BadParam."""
-        raise NotImplementedError
+        return self
 
 
 class Axis(NamedTuple):
@@ -177,6 +177,18 @@ class Axis(NamedTuple):
     def required(self) -> bool:
         return self.default is None and self.default_from is None
 
+    @classmethod
+    def equal(
+        cls, of: Callable[[Any], Value], choices: tuple[Value, ...], default: Value | None = None
+    ) -> Axis:
+        """An axis whose value is the one that ``of`` gives for the problem."""
+        return cls(lambda problem, value: value == of(problem), choices, default=default)
+
+    @classmethod
+    def either(cls, word: str, of: Callable[[Any], bool]) -> Axis:
+        """An axis that is ``word`` where ``of`` is true of the problem, else none."""
+        return cls(lambda problem, value: (value == word) == of(problem), ("none", word), default="none")
+
 
 @dataclass(frozen=True, eq=False)
 class Operator:
@@ -194,6 +206,7 @@ class Operator:
     always checks, others if FLASHGEN_CHECK is set.
 
     ``differentiates`` is whether its kernels compute the derivative of a score modification, too.
+    ``of_score(arguments, score)`` are its arguments before those of a score modification, where they differ.
     """
 
     name: str
@@ -208,6 +221,7 @@ class Operator:
     differentiates: bool = False
     of_lengths: tuple[str, ...] = ()
     of_plain: tuple[str, ...] = ()
+    of_score: Callable[..., tuple[Argument, ...]] | None = field(default=None, repr=False)
 
     def normalise(
         self, views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]
@@ -315,12 +329,19 @@ class Operator:
         return tuple(name for name, axis in self.axes.items() if axis.size)
 
 
+def extended(operator: Operator, score: Score | None, rule: Rule | None = None) -> Operator:
+    """``operator`` with that score modification and that mask by a line, if any."""
+    operator = operator if score is None else modified(operator, score)
+    return operator if rule is None else lined(operator, rule)
+
+
 @functools.lru_cache(maxsize=64)
 def modified(operator: Operator, score: Score) -> Operator:
     """``operator`` with a score modification, whose arrays are arguments after the others."""
+    own = operator.arguments if operator.of_score is None else operator.of_score(operator.arguments, score)
     return dataclasses.replace(
         operator,
-        arguments=(*operator.arguments, *(param.argument() for param in score.arrays)),
+        arguments=(*own, *(param.argument() for param in score.arrays)),
         scalars=(*operator.scalars, *(param.name for param in score.scalars)),
     )
 
@@ -336,6 +357,17 @@ def lined(operator: Operator, rule: Rule) -> Operator:
         options=(*operator.options, "rule"),
         elements_checked=operator.elements_checked + (() if rule.pack is None else ENDS),
     )
+
+
+def by_position(normalise: Callable[..., Problem]) -> Callable[..., Problem]:
+    """`Operator.contract` by a function that takes arrays by position and options by their names."""
+
+    def contract(
+        operator: Operator, views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]
+    ) -> Problem:
+        return normalise(*views, **dict(zip(operator.options, options, strict=True)))
+
+    return contract
 
 
 def by_name(normalise: Callable[..., Problem], without: Sequence[str] = ()) -> Callable[..., Problem]:

@@ -11,11 +11,12 @@ each operation rounded to nearest in fp32. A number past 448 becomes 448, an inf
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, arg
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
+    WHOLE_FP32,
     Argument,
     check_array,
     check_devices,
@@ -23,8 +24,8 @@ from flashgen.operators.arguments import (
     place,
     shown,
 )
-from flashgen.operators.contract import DTYPES, MAX_HEAD_DIM, MAX_SEQLEN
-from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
+from flashgen.operators.contract import DTYPES, MAX_HEAD_DIM, check_rows
+from flashgen.operators.operator import Axis, Number, Operator, Problem, Value, by_position
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,19 +41,12 @@ LEAST_SCALE = 2.0**-126  # the least whose reciprocal is finite in fp32
 VECTOR = 8  # elements that a thread converts at once
 
 _SCALE_SHAPE = "scale_batch scale_seqlen scale_heads"
-_SCALE = {"dtypes": ("fp32",), "layout": "contiguous", "alignment": 4}
 
 ARGUMENTS = (
     Argument("x", "input", "batch seqlen num_heads head_dim"),
-    Argument("scale", "input", _SCALE_SHAPE, optional=True, **_SCALE),
-    Argument(
-        "codes",
-        "output",
-        "batch seqlen num_heads head_dim",
-        dtypes=("e4m3", "uint8"),
-        alignment=VECTOR,
-    ),
-    Argument("scale_out", "output", _SCALE_SHAPE, **_SCALE),
+    Argument("scale", "input", _SCALE_SHAPE, optional=True, **WHOLE_FP32),
+    Argument("codes", "output", "batch seqlen num_heads head_dim", ("e4m3", "uint8"), alignment=VECTOR),
+    Argument("scale_out", "output", _SCALE_SHAPE, **WHOLE_FP32),
 )
 
 
@@ -72,10 +66,6 @@ class QuantizeProblem(Problem):
     @property
     def operator(self) -> Operator:
         return QUANTIZE
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {symbol: getattr(self, symbol) for symbol in sorted(QUANTIZE.symbols)}
 
     @property
     def empty(self) -> bool:
@@ -113,12 +103,6 @@ class QuantizeProblem(Problem):
             "scale_head_step": 1 if self.scale_heads > 1 else 0,
             "batch_size": self.batch,
         }
-
-    def scalar_values(self) -> dict[str, Number]:
-        return {}
-
-    def with_scalars(self, scalars: Sequence[Any]) -> QuantizeProblem:
-        return self
 
 
 def normalise(
@@ -175,25 +159,15 @@ def scale_shape(rows: Sequence[int], per: str) -> tuple[int, ...]:
 
 def _check_x(x: ArrayView) -> tuple[int, ...]:
     """The extents of x. Raises BadTensorDtype, BadTensorShape or BadTensorStrides."""
-    if x.dtype not in DTYPES:
-        raise BadTensorDtype(f"{arg('x')} has dtype {x.dtype}; supported are {', '.join(DTYPES)}")
-    if len(x.shape) not in (3, 4):
-        raise BadTensorShape(
-            f"{arg('x')} has shape {x.shape}; expected (batch, seqlen, num_heads, head_dim), or that "
-            "without batch"
-        )
-    batch, seqlen, num_heads, head_dim = x.shape if len(x.shape) == 4 else (1, *x.shape)
-    if num_heads < 1 or seqlen > MAX_SEQLEN:
-        raise BadTensorShape(
-            f"{arg('x')} has shape {x.shape}; it needs a head, and sequence lengths are at most {MAX_SEQLEN}"
-        )
+    extents = check_rows("x", x, "seqlen, num_heads, head_dim")
+    head_dim = extents[-1]
     if not 0 < head_dim <= MAX_HEAD_DIM or head_dim % VECTOR:
         raise BadTensorShape(
             f"{arg('x')} has a head_dim of {head_dim}; expected a multiple of {VECTOR}, at most "
             f"{MAX_HEAD_DIM}"
         )
     check_strides(ARGUMENTS[0], x, DTYPE_BYTES[x.dtype])
-    return batch, seqlen, num_heads, head_dim
+    return extents
 
 
 def _scale_extents(scale: ArrayView, full: tuple[int, ...]) -> tuple[int, ...]:
@@ -212,13 +186,6 @@ def _scale_extents(scale: ArrayView, full: tuple[int, ...]) -> tuple[int, ...]:
     return extents
 
 
-def _contract(
-    operator: Operator, views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]
-) -> Problem:
-    (per,) = options
-    return normalise(*views, per=per)
-
-
 def _check_elements(problem: QuantizeProblem, arrays: Mapping[str, np.ndarray | None]) -> None:
     """Raise BadParam for a scale that is no normal number above 0: it, or its reciprocal, has no use."""
     scale = arrays["scale"]
@@ -232,11 +199,11 @@ QUANTIZE = Operator(
     options=("per",),
     scalars=(),
     axes={
-        "dtype": Axis(lambda problem, value: value == problem.dtype, DTYPES),
-        "per": Axis(lambda problem, value: value == problem.per, PER),
+        "dtype": Axis.equal(lambda problem: problem.dtype, DTYPES),
+        "per": Axis.equal(lambda problem: problem.per, PER),
     },
     grid_dimensions=("tokens", "heads", "batch", "scales"),
-    contract=_contract,
+    contract=by_position(normalise),
     elements_checked=("scale",),
     check_elements=_check_elements,
 )

@@ -11,17 +11,16 @@ scores themselves, softmax_scale q k^T, as of a bias of full shape.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.operators import attention, contract
-from flashgen.operators.arguments import Argument, check_devices, contiguous_strides
+from flashgen.operators.arguments import FP32, Argument, check_devices, contiguous_strides
 from flashgen.operators.attention import ATTENTION, SCALARS
 from flashgen.operators.attention_problem import AttentionProblem
 from flashgen.operators.backward import BACKWARD
-from flashgen.operators.operator import Axis, Number, Operator, Value, by_name, modified
+from flashgen.operators.operator import Axis, Number, Operator, Value, by_name, extended
 from flashgen.operators.reduction import SUMS, Reduction, parameter, reduction
 from flashgen.operators.scores import DIMENSIONS
 
@@ -36,14 +35,7 @@ _BACKWARD = {argument.name: argument for argument in BACKWARD.without_lengths.ar
 # The gradient has the shape of the array, which broadcasts as the array does.
 ARGUMENTS = (
     *(_BACKWARD[name] for name in _INPUTS),
-    Argument(
-        "dscore",
-        "output",
-        "batch num_heads_q seqlen_q seqlen_kv",
-        dtypes=("fp32",),
-        layout="broadcast",
-        alignment=4,
-    ),
+    Argument("dscore", "output", "batch num_heads_q seqlen_q seqlen_kv", layout="broadcast", **FP32),
 )
 OPTIONS = ("causal", "mask_type", "window_size", "score")
 # Batch entries and heads are split into parts while there are at most _ENOUGH_TILES tiles of _TILE queries
@@ -186,7 +178,7 @@ def normalise(
     `attention.normalise`, which raises the same errors; BadParam for an array that has no gradient.
     """
     forward = attention.normalise(q, k, v, mask=mask, score=score, score_arrays=score_arrays, **options)
-    operator = operator_for(score)
+    operator = extended(SCORE_GRADIENT, score)
     views = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     check_devices({"q": q} | views)
     for name, view in views.items():
@@ -207,6 +199,12 @@ def normalise(
     return problem
 
 
+def _of_score(arguments: tuple[Argument, ...], score: Score) -> tuple[Argument, ...]:
+    """The arguments of the gradient of the array that ``score`` is differentiated by."""
+    array = parameter(score).argument()._replace(name="dscore", role="output")
+    return tuple(array if x.name == "dscore" else x for x in arguments)
+
+
 SCORE_GRADIENT = Operator(
     name="score_gradient",
     arguments=ARGUMENTS,
@@ -216,7 +214,7 @@ SCORE_GRADIENT = Operator(
         **{name: ATTENTION.axes[name] for name in ("head_dim", "head_dim_v", "dtype", "mask_type")},
         # One kernel serves all groupings: num_heads_q / num_heads_kv is a parameter.
         "gqa": Axis(lambda problem, value: True, ATTENTION.axes["gqa"].choices, default="gqa"),
-        "sums": Axis(lambda problem, value: value == problem.reduction.sums, SUMS),
+        "sums": Axis.equal(lambda problem: problem.reduction.sums, SUMS),
     },
     grid_dimensions=(
         *("query_rows", "score_keys", "heads", "batch"),
@@ -224,15 +222,5 @@ SCORE_GRADIENT = Operator(
     ),
     contract=by_name(normalise),
     differentiates=True,
+    of_score=_of_score,
 )
-
-
-@functools.lru_cache(maxsize=64)
-def operator_for(score: Score | None, lengths: bool = False) -> Operator:
-    """``score_gradient`` of the array that ``score`` is differentiated by; there is no call with lengths."""
-    assert not lengths
-    if score is None:
-        return SCORE_GRADIENT
-    array = parameter(score).argument()._replace(name="dscore", role="output")
-    arguments = tuple(array if x.name == "dscore" else x for x in SCORE_GRADIENT.arguments)
-    return modified(dataclasses.replace(SCORE_GRADIENT, arguments=arguments), score)

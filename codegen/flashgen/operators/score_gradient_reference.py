@@ -28,17 +28,8 @@ from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
 from flashgen.operators.reduction import parameter
-from flashgen.operators.reference import (
-    LEAST_OUT,
-    LEAST_P,
-    UNIT_ROUNDOFF,
-    Verdict,
-    batched,
-    largest,
-    library_of,
-    parts_of_scores,
-    softmax,
-)
+from flashgen.operators.reference import LEAST_OUT, LEAST_P, UNIT_ROUNDOFF, Verdict, batched, largest, softmax
+from flashgen.operators.scoreparts import library_of, parts_of_scores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from flashgen.errors import BadParam, NullPointer, arg
 from flashgen.operators import contract, latent, latentrows
-from flashgen.operators.arguments import Argument, check_devices, place, shown
+from flashgen.operators.arguments import INT32, Argument, check_devices, place, shown
 from flashgen.operators.attention import ATTENTION, SCALARS
 from flashgen.operators.kvcodes import whole_scales
 from flashgen.operators.latent import LATENT, Q_ROPE, LatentProblem
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.attention_problem import AttentionProblem
     from flashgen.operators.operator import Number, Value
-    from flashgen.operators.scores import Score
     from flashgen.operators.sequences import Sequence
 
 NO_TOKEN = -1
-INDICES = Argument("indices", "input", "batch seqlen_q topk", dtypes=("int32",), alignment=4)
+INDICES = Argument("indices", "input", "batch seqlen_q topk", **INT32)
 # The arrays of lengths that a call may have.
 _LENGTHS = ("kv_lengths", "index", "pages")
 _NAMES = ("q", "k", *_LENGTHS, "out", "lse")
@@ -52,9 +51,7 @@ class SparseLatentProblem(LatentProblem):
     ``lengths`` describes the cache, of which ``most_keys`` is the room of a sequence.
     """
 
-    @property
-    def operator(self) -> Operator:
-        return SPARSE_LATENT
+    operator_name: ClassVar[str] = "sparse_latent_attention"
 
     @property
     def lengths_on_device(self) -> bool:
@@ -179,9 +176,3 @@ SPARSE_LATENT = Operator(
     elements_checked=(*_LENGTHS, "indices", "k_scale"),
     check_elements=checked_sequences,
 )
-
-
-def operator_for(score: Score | None, lengths: bool = False) -> Operator:
-    """``sparse_latent_attention``; there is no call with a score modification."""
-    assert score is None
-    return SPARSE_LATENT

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.operators import attention, contract
-from flashgen.operators.arguments import Argument, check_devices
+from flashgen.operators.arguments import WHOLE_FP32, Argument, check_devices
 from flashgen.operators.attention import ATTENTION, SCALARS
 from flashgen.operators.attention_problem import AttentionProblem
-from flashgen.operators.operator import Operator, Value, by_name, modified
+from flashgen.operators.operator import Operator, Value, by_name, extended
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,14 +30,7 @@ ARGUMENTS = (
     _FORWARD["k"]._replace(differentiable=False),
     _FORWARD["mask"],
     _FORWARD["lse"]._replace(role="input", optional=False),
-    Argument(
-        "weights",
-        "output",
-        "batch num_heads_q seqlen_q seqlen_kv",
-        dtypes=("fp32",),
-        layout="contiguous",
-        alignment=4,
-    ),
+    Argument("weights", "output", "batch num_heads_q seqlen_q seqlen_kv", **WHOLE_FP32),
 )
 OPTIONS = ("causal", "mask_type", "window_size", "score")
 
@@ -83,7 +76,7 @@ def normalise(
     """
     # No array of values: k has the rows of v.
     forward = attention.normalise(q, k, k, mask=mask, score=score, score_arrays=score_arrays, **options)
-    operator = operator_for(score)
+    operator = extended(WEIGHTS, score)
     views = {"lse": lse} | ({} if weights is None else {"weights": weights})
     check_devices({"q": q} | views)
     for name, view in views.items():
@@ -104,9 +97,3 @@ WEIGHTS = Operator(
     grid_dimensions=("query_rows", "key_rows", "heads", "batch"),
     contract=by_name(normalise),
 )
-
-
-def operator_for(score: Score | None, lengths: bool = False) -> Operator:
-    """``attention_weights`` with that score modification, if any; there is no call with lengths."""
-    assert not lengths
-    return WEIGHTS if score is None else modified(WEIGHTS, score)

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
-from flashgen.operators.reference import Verdict, batched, largest, library_of, parts_of_scores, softmax
+from flashgen.operators.reference import Verdict, batched, largest, softmax
+from flashgen.operators.scoreparts import library_of, parts_of_scores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flashgen.families.arch import Device
+    from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
     from flashgen.runtime.arrays import Arrays, Pointers, Work
     from flashgen.runtime.kernel import Kernel
@@ -113,8 +114,8 @@ class Runner:
     def __init__(self, planned: Steps, device: Device, kernels: Sequence[Kernel]) -> None:
         self.planned, self.device = planned, device
         self.steps, self.variant = planned.steps, planned.main
-        # For how many keys the kernel and the grid are the same: `schedule.growing`.
-        self.keys_alike = range(0)
+        # What dispatch chose among; `call.growing` asks for how many keys it would choose the same.
+        self.offered: Sequence[Variant] = ()
         self.workspace_bytes = planned.workspace.nbytes
         self._launchers = [
             Launcher(step, device, loaded) for step, loaded in zip(planned.steps, kernels, strict=True)

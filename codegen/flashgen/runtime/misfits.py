@@ -10,11 +10,13 @@ from flashgen.errors import (
     BadTensorShape,
     BadTensorStrides,
     DeviceTypeNotSupported,
+    InsufficientWorkspace,
     NullPointer,
     arg,
 )
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
+    WORKSPACE_ALIGNMENT,
     Argument,
     check_array,
     check_strides,
@@ -119,4 +121,22 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
         raise BadTensorStrides(
             f"{arg(name)} has strides {(*strides[ahead:], 1)} (in elements); the plan was made for "
             f"{(*layout.strides[ahead:], 1)}"
+        )
+
+
+def check_workspace(workspace: Any, view: ArrayView, kind: Kind, device: int | None, needed: int) -> None:
+    """Raise the error of a workspace, with this view, that a plan for arrays of ``kind`` cannot use."""
+    if view.kind != kind.name:  # whose streams know nothing of each other
+        raise BadParam(
+            f"{arg('workspace')} is a {view.kind} array, but the plan was made for {kind.name} arrays"
+        )
+    if view.device != device or not is_contiguous(view):
+        raise BadParam(f"{arg('workspace')} must be a contiguous array on the device of the plan")
+    size = kind.nbytes(workspace)
+    if size < needed:
+        raise InsufficientWorkspace(f"{arg('workspace')} has {size} bytes; the plan needs {needed}")
+    if needed and view.pointer % WORKSPACE_ALIGNMENT:
+        raise BadTensorStrides(
+            f"{arg('workspace')} starts at address {view.pointer:#x}; it must be a multiple of "
+            f"{WORKSPACE_ALIGNMENT} bytes"
         )

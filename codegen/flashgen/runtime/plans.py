@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from flashgen.errors import (
     BadParam,
     BadTensorDtype,
-    BadTensorStrides,
-    InsufficientWorkspace,
     NullPointer,
     arg,
 )
@@ -18,7 +16,7 @@ from flashgen.runtime import arrays as libraries
 from flashgen.runtime import check, dlpack, torchkind
 from flashgen.runtime.adopted import run_adopted
 from flashgen.runtime.arrays import Arrays, Pointers, Work
-from flashgen.runtime.misfits import check_fit
+from flashgen.runtime.misfits import check_fit, check_workspace
 from flashgen.runtime.streams import stream_pointer
 
 if TYPE_CHECKING:
@@ -377,21 +375,7 @@ class Plan:
             if layout == self._known_workspace and not address % WORKSPACE_ALIGNMENT:
                 return workspace, address
         view = libraries.view(workspace, "workspace")
-        if view.kind != self.kind.name:  # whose streams know nothing of each other
-            raise BadParam(
-                f"{arg('workspace')} is a {view.kind} array, but the plan was made for {self.kind.name} "
-                "arrays"
-            )
-        if view.device != self._device or not is_contiguous(view):
-            raise BadParam(f"{arg('workspace')} must be a contiguous array on the device of the plan")
-        size = self.kind.nbytes(workspace)
-        if size < needed:
-            raise InsufficientWorkspace(f"{arg('workspace')} has {size} bytes; the plan needs {needed}")
-        if needed and view.pointer % WORKSPACE_ALIGNMENT:
-            raise BadTensorStrides(
-                f"{arg('workspace')} starts at address {view.pointer:#x}; it must be a multiple of "
-                f"{WORKSPACE_ALIGNMENT} bytes"
-            )
+        check_workspace(workspace, view, self.kind, self._device, needed)
         self._known_workspace = layout
         if self._expecting is not None:
             self._expected_workspace = self._expecting((workspace,))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashgen import errors
 from flashgen.errors import BadParam, DeviceTypeNotSupported
@@ -45,6 +45,11 @@ class RequiresGradient(BadParam):
 
     def of(self, what: str) -> BadParam:
         return without_gradients(self.message, what)
+
+    def raise_as(self, names: Mapping[str, str], of: str) -> NoReturn:
+        refused = self.of(of)
+        refused.rename(names)
+        raise refused from None
 
 
 def inside_compile(what: str) -> BadParam:

@@ -25,7 +25,7 @@ from flashgen.simulator import randomarrays, randomlines, randomlists
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from flashgen.families.variant import Variant
     from flashgen.operators.attention_problem import AttentionProblem
@@ -106,11 +106,17 @@ def worst_of_sequences(
     left = np.ascontiguousarray(out)[untouched].view(np.uint8)
     if not (left == 0xFF).all():
         worst.append(Verdict(Largest(np.inf, np.nan, 0.0, ()), None))
-    of_lse = [verdict.lse for verdict in worst if verdict.lse is not None]
+    return worst_of(worst, arrays["lse"] is not None)
+
+
+def worst_of(verdicts: Iterable[Verdict], has_lse: bool) -> Verdict:
+    """The worst elements of all parts of a call."""
+    verdicts = [*verdicts]
+    of_lse = (x.lse for x in verdicts if x.lse is not None)
     nothing = Largest(0.0, 0.0, 0.0, ())
     return Verdict(
-        max((verdict.out for verdict in worst), key=lambda x: x.share, default=nothing),
-        max(of_lse, key=lambda x: x.share, default=nothing) if arrays["lse"] is not None else None,
+        max((x.out for x in verdicts), key=lambda x: x.share, default=nothing),
+        max(of_lse, key=lambda x: x.share, default=nothing) if has_lse else None,
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,47 +10,19 @@ from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
 from flashgen.operators.reference import attention
-from flashgen.operators.weights import WeightsProblem, normalise
+from flashgen.operators.weights import normalise
 from flashgen.operators.weights_reference import judge
 from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import check_sizes, described, masked, sizes_of_scores
-from flashgen.simulator.example import random_rows, view_of
+from flashgen.simulator.example import PlainExample, random_rows, view_of
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
-    from flashgen.operators.reference import Verdict
+    from flashgen.operators.weights import WeightsProblem
     from flashgen.simulator.example import Shape
 
 
-@dataclass(frozen=True)
-class WeightsExample:
-    """A problem with its arrays in host memory, in the operator's order. bfloat16 elements are their bits in
-    uint16; the mask may be None.
-    """
-
-    problem: WeightsProblem
-    arrays: tuple[np.ndarray | None, ...]
-
-    @property
-    def named(self) -> dict[str, np.ndarray | None]:
-        """The arrays by name."""
-        return dict(zip(self.problem.operator.positions, self.arrays, strict=True))
-
-    @property
-    def mask(self) -> np.ndarray | None:
-        return self.named["mask"]
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """The sizes of the problem, for a report."""
-        return described(self.problem, self.named["q"])
-
-    def judge(self) -> Verdict:
-        """How far the weights are from float64."""
-        return judge(self.problem, self.named)
-
-
-def make(variant: Variant, shape: Shape, seed: int) -> WeightsExample:
+def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     """Normal random q and k for ``variant``, with the LSE of float64; weights, and what is between rows, are
     NaN. Of ``shape`` head_dim_v, return_lse and splits have
     no effect.
@@ -78,21 +49,13 @@ def make(variant: Variant, shape: Shape, seed: int) -> WeightsExample:
         score_scalars=randomarrays.score_scalars_of(rng, variant.score),
     )
     problem = masked(problem, variant, shape)
-    example = WeightsExample(problem, (q, k, mask, lse, weights, *score_arrays))
+    arrays = (q, k, mask, lse, weights, *score_arrays)
+    example = PlainExample(problem, arrays, judge, described(problem, q))
     lse[...] = _lse(problem, example.named)
     return example
 
 
 def _lse(problem: WeightsProblem, arrays: dict[str, np.ndarray | None]) -> np.ndarray:
     q, k = (widened(arrays[name], problem.dtype) for name in ("q", "k"))
-    modification = modification_of(problem, arrays)
-    return attention(
-        q,
-        k,
-        k,
-        problem.dtype,
-        problem.softmax_scale,
-        Band.of(problem),
-        arrays["mask"],
-        modification=modification,
-    ).lse
+    of_problem = problem.dtype, problem.softmax_scale, Band.of(problem), arrays["mask"]
+    return attention(q, k, k, *of_problem, modification=modification_of(problem, arrays)).lse

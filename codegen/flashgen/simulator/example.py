@@ -18,7 +18,7 @@ from flashgen.simulator import hardware
 from flashgen.simulator.execute import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from flashgen.families.arch import Device
     from flashgen.families.variant import Variant
@@ -79,6 +79,31 @@ class Example(Protocol):
 
     def judge(self) -> Verdict:
         """How far the outputs are from float64."""
+
+
+@dataclass(frozen=True)
+class PlainExample:
+    """An `Example` whose outputs ``compare(problem, arrays by name)`` judges. ``described`` has the sizes of
+    the problem, for a report.
+    """
+
+    problem: Any
+    arrays: tuple[np.ndarray | None, ...]
+    compare: Callable[[Any, dict[str, np.ndarray | None]], Verdict]
+    described: dict[str, Any]
+
+    @property
+    def named(self) -> dict[str, np.ndarray | None]:
+        """The arrays by name."""
+        return dict(zip(self.problem.operator.positions, self.arrays, strict=True))
+
+    @property
+    def mask(self) -> np.ndarray | None:
+        return self.named.get("mask")
+
+    def judge(self) -> Verdict:
+        """How far the outputs are from float64."""
+        return self.compare(self.problem, self.named)
 
 
 def outputs(example: Example) -> tuple[np.ndarray, ...]:

@@ -3,7 +3,6 @@ NaN."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from flashgen.errors import BadParam
 from flashgen.operators import latentrows
 from flashgen.operators.kvcodes import E4M3
-from flashgen.operators.latent import LatentProblem, normalise
+from flashgen.operators.latent import normalise
 from flashgen.operators.lengths import LENGTH_ARRAYS
 from flashgen.operators.numbers import bfloat16_bits
 from flashgen.operators.splits import AUTO
@@ -27,41 +26,36 @@ from flashgen.simulator.attention_example import (
     splits_for,
     worst_of_sequences,
 )
-from flashgen.simulator.example import random_rows, rows_within_nan, view_of
+from flashgen.simulator.example import PlainExample, random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flashgen.families.variant import Variant
+    from flashgen.operators.latent import LatentProblem
     from flashgen.operators.reference import Verdict
     from flashgen.simulator.example import Shape
 
 
-@dataclass(frozen=True)
-class LatentExample:
-    """A problem with its arrays in host memory by name, None for those that it lacks. bfloat16 elements are
-    their bits in uint16.
-    """
-
-    problem: LatentProblem
-    named: dict[str, np.ndarray | None]
-
-    @property
-    def arrays(self) -> tuple[np.ndarray | None, ...]:
-        """All arrays, in the operator's order."""
-        return self.problem.operator.in_order(**self.named)
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """The sizes of the problem, for a report."""
-        return described(self.problem, self.named["q"])
-
-    def judge(self) -> Verdict:
-        """As `AttentionExample.judge`."""
-        lengths = {name: x for name, x in self.named.items() if name in LENGTH_ARRAYS}
-        others = {name: x for name, x in self.named.items() if name not in LENGTH_ARRAYS}
-        return worst_of_sequences(self.problem, lengths, others)
+def judge(problem: LatentProblem, arrays: dict[str, np.ndarray | None]) -> Verdict:
+    """As `AttentionExample.judge`."""
+    lengths = {name: x for name, x in arrays.items() if name in LENGTH_ARRAYS}
+    others = {name: x for name, x in arrays.items() if name not in LENGTH_ARRAYS}
+    return worst_of_sequences(problem, lengths, others)
 
 
-def make(variant: Variant, shape: Shape, seed: int) -> LatentExample:
+def example_of(
+    problem: LatentProblem,
+    arrays: dict[str, np.ndarray | None],
+    compare: Callable[[Any, dict[str, np.ndarray | None]], Verdict],
+) -> PlainExample:
+    """The example with these arrays by name."""
+    return PlainExample(
+        problem, problem.operator.in_order(**arrays), compare, described(problem, arrays["q"])
+    )
+
+
+def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     """Normal random q and latent rows for ``variant``; outputs, and what is between rows, are NaN. Sequences
     are as in `attention_example.make`, and raise the same errors; keys are in a cache. Raises BadParam for
     heads that do not fill the variant's clusters.
@@ -117,7 +111,8 @@ def make(variant: Variant, shape: Shape, seed: int) -> LatentExample:
     if heads(problem, variant) % variant.grid.cluster:
         count = 64 * variant.grid.cluster
         raise BadParam(f"heads is {shape.heads}, and clusters of {variant.name} take multiples of {count}")
-    return LatentExample(problem, {**of_q, "k": k, "out": out, "lse": lse, **of_call, **lengths})
+    arrays = {**of_q, "k": k, "out": out, "lse": lse, **of_call, **lengths}
+    return example_of(problem, arrays, judge)
 
 
 def widths_of_q(variant: Variant, head_dim: int, head_dim_v: int) -> dict[str, int]:

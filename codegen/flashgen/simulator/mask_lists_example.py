@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flashgen.operators.blocklists import SIDES
 from flashgen.operators.maskblocks import FULL, blocks_of
-from flashgen.operators.masklists import ARGUMENTS, MaskListsProblem, normalise
+from flashgen.operators.masklists import ARGUMENTS, normalise
 from flashgen.operators.masks import Band
 from flashgen.operators.reference import Verdict, largest
 from flashgen.operators.rules import RuleOfCall, sizes_of_tokens
 from flashgen.operators.visibility import visibility_on_host
-from flashgen.simulator.example import view_of
+from flashgen.simulator.example import PlainExample, view_of
 from flashgen.simulator.randomlines import bools_of, ends_of_pack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.families.variant import Variant
+    from flashgen.operators.masklists import MaskListsProblem
     from flashgen.operators.rules import Rule
     from flashgen.simulator.example import Shape
 
@@ -32,30 +32,14 @@ _TABLE_EXTENT = 5
 _SHORT = 0.3
 
 
-@dataclass(frozen=True)
-class MaskListsExample:
-    """A problem with its arrays in host memory."""
-
-    problem: MaskListsProblem
-    arrays: tuple[np.ndarray, ...]
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """The sizes of the problem, for a report."""
-        return dict(self.problem.sizes)
-
-    def judge(self) -> Verdict:
-        """How many elements differ from the lists that the CPU makes: all bits must be equal."""
-        names = self.problem.operator.positions
-        arrays = dict(zip(names, self.arrays, strict=True))
-        right = lists_on_host(self.problem, arrays)
-        differs = np.concatenate([(arrays[name] != right[name]).ravel() for name in right])
-        return Verdict(
-            largest(differs.astype(np.float64), np.zeros(differs.shape), np.zeros(differs.shape)), None
-        )
+def judge(problem: MaskListsProblem, arrays: Mapping[str, np.ndarray]) -> Verdict:
+    """How many elements differ from the lists that the CPU makes: all bits must be equal."""
+    right = lists_on_host(problem, arrays)
+    differs = np.concatenate([(arrays[name] != right[name]).ravel() for name in right])
+    return Verdict(largest(differs.astype(np.float64), *np.zeros((2, differs.size))))
 
 
-def make(variant: Variant, shape: Shape, seed: int) -> MaskListsExample:
+def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     """Random arrays for the line of ``variant``, sorted or not, and blocks and room of random sizes; the
     window of ``shape`` is beside the line. Raises what the contract raises.
     """
@@ -66,12 +50,8 @@ def make(variant: Variant, shape: Shape, seed: int) -> MaskListsExample:
 
         rule = rule_of_line("kv <= q")  # as kernels without a line have it
     numbers = tuple(int(rng.integers(1, 50)) for _ in rule.scalars)
-    sizes = {
-        "batch": shape.batch,
-        "num_heads_q": shape.heads,
-        "seqlen_q": shape.seqlen_q,
-        "seqlen_kv": shape.seqlen_kv,
-    }
+    sizes = {"batch": shape.batch, "num_heads_q": shape.heads}
+    sizes |= {"seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
     ends = {} if rule.pack is None else ends_of_pack(rng, sizes)
     inputs = [
         ends[param.name] if param.name in ends else _elements(rng, rule, param, sizes)
@@ -92,7 +72,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> MaskListsExample:
         options["entries"] = int(rng.integers(0, blocks // 2 + 1))
     problem = normalise(rule_arrays=[view_of(x, x.dtype.name) for x in inputs], **options)
     outputs = [np.full(x.extents(problem.sizes), UNUSED, np.int32) for x in ARGUMENTS]
-    return MaskListsExample(problem, (*outputs, *inputs))
+    return PlainExample(problem, (*outputs, *inputs), judge, dict(problem.sizes))
 
 
 def _elements(rng: np.random.Generator, rule: Rule, param: Any, sizes: Mapping[str, int]) -> np.ndarray:

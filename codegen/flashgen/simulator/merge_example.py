@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashgen.operators.merge import MergeProblem, normalise
+from flashgen.operators.merge import normalise
 from flashgen.operators.merge_reference import judge
-from flashgen.simulator.example import random_rows, rows_within_nan, view_of
+from flashgen.simulator.example import PlainExample, random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
-    from flashgen.operators.reference import Verdict
     from flashgen.simulator.example import Shape
 
 _HEAD_DIM = 128  # where the shape has none: kernels take any
 _EMPTY = 0.1  # share of the rows of a part that saw no key
 
 
-@dataclass(frozen=True)
-class MergeExample:
-    """A problem with its arrays in host memory. bfloat16 elements are their bits in uint16."""
-
-    problem: MergeProblem
-    o1: np.ndarray
-    lse1: np.ndarray
-    o2: np.ndarray
-    lse2: np.ndarray
-    out: np.ndarray
-    lse: np.ndarray
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.o1, self.lse1, self.o2, self.lse2, self.out, self.lse
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """The sizes of the problem, for a report."""
-        problem = self.problem
-        return {"shape": [problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim_v]}
-
-    def judge(self) -> Verdict:
-        """How far the outputs are from float64."""
-        return judge(self.problem, *self.arrays)
-
-
-def make(variant: Variant, shape: Shape, seed: int) -> MergeExample:
+def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     """Normal random parts for ``variant``, their LSEs ``shape.spread`` times as wide; outputs, and what lies
     between rows, are NaN. Of ``shape`` keys and what belongs to them have no say.
 
@@ -65,11 +36,9 @@ def make(variant: Variant, shape: Shape, seed: int) -> MergeExample:
         lse[empty] = rng.choice([-np.inf, np.inf], empty.sum())
         o[empty.swapaxes(1, 2)] = 0xFFFF if variant.dtype == "bf16" else np.nan
         parts += [o, lse]
-    out, lse_out = (
-        rows_within_nan(size, variant.dtype, shape.gap),
-        np.full(parts[1].shape, np.nan, np.float32),
-    )
+    out = rows_within_nan(size, variant.dtype, shape.gap)
+    arrays = (*parts, out, np.full(parts[1].shape, np.nan, np.float32))
     dtypes = (variant.dtype, "fp32") * 3
-    arrays = (*parts, out, lse_out)
     views = [view_of(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
-    return MergeExample(normalise(*views), *arrays)
+    compare = lambda problem, named: judge(problem, *named.values())  # noqa: E731
+    return PlainExample(normalise(*views), arrays, compare, {"shape": list(size)})

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.quantize import ARGUMENTS, QuantizeProblem, normalise
+from flashgen.operators.quantize import normalise
 from flashgen.operators.quantize_reference import judge
-from flashgen.simulator.example import random_rows, view_of
+from flashgen.simulator.example import PlainExample, random_rows, view_of
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
-    from flashgen.operators.reference import Verdict
     from flashgen.simulator.example import Shape
 
 _HEAD_DIM = 128  # where the shape has none: kernels take any
@@ -22,25 +20,7 @@ _NOT_FINITE = 0.001  # share of the elements
 _POISON = 0xA5
 
 
-@dataclass(frozen=True)
-class QuantizeExample:
-    """A problem with its arrays in host memory. bfloat16 elements and codes are their bits."""
-
-    problem: QuantizeProblem
-    arrays: tuple[np.ndarray | None, ...]
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """The sizes of the problem, for a report."""
-        problem = self.problem
-        return {"shape": [problem.batch, problem.seqlen, problem.num_heads, problem.head_dim]}
-
-    def judge(self) -> Verdict:
-        """How far the outputs are from float64."""
-        return judge(self.problem, {x.name: y for x, y in zip(ARGUMENTS, self.arrays, strict=True)})
-
-
-def make(variant: Variant, shape: Shape, seed: int) -> QuantizeExample:
+def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     """Normal random numbers for ``variant``, some of them infinite or NaN, some rows 0. Given scales are per
     token and head, or per head, or one. Of ``shape`` keys and what belongs to them have no effect. Raises
     what the contract raises.
@@ -67,4 +47,4 @@ def make(variant: Variant, shape: Shape, seed: int) -> QuantizeExample:
     arrays = (x, scale, codes, scale_out)
     dtypes = (variant.dtype, "fp32", "e4m3", "fp32")
     views = (None if a is None else view_of(a, dtype) for a, dtype in zip(arrays, dtypes, strict=True))
-    return QuantizeExample(normalise(*views, per=per), arrays)
+    return PlainExample(normalise(*views, per=per), arrays, judge, {"shape": list(size)})

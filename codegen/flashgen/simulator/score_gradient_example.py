@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,48 +12,20 @@ from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reduction import parameter, reduction
 from flashgen.operators.reference import attention
-from flashgen.operators.score_gradient import ScoreGradientProblem, normalise
+from flashgen.operators.score_gradient import normalise
 from flashgen.operators.score_gradient_reference import judge
 from flashgen.operators.scores import DIMENSIONS
 from flashgen.simulator import randomarrays
 from flashgen.simulator.attention_example import check_sizes, described, masked, sizes_of_scores
-from flashgen.simulator.example import random_rows, rows_within_nan, view_of
+from flashgen.simulator.example import PlainExample, random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
-    from flashgen.operators.reference import Verdict
+    from flashgen.operators.score_gradient import ScoreGradientProblem
     from flashgen.simulator.example import Shape
 
 
-@dataclass(frozen=True)
-class ScoreGradientExample:
-    """A problem with its arrays in host memory, in the operator's order. bfloat16 elements are their bits in
-    uint16; mask and dlse may be None.
-    """
-
-    problem: ScoreGradientProblem
-    arrays: tuple[np.ndarray | None, ...]
-
-    @property
-    def named(self) -> dict[str, np.ndarray | None]:
-        """The arrays by name."""
-        return dict(zip(self.problem.operator.positions, self.arrays, strict=True))
-
-    @property
-    def mask(self) -> np.ndarray | None:
-        return self.named["mask"]
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """The sizes of the problem, for a report."""
-        return described(self.problem, self.named["q"])
-
-    def judge(self) -> Verdict:
-        """How far the gradient is from float64."""
-        return judge(self.problem, self.named)
-
-
-def make(variant: Variant, shape: Shape, seed: int) -> ScoreGradientExample:
+def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     """Normal random inputs for ``variant``, with the results that a forward call has for them; the gradient,
     and what is between rows, are NaN. The array is broadcast as the variant sums, and over batch entries or
     heads, as the seed will. ``shape.return_lse`` is whether LSE has a gradient.
@@ -95,7 +66,8 @@ def make(variant: Variant, shape: Shape, seed: int) -> ScoreGradientExample:
     arrays["dscore"] = _nan(problem.array_shape, of_array)
     params = variant.score.arrays if variant.score else ()
     arrays |= {param.name: x for param, x in zip(params, score_arrays, strict=True)}
-    example = ScoreGradientExample(problem, problem.operator.in_order(**arrays))
+    in_order = problem.operator.in_order(**arrays)
+    example = PlainExample(problem, in_order, judge, described(problem, arrays["q"]))
     _forward(problem, example.named)
     return example
 

@@ -11,33 +11,27 @@ import numpy as np
 from flashgen.operators import reference
 from flashgen.operators.kvcodes import E4M3
 from flashgen.operators.lengths import LENGTH_ARRAYS
-from flashgen.operators.reference import Largest, Verdict
 from flashgen.operators.sparse_latent import NO_TOKEN, normalise, queries
 from flashgen.simulator import randomarrays
-from flashgen.simulator.attention_example import check_sizes, page_sizes_of
+from flashgen.simulator.attention_example import check_sizes, page_sizes_of, worst_of
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
-from flashgen.simulator.latent_attention_example import LatentExample, latent_rows, widths_of_q
+from flashgen.simulator.latent_attention_example import example_of, latent_rows, widths_of_q
 
 if TYPE_CHECKING:
     from flashgen.families.variant import Variant
-    from flashgen.simulator.example import Shape
+    from flashgen.operators.reference import Verdict
+    from flashgen.operators.sparse_latent import SparseLatentProblem
+    from flashgen.simulator.example import PlainExample, Shape
 
 # Most tokens of a sequence for each entry of a list.
 _TOKENS_PER_ENTRY = 2
 
 
-class SparseLatentExample(LatentExample):
-    """As `LatentExample`."""
-
-    def judge(self) -> Verdict:
-        """The worst verdict on the queries of the problem."""
-        verdicts = [reference.judge(*query) for query in queries(self.problem, self.named)]
-        nothing = Largest(0.0, 0.0, 0.0, ())
-        of_lse = (verdict.lse for verdict in verdicts if verdict.lse is not None)
-        return Verdict(
-            max((verdict.out for verdict in verdicts), key=lambda x: x.share, default=nothing),
-            max(of_lse, key=lambda x: x.share, default=nothing) if self.named["lse"] is not None else None,
-        )
+def judge(problem: SparseLatentProblem, arrays: dict[str, np.ndarray | None]) -> Verdict:
+    """The worst verdict on the queries of the problem."""
+    return worst_of(
+        (reference.judge(*query) for query in queries(problem, arrays)), arrays["lse"] is not None
+    )
 
 
 def random_indices(rng: np.random.Generator, lengths: np.ndarray, rows: int, topk: int) -> np.ndarray:
@@ -74,7 +68,7 @@ def named_rows(
     return used
 
 
-def make(variant: Variant, shape: Shape, seed: int) -> SparseLatentExample:
+def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     """Normal random q and latent rows for ``variant``; rows that no list names, outputs and what is between
     rows are NaN. ``shape.seqlen_kv`` are the entries of a list, and sequences have lengths of up to twice as
     many tokens. Errors as of `latent_attention_example.make`.
@@ -117,4 +111,4 @@ def make(variant: Variant, shape: Shape, seed: int) -> SparseLatentExample:
         splits=shape.splits,
     )
     of_call = {name: scale[:, None] for name, scale in scales.items()}
-    return SparseLatentExample(problem, {**of_q, "k": k, "out": out, "lse": lse, **of_call, **arrays})
+    return example_of(problem, {**of_q, "k": k, "out": out, "lse": lse, **of_call, **arrays}, judge)

@@ -33,7 +33,8 @@ from flashgen.operators.formula import bounds, text
 from flashgen.operators.intervals import Intervals
 from flashgen.operators.keyranges import key_range, row_keys, run_begin, run_end
 from flashgen.operators.rules import PREFIX, TOKEN, index_of_block, loads_by
-from flashgen.source.scores import arguments, bare, used, wrapped
+from flashgen.source.cppcode import bare, fresh_name, function
+from flashgen.source.integercode import CALLS, HELPERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,44 +45,6 @@ if TYPE_CHECKING:
 
 _SIGNS = {"and": "&&", "or": "||"}
 _LARGEST_INT = 2**31 - 1
-# The functions that a line may call, by the operation.
-_HELPERS = {
-    "//": """\
-// The quotient, rounded down, for a divisor above 0.
-template <typename Int>
-__device__ __forceinline__ Int floor_divide(Int a, Int b) {
-    return a / b - Int(a % b < 0);
-}""",
-    "%": """\
-// The remainder of floor_divide().
-template <typename Int>
-__device__ __forceinline__ Int floor_remainder(Int a, Int b) {
-    const Int remainder = a % b;
-    return remainder < 0 ? remainder + b : remainder;
-}""",
-    "min": """\
-template <typename Int>
-__device__ __forceinline__ Int smaller_of(Int a, Int b) {
-    return a < b ? a : b;
-}""",
-    "max": """\
-template <typename Int>
-__device__ __forceinline__ Int larger_of(Int a, Int b) {
-    return a > b ? a : b;
-}""",
-    "abs": """\
-template <typename Int>
-__device__ __forceinline__ Int magnitude_of(Int a) {
-    return a < 0 ? -a : a;
-}""",
-}
-_CALLS = {
-    "//": "floor_divide",
-    "%": "floor_remainder",
-    "min": "smaller_of",
-    "max": "larger_of",
-    "abs": "magnitude_of",
-}
 
 
 def rule_functions(rule: Rule, packed_heads: bool = False) -> str:
@@ -155,7 +118,7 @@ class RuleWriter:
             operations.add("//")  # of verdicts
         parts = [
             f"// The mask `{self._rule.name}`: a key is visible where {self._rule.text}",
-            *(helper for op, helper in _HELPERS.items() if op in operations),
+            *(helper for op, helper in HELPERS.items() if op in operations),
             *self._struct("LineHead", "a query head", "head", ("b", "h", *_LENGTHS)),
             self._maker("LineHead", "head", {"b": "int", "h": "int"} | dict.fromkeys(_LENGTHS, "int")),
             *self._struct("LineRow", "a row", "row", _ROW if self._rule.pack is None else _ROW_IN_PACK),
@@ -314,7 +277,7 @@ class RuleWriter:
         if node.op in ("//", "%", "min", "max", "abs"):
             wide = "int64_t" in (kind, *map(self._type, node.args))
             kind = "int64_t" if wide else "int"
-            return f"{_CALLS[node.op]}<{kind}>({', '.join(map(bare, args))})"
+            return f"{CALLS[node.op]}<{kind}>({', '.join(map(bare, args))})"
         return f"(-{args[0]})" if node.op == "neg" else f"({args[0]} {node.op} {args[1]})"
 
     def _type(self, node: Node) -> str:
@@ -458,21 +421,6 @@ def _steps(array: RuleParam, indices: list[str]) -> list[str]:
     return [f"params.{array.argument_name}", *terms, indices[-1]]
 
 
-def function(name: str, types: dict[str, str], body: list[str]) -> str:
-    """A function; arguments that it does not read have no name."""
-    opening = wrapped(name, arguments(types, used(types, "\n".join(body))))
-    return "\n".join((*opening, *(f"    {line}" for line in body), "}"))
-
-
 def _shifted(index: str, array: RuleParam, first: str) -> str:
     """An index of tokens, where these are packed after the tokens of other sequences."""
     return f"(head.{first} + {index})" if array.per_token is not None else index
-
-
-def fresh_name(name: str, taken: list[str]) -> str:
-    """``name``, or with a number after it where it is taken."""
-    count, fresh = 1, name
-    while fresh in taken:
-        count += 1
-        fresh = f"{name}_{count}"
-    return fresh

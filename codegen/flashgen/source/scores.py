@@ -20,12 +20,12 @@ all of a lane's keys, and the step is added as a float.
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING
 
 from flashgen.operators.formula import Node, number, text
 from flashgen.operators.lowering import key_slope
 from flashgen.operators.scores import TYPES
+from flashgen.source.cppcode import arguments, bare, fresh_name, used, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,11 +128,7 @@ class _Writer:
         members: dict[Node, str] = {}
         for node in self._loads:
             if suits(node):
-                name, count = str(node.value), 1
-                while name in _MEMBERS or name in members.values():
-                    count += 1
-                    name = f"{node.value}_{count}"
-                members[node] = name
+                members[node] = fresh_name(str(node.value), [*_MEMBERS, *members.values()])
         return members
 
     def _names_read(self, trees: list[Node], kept: set[Node]) -> set[str]:
@@ -389,10 +385,6 @@ def _read_by(indices: Sequence[Node]) -> frozenset[str]:
     return frozenset().union(*(index.reads() for index in indices))
 
 
-def used(types: dict[str, str], code: str) -> dict[str, bool]:
-    return {name: bool(re.search(rf"\b{name}\b", code)) for name in types}
-
-
 def _struct(name: str, of: str, members: list[tuple[str, str]]) -> list[str]:
     if not members:
         return [f"// What {of} share: nothing.", f"struct {name} {{}};", ""]
@@ -414,19 +406,6 @@ def _maker(
         f"    return {variable};",
         "}",
     ]
-
-
-def arguments(types: dict[str, str], uses: dict[str, bool]) -> str:
-    return ", ".join(f"{type} {name}" if uses[name] else type for name, type in types.items())
-
-
-def wrapped(name: str, arguments: str) -> list[str]:
-    """The opening line of a function, in two where it is long."""
-    opening = f"__device__ __forceinline__ {name}({arguments}) {{"
-    if len(opening) <= 132:
-        return [opening]
-    split = opening.rindex(", ", 0, 132) + 1
-    return [opening[:split], " " * (opening.index("(") + 1) + opening[split + 1 :]]
 
 
 def _negative(code: str) -> str:
@@ -453,18 +432,6 @@ def _literal(value: float) -> str:
         return "INFINITY" if value > 0 else "-INFINITY"
     digits = f"{value:.9g}"
     return f"{digits}f" if any(c in digits for c in ".e") else f"{digits}.0f"
-
-
-def bare(code: str) -> str:
-    """Without parentheses around all of it."""
-    if not (code.startswith("(") and code.endswith(")")):
-        return code
-    depth = 0
-    for place, character in enumerate(code):
-        depth += (character == "(") - (character == ")")
-        if depth == 0 and place < len(code) - 1:
-            return code
-    return code[1:-1]
 
 
 def integer(score: Score, node: Node) -> str:

@@ -23,8 +23,8 @@ from flashgen.operators.formula import bounds, text
 from flashgen.operators.intervals import Interval, Intervals
 from flashgen.operators.rules import index_of_block, loads_by
 from flashgen.source.boundscode import BoundsCode, condition
-from flashgen.source.rules import RuleWriter, fresh_name, function
-from flashgen.source.scores import bare
+from flashgen.source.cppcode import bare, fresh_name, function
+from flashgen.source.rules import RuleWriter
 
 if TYPE_CHECKING:
     from flashgen.operators.formula import Node

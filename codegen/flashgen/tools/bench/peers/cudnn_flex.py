@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.tools.bench.lines import line_of
-from flashgen.tools.bench.peers.autograd import TorchPeer
-from flashgen.tools.bench.peers.base import torch_unavailable
+from flashgen.tools.bench.peers.base import TorchPeer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +24,7 @@ class CudnnFlex(TorchPeer):
     name = "cudnn-flex"
 
     def unavailable(self) -> str | None:
-        if reason := torch_unavailable():
+        if reason := super().unavailable():
             return reason
         try:
             there = find_spec("cudnn.flex_attention") is not None and find_spec("cutlass") is not None

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from flashgen.tools.bench.cases import SOFTCAP
-from flashgen.tools.bench.peers.autograd import TorchPeer
-from flashgen.tools.bench.peers.base import torch_unavailable
+from flashgen.tools.bench.peers.base import TorchPeer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +29,7 @@ class FlashAttn(TorchPeer):
         self._generation = generation
 
     def unavailable(self) -> str | None:
-        if reason := torch_unavailable():
+        if reason := super().unavailable():
             return reason
         if find_spec(_OWN[self._generation]) is None:
             return f"FlashAttention-{self._generation} is not installed"

@@ -6,7 +6,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from flashgen.tools.bench.cases import SOFTCAP
-from flashgen.tools.bench.peers.autograd import TorchPeer
+from flashgen.tools.bench.peers.base import TorchPeer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

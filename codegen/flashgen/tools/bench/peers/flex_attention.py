@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam
 from flashgen.tools.bench.cases import SOFTCAP
-from flashgen.tools.bench.peers.autograd import TorchPeer
-from flashgen.tools.bench.peers.base import torch_unavailable
+from flashgen.tools.bench.peers.base import TorchPeer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,9 +24,9 @@ class FlexAttention(TorchPeer):
     name = "flex-attention"
 
     def unavailable(self) -> str | None:
-        if reason := torch_unavailable():
-            return reason
-        return None if find_spec("triton") else "Triton, which compiles it, is not installed"
+        return super().unavailable() or (
+            None if find_spec("triton") else "Triton, which compiles it, is not installed"
+        )
 
     def declines(self, case: Case) -> str | None:
         if case.lengths != "none":

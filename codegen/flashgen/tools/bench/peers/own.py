@@ -18,15 +18,25 @@ if TYPE_CHECKING:
     from flashgen.tools.bench.peers.base import Run
 
 
-class Flashgen:
+class _Own:
+    """What the peers have in common. ``variant`` is the name of the variant of the last case."""
+
+    hosts = ("cupy", "torch")
+    variant: str | None = None
+
+    def unavailable(self) -> str | None:
+        from flashgen.runtime import device
+
+        return None if device.available() else device.why_unavailable()
+
+
+class Flashgen(_Own):
     """``flashgen.plan``, or ``flashgen.plan_backward``; with ``grouping`` (``gqa`` or ``packed``) only
     variants of that grouping compete, with ``target`` only variants of that target, with ``pinned`` only the
     variant of that name, with ``algorithm`` only its variants, whose workspace is then held too:
     ``workspace_bytes`` of it. With ``steps`` a call launches only the first ones, and its results are no
-    results. ``plan`` is the plan of the last case, and ``variant`` the name of its variant.
+    results. ``plan`` is the plan of the last case.
     """
-
-    hosts = ("cupy", "torch")
 
     def __init__(
         self,
@@ -37,16 +47,10 @@ class Flashgen:
         pinned: str | None = None,
     ) -> None:
         self.name = "-".join(part for part in ("flashgen", grouping, algorithm, target) if part)
-        self.variant: str | None = None
         self.plan: Plan | None = None
         self.algorithm = algorithm
         self.workspace_bytes = 0
         self._grouping, self._target, self._steps, self._pinned = grouping, target, steps, pinned
-
-    def unavailable(self) -> str | None:
-        from flashgen.runtime import device
-
-        return None if device.available() else device.why_unavailable()
 
     def declines(self, case: Case) -> str | None:
         if self._target is not None and not (case.is_backward or case.dropout_p or case.line):
@@ -211,19 +215,12 @@ class Flashgen:
         return plan.kind.empty((plan.workspace_bytes,), like, None, "uint8") if plan.workspace_bytes else None
 
 
-class FlashgenKept:
+class FlashgenKept(_Own):
     """Plans for masks by a line whose lists of blocks are there beforehand, as a mask keeps them for layers
     after the first.
     """
 
-    hosts = ("cupy", "torch")
     name = "flashgen-kept"
-
-    def __init__(self) -> None:
-        self.variant: str | None = None
-
-    def unavailable(self) -> str | None:
-        return Flashgen().unavailable()
 
     def declines(self, case: Case) -> str | None:
         return None if case.line and case.lengths == "none" else "timed on masks by a line, without lengths"
@@ -255,22 +252,17 @@ class FlashgenKept:
         return lambda index: plan(*requests[index].arrays)
 
 
-class FlashgenFp8:
+class FlashgenFp8(_Own):
     """``flashgen.plan`` on e4m3 codes of the same arrays, which are made beforehand; with ``by_columns`` the
     tokens of v are contiguous.
     """
 
-    hosts = ("cupy", "torch")
     # Of ‖out - ours‖ / ‖ours‖: q, k and v lose 2.5 % each, and P as much.
     tolerance = 0.1
 
     def __init__(self, name: str, accumulate: str, by_columns: bool) -> None:
         self.name = name
-        self.variant: str | None = None
         self._accumulate, self._by_columns = accumulate, by_columns
-
-    def unavailable(self) -> str | None:
-        return Flashgen().unavailable()
 
     def declines(self, case: Case) -> str | None:
         plain = case.score == "none" and not (case.sinks or case.codes or case.latent)
@@ -331,20 +323,15 @@ def _by_columns(v: Any) -> Any:
     return v.transpose(0, 2, 3, 1).copy().transpose(0, 3, 1, 2)
 
 
-class FlashgenFixed:
+class FlashgenFixed(_Own):
     """``flashgen.plan`` on the same arrays without their lengths, where all sequences are equally long: what
     lengths cost.
     """
 
-    hosts = ("cupy", "torch")
     name = "flashgen-fixed"
 
     def __init__(self) -> None:
         self._plain = Flashgen()
-        self.variant: str | None = None
-
-    def unavailable(self) -> str | None:
-        return self._plain.unavailable()
 
     def declines(self, case: Case) -> str | None:
         if case.is_backward:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flashgen.operators.masks import hidden_keys
-from flashgen.tools.bench.peers.autograd import TorchPeer
-from flashgen.tools.bench.peers.base import torch_unavailable
+from flashgen.tools.bench.peers.base import TorchPeer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +23,6 @@ class TorchSdpa(TorchPeer):
     def __init__(self, backend: str) -> None:
         self.name = f"torch-{backend}"
         self._backend = backend
-
-    def unavailable(self) -> str | None:
-        return torch_unavailable()
 
     def declines(self, case: Case) -> str | None:
         if case.lengths != "none" and (case.lengths != "cache" or case.page_size or case.appends):

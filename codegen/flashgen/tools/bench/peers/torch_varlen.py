@@ -6,8 +6,7 @@ import inspect
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from flashgen.tools.bench.peers.autograd import TorchPeer
-from flashgen.tools.bench.peers.base import torch_unavailable
+from flashgen.tools.bench.peers.base import TorchPeer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,9 +22,9 @@ class TorchVarlen(TorchPeer):
     name = "torch-varlen"
 
     def unavailable(self) -> str | None:
-        if reason := torch_unavailable():
-            return reason
-        return None if find_spec("torch.nn.attention.varlen") else "this PyTorch has no varlen_attn"
+        return super().unavailable() or (
+            None if find_spec("torch.nn.attention.varlen") else "this PyTorch has no varlen_attn"
+        )
 
     def declines(self, case: Case) -> str | None:
         if not case.is_packed:
