@@ -22,7 +22,7 @@ from simulator.faults import ASYNC, BOUNDS, NUMBERS
 TILES = "flash_fwd_hdim64_bf16_causal_m64_sm90"
 OVERLAPPED = "flash_fwd_hdim64_fp16_sm90"
 PACKED = "flash_fwd_hdim64_fp16_causal_m64_packgqa_sm90"
-ROOMY = "flash_fwd_hdim64_fp16_n96_sm90"  # fp32 elements fit
+ROOMY = "flash_fwd_hdim64_fp16_n128_sm90"  # fp32 elements fit
 PACKED_OVERLAPPED = "flash_fwd_hdim64_fp16_packgqa_sm90"
 DIAGONAL = "flash_fwd_hdim64_bf16_causal_m128_sm90"
 LISTED = "flash_fwd_hdim64_bf16_blocks_m64_sm90"
@@ -185,7 +185,7 @@ FAULTS = [
         "q_ring.advance(); copy_elements(params, score_rows, score_buffer, last_block * kBlockN, lane);",
         "q_ring.advance();",
     ),
-    Fault("full buffer not awaited", OVERLAPPED, 144, f"{FULL} {LOAD}", LOAD, (*ASYNC, *NUMBERS)),
+    Fault("full buffer not awaited", OVERLAPPED, 144, FULL, "", (*ASYNC, *NUMBERS)),
     Fault(
         "buffer released before it is read",
         DIAGONAL,
@@ -207,15 +207,16 @@ FAULTS = [
         "elements of the wrong block",
         OVERLAPPED,
         300,
-        "first_row, kv_block * kBlockN, lane);",
-        "first_row, 0, lane);",
+        "4 * consumer), kv_block * kBlockN);",
+        "4 * consumer), 0);",
     ),
+    Fault("copied rows too close", OVERLAPPED, 144, "next += step;", "next += step / 2;"),
     Fault(
         "elements of the wrong consumer",
         OVERLAPPED,
         144,
-        "tile.first_row + 64 * consumer; auto",
-        "tile.first_row; auto",
+        "consumer_row = tile.first_row + 64 * consumer;",
+        "consumer_row = tile.first_row;",
     ),
     Fault(
         "tiles in another order than the heads",
