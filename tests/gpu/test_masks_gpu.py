@@ -194,6 +194,23 @@ def test_a_captured_graph_takes_the_arrays_of_its_replay(fresh_seed):
         assert all(map(torch.equal, results, both()))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_are_handed_out_in_each_call_and_replay(head_dim, fresh_seed):
+    shape = (4, 4000, 4000, 8, 4, head_dim, False)  # more tiles than multiprocessors
+    arrays, rng = inputs(shape, "bf16", fresh_seed), np.random.default_rng(fresh_seed)
+    mask = mask_of("documents", shape, rng)
+    out, kept = flashgen.attention(*arrays, mask=mask), mask.keep_lists()
+    for _ in range(4):
+        assert torch.equal(flashgen.attention(*arrays, mask=kept), out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flashgen.attention(*arrays, mask=mask)
+    for _ in range(4):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, out)
+
+
 @pytest.mark.parametrize("algorithm", ["v2", None])
 @pytest.mark.parametrize("line", ["documents", "prefix_lm", "kv <= q + far[h] and doc[b, q] == doc[b, kv]"])
 def test_packed_sequences_are_within_the_bound(line, algorithm, fresh_seed):

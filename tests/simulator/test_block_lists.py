@@ -155,12 +155,26 @@ FAULTS = {
         "(keys.end + block_keys - 1) >> params.block_keys_log2",
         "keys.end >> params.block_keys_log2",
     ),
-    "a producer that visits the blocks of fewer rows": (
+    "a tile that visits the blocks of fewer rows": (
         FWD90,
         dataclasses.replace(GROUPS, window=(20, 0), block=(128, 64)),
         "",
-        "tile.first_row, kBlockM);\n        int32_t next",
-        "tile.first_row, 1);\n        int32_t next",
+        "tile.first_row, kBlockM);\n    last_entry",
+        "tile.first_row, 1);\n    last_entry",
+    ),
+    "tiles of the round before": (
+        FWD90,
+        dataclasses.replace(GROUPS, block=(128, 64)),
+        "",
+        "index = round * blocks",
+        "index = (round + 1) * blocks",
+    ),
+    "a tile without its rows": (
+        FWD90,
+        dataclasses.replace(GROUPS, block=(128, 64)),
+        "",
+        "tile.first_row = int(of_tile.w);",
+        "tile.first_row = 0;",
     ),
     "an empty list that keeps Q": (
         FWD90_ONE,

@@ -4,6 +4,7 @@ their lists, and planted faults.
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from flashgen.call.mask import rule_of
@@ -42,6 +43,7 @@ RESULTS = (
     ("flash_fwd_hdim64_fp16_blocks_sm90", "chunks", WHOLE),
     ("flash_fwd_hdim64_fp16_blocks_gqa_sm90", ARRAY, CAUSAL),
     ("flash_fwd_hdim128_bf16_blocks_sm90", OF_ALL, FEW),
+    ("flash_fwd_hdim128_bf16_blocks_m192_sm90", "documents", WHOLE),
     ("flash_fwd_hdim64_bf16_blocks_n64_gqa_sm90", BY_HEAD, GROUPS),
     ("flash_fwd_hdim32_fp16_blocks_sink_m64_gqa_sm90", "prefix_lm", WINDOW),
     ("flash_fwd_hdim256_bf16_blocks_gqa_sm90", "neighbourhood", SHORT),
@@ -102,6 +104,39 @@ def test_lists_of_the_host_give_the_same_bits(name, compiler, fresh_seed):
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("fault", [None, ("params.num_tiles - 1)", "params.num_tiles)")])
+def test_tiles_are_handed_out_in_each_call(fault, compiler, fresh_seed):
+    variant = variant_of("flash_fwd_hdim64_fp16_blocks_sm90", "documents", ())
+    example = make(variant, WHOLE, fresh_seed)
+    arrays = dict(zip(example.problem.operator.positions, example.arrays, strict=True))
+    table, text = arrays["block_indptr"].copy(), fault or ("\0", "")
+    results = []
+    for _ in range(2):  # as in replays of a graph, nothing writes to the table in between
+        simulated(variant, example, fresh_seed, lambda x: render(x).replace(*text), device=device_of(variant))
+        assert np.array_equal(arrays["block_indptr"], table) is (fault is None)
+        results.append(arrays["out"].tobytes())
+        if fault:
+            return
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("fault", [None, ("index - first * heads;", "0;")])
+@pytest.mark.parametrize(
+    "name", ["flash_bwd_hdim32_fp16_blocks_gqa_sm90", "flash_bwd_hdim64_bf16_blocks_sm90"]
+)
+def test_short_blocks_of_keys_go_a_few_heads_at_a_time(name, fault, compiler, fresh_seed):
+    variant = variant_of(name, "documents")
+    example = make(variant, dataclasses.replace(WHOLE, kv_heads=2 if "gqa" in name else 4), fresh_seed)
+    few = "kMultiprocessors = 132;", "kMultiprocessors = 2;"  # so few that not all blocks are long
+
+    def source(step):
+        text = render(step).replace(*few)
+        return replace(text, *fault, "places") if fault and step.is_main else text
+
+    simulated(variant, example, fresh_seed, source)
+    assert example.judge().ok is (fault is None)
+
+
 FWD80, FWD90, BWD80, BWD90 = (
     "flash_fwd_hdim32_bf16_blocks_m64_gqa_sm80",
     "flash_fwd_hdim64_bf16_blocks_n64_gqa_sm90",
@@ -157,13 +192,13 @@ FAULTS = {
     ),
     "a range without its begin": (
         *(FWD90, "chunks", "main"),
-        "const int begin = int(load_global_32(ranges + 2 * range));",
-        "const int begin = 0;",
+        "ranges[i][range] = {int(load_global_32(of_row + 2 * range)),",
+        "ranges[i][range] = {0,",
     ),
     "the second of two ranges alone": (
         *(FWD90, "window_first", "main"),
-        "hidden[i] &= bits_from(end",
-        "hidden[i] = bits_from(end",
+        "hidden &= bits_from(",
+        "hidden = bits_from(",
     ),
     "the ranges of the row before": (
         *(FWD90, "chunks", "main"),
@@ -172,13 +207,28 @@ FAULTS = {
     ),
     "ranges where equal elements are apart": (
         *(FWD90, "documents", "main"),
-        "load_global_32(table + by_element_of_table(num_listed_rows(params))) != 0",
+        "ranges.ranges[0][0].begin == kByElement",
         "false",
     ),
     "a list without its last block": (
         *(FWD90, "documents", "main"),
-        "tile.last_visit = int(listed.z) - 1;",
-        "tile.last_visit = int(listed.z) - 2;",
+        "{{int(low.z), int(low.w) - 1},",
+        "{{int(low.z), int(low.w) - 2},",
+    ),
+    "blocks that the first rows see for all": (
+        *(FWD90, "documents", "main"),
+        "of_consumer[consumer] = of_group[consumer];",
+        "of_consumer[consumer] = of_group[0];",
+    ),
+    "a tile passed on without its batch entry": (
+        *(FWD90, "documents", "main"),
+        "tile.batch = int(of_tile.z);",
+        "tile.batch = 0;",
+    ),
+    "tiles handed out twice": (
+        *(FWD90, "documents", "main"),
+        "index = int(gridDim.x) + int(increment_and_wrap(",
+        "index = int(increment_and_wrap(",
     ),
     "both rows of a lane in one": (
         *(FWD90, "frames", "main"),
@@ -224,6 +274,11 @@ FAULTS = {
         *(BWD90, "window_first", "main"),
         "of_pair[(i * kRanges + range) / 2]",
         "of_pair[((1 - i) * kRanges + range) / 2]",
+    ),
+    "the ranges of another step": (
+        *(BWD90, "window_first", "main"),
+        "kRangesOffset + ring.stage * kRangesBytes",
+        "kRangesOffset + (ring.stage ^ 1) * kRangesBytes",
     ),
     "ends of ranges exchanged": (
         *(BWD90, "window_first", "main"),

@@ -5,6 +5,7 @@ import pytest
 
 from flashgen.families.load import load_specs
 from flashgen.families.masks import load_masks, rule_of_line
+from flashgen.operators.linetable import BY_ELEMENT
 from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
@@ -25,6 +26,7 @@ SHAPES = (
     Shape(1100, 4300, heads=2, batch=2, window=(900, 30)),
     Shape(300, 100, heads=2, batch=1, block=(64, 128)),
     Shape(1, 129, heads=1, batch=1, window=(-1, 0)),
+    Shape(500, 600, heads=1, batch=1, window=(300, -1), block=(192, 64)),
 )
 
 
@@ -69,8 +71,8 @@ FAULTS = (
     ("the largest of the least elements", "high = warp_largest(high)", "high = warp_largest(low)"),
     ("the array of another list", "list >= params.block_indptr_batch", "list > params.block_indptr_batch"),
     ("the other array", "if (span == 0)", "if (span == 1)"),
-    ("rows of half a block", "params.block_rows, params.seqlen_q) - 1;\n    LineRows",
-     "params.block_rows / 2, params.seqlen_q) - 1;\n    LineRows"),
+    ("rows of half a block", "row_block.num_rows, params.seqlen_q) - 1;\n    LineRows",
+     "row_block.num_rows / 2, params.seqlen_q) - 1;\n    LineRows"),
     ("positions that count from the first query", "first_row + head.seqlen_kv - head.seqlen_q", "first_row"),
     ("bounds of the first list", "int64_t(list) * num_blocks * (2 * kKeySpans)", "0"),
     ("empty where a bound touches", "keys.kv_low >= some.end", "keys.kv_low >= some.end - 1"),
@@ -79,9 +81,11 @@ FAULTS = (
     ("the count of the block itself", "(other < row_block.block) end", "(other <= row_block.block) end"),
     ("the shortest lists first", "of_other > own_class", "of_other < own_class"),
     ("earlier blocks of a class first", "other > row_block.block);", "other < row_block.block);"),
-    ("the last entry of all 32", "31 - __clz(stored)", "__ffs(stored) - 1"),
-    ("a tile that ends after the room", "uint32_t(first + begin), uint32_t(first + min(end, room))",
-     "uint32_t(first + begin), uint32_t(first + end)"),
+    ("the last entry that the last rows see", "last_seen = max(last_seen, groups", "last_seen = (groups"),
+    ("a group without its last entry", "groups[group].last + 1 :", "groups[group].last :"),
+    ("rows of the next group", "kGroupRows * group;", "kGroupRows * (group + 1);"),
+    ("the rows of a group for all", "min(kGroupRows, end_row", "min(params.block_rows, end_row"),
+    ("the entries of a lane alone", "warp_least(groups[group].first)", "groups[group].first"),
     ("counts of the first list", "params.line_counts + row_block.list * num_blocks", "params.line_counts"),
     ("entries after the room", "verdict != kBlockEmpty && place < room;", "verdict != kBlockEmpty;"),
     ("an end after the room", "first + min(end, room)", "first + end"),
@@ -110,8 +114,10 @@ FAULTS_OF_SCORES = (
 # Faults of the ranges of queries.
 OF_RUNS = "doc[b, q] == doc[b, kv] or kv < 9"
 FAULTS_OF_RANGES = (
-    ("runs that begin a key late", "first >= element; });", "first > element; });"),
-    ("runs without the keys after the row", "params.seqlen_kv, [&](int key)", "position + 1, [&](int key)"),
+    ("runs that begin a key late", "first >= element; };", "first > element; };"),
+    ("runs without the keys after the row", "near_end, params.seqlen_kv, is", "near_end, near_end, is"),
+    ("runs of the nearest keys alone", "if (run.begin == near_begin)", "if (false)"),
+    ("a step too far", "begin += (before - 1) * step + 1;", "begin += before * step;"),
     ("elements counted from 0", "- first;\n        const uint32_t after", ";\n        const uint32_t after"),
     ("ranges of the row before", "line_row(params, head, row);", "line_row(params, head, max(row - 1, 0));"),
     ("one range for two", "* kRanges + i) + 1", "* kRanges + i) + 2 * kRanges - 1 - 2 * i"),
@@ -159,4 +165,5 @@ def test_one_fall_between_blocks_leaves_no_runs(fault, compiler, fresh_seed):
     run_steps(libraries, variant, example, seed=fresh_seed)
     table = example.problem.block_lists.table(64)
     assert example.judge().ok is (fault is None)
-    assert example.arrays[0][0, 0, table.by_element] == (fault is None)
+    first_begin = table.of_queries(example.arrays[0][0, 0])[0, 0, 0]
+    assert bool(first_begin == BY_ELEMENT) is (fault is None)

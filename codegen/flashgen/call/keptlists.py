@@ -93,7 +93,7 @@ class KeptLists:
         window = tuple([-1 if side == UNBOUNDED else side for side in sides])
         if window != (-1, -1) and problem.diagonal_offset != problem.seqlen_kv - problem.seqlen_q:
             return None  # lists of the operator are aligned with the last query
-        if not {*block} <= {*blocklists.SIDES}:
+        if block[0] not in blocklists.LINE_SIDES or block[1] not in blocklists.SIDES:
             return None
         key = block, window, problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv, stream
         if key not in self._by_block:

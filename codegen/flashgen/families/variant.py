@@ -273,7 +273,26 @@ class Variant:
         lists = self.operator == "mask_lists"
         tables = () if lists or self.has_lengths else self._tables()
         params = rule_params(rule, self.step if lists else "", tables)
-        return self._extended(axis, rule.title, params, rule=rule, committed=False, **fields)
+        if self.is_main and "lse_log2" in {param.name for param in self.params} and self.target == "sm90":
+            fields["smem_bytes"] = self.smem_bytes + self._bytes_of_ranges(rule)
+        variant = self._extended(axis, rule.title, params, rule=rule, committed=False, **fields)
+        if not variant.hands_out_tiles:
+            return variant
+        counted = (x._replace(ctype="int32_t*") if x.name == "block_indptr" else x for x in variant.params)
+        return dataclasses.replace(variant, params=tuple(counted))
+
+    @property
+    def hands_out_tiles(self) -> bool:
+        """Whether thread blocks take the next tile of the table of a mask by a line, which counts them."""
+        if self.rule is None or self.axis_values.get("mask_type") != "blocks" or self.target != "sm90":
+            return False
+        return any(param.name == "num_tiles" for param in self.params)
+
+    def _bytes_of_ranges(self, rule: Rule) -> int:
+        """Shared memory of a backward kernel for the ranges of keys that queries of its steps see."""
+        from flashgen.operators.keyranges import num_ranges
+
+        return int(self.tile_value("stages")) * int(self.tile_value("block_m")) * 8 * num_ranges(rule)
 
     def _tables(self) -> tuple[str, ...]:
         """Arrays of lists of key blocks that this kernel reads with a mask by a line alone."""

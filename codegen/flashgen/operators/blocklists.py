@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # The sizes that a side of a block may have.
 SIDES = (64, 128)
+# And of a block of queries in lists of a mask by a line, which are for the tile of a kernel.
+LINE_SIDES = (*SIDES, 192)
 # Kernels count the visits of all entries, up to eight each, in 32 bits.
 MAX_ENTRIES = 1 << 27
 _INDPTR_SHAPE = "block_indptr_batch block_indptr_num_heads block_indptr_size"
@@ -94,13 +96,13 @@ class BlockLists(NamedTuple):
         }
 
 
-def block_size_of(block: Any) -> tuple[int, int]:
-    """(rows, keys) of a block. Raises BadParam."""
+def block_size_of(block: Any, row_sides: tuple[int, ...] = SIDES) -> tuple[int, int]:
+    """(rows, keys) of a block, of which rows is one of ``row_sides``. Raises BadParam."""
     try:
         rows, keys = block
     except (TypeError, ValueError):
         rows, keys = None, None
-    if not all(type(side) is int and side in SIDES for side in (rows, keys)):
+    if not all(type(x) is int and x in sides for x, sides in ((rows, row_sides), (keys, SIDES))):
         raise BadParam(
             f"{arg('block_size')} is {shown(block)}; expected (rows, keys), each of them 64 or 128: lists of "
             "other blocks can be written as lists of these"
@@ -132,7 +134,7 @@ def read(
             f"{arg('mask_type')} is {shown(mask_type)}, but {arg('mask')} is a BlockMask; leave "
             f"{arg('mask_type')} out, or pass a causal one"
         )
-    rows, keys = block_size_of(block_size)
+    rows, keys = block_size_of(block_size, SIDES if ranges is None else LINE_SIDES)
     indptr, indices = (views[name] for name in NAMES)
     for argument in ARGUMENTS:
         if views[argument.name].dtype != "int32":

@@ -2,11 +2,13 @@
 a block of queries, in which order tiles come, and which keys a query sees.
 
     ends          one more than there are blocks of queries: where the list of each begins, and the last ends
-    by element    1: the ranges of queries say nothing, as equal elements do not follow one another
+    taken         0: how many tiles thread blocks have taken while attention runs, in the first table
     tiles         from a multiple of 4 on, for each block of queries, the longest lists first, by classes:
-                  its number, where its list begins and ends, the last entry
+                  its number, the last entry that it visits, and for each GROUP_ROWS of its rows, at most
+                  GROUPS times, where the entries that they see begin and end
     ranges        for each query the first key of a range that it sees and the key after the range, for each
-                  of the ranges of the line (`keyranges.row_keys`); whole pairs of queries
+                  of the ranges of the line (`keyranges.row_keys`); whole steps of backward kernels. The first
+                  range begins with BY_ELEMENT if ranges say nothing, as equal elements are apart
 
 The size is a multiple of 4, so that kernels load four numbers at once.
 """
@@ -23,7 +25,12 @@ if TYPE_CHECKING:
 
 # Tiles come by classes of how long their lists are, as parts of the longest one; in a class later rows first,
 # so that tiles that run together share keys in L2.
-LENGTH_CLASSES = 8
+LENGTH_CLASSES = 4
+# A consumer warpgroup of Hopper has this many rows of a tile, and skips entries of which they see nothing.
+GROUP_ROWS, GROUPS = 64, 3
+_TILE = 2 + 2 * GROUPS
+BY_ELEMENT = -(1 << 31)
+_STEP = 128  # queries of the longest step
 
 
 class RangesOfRows(NamedTuple):
@@ -45,16 +52,16 @@ class LineTable(NamedTuple):
     ranges: int
 
     @property
-    def by_element(self) -> int:
+    def taken(self) -> int:
         return self.row_blocks + 1
 
     @property
     def tiles(self) -> int:
-        return _whole(self.row_blocks + 2)
+        return _whole(self.taken + 1)
 
     @property
     def first_range(self) -> int:
-        return self.tiles + 4 * self.row_blocks
+        return self.tiles + _TILE * self.row_blocks
 
     @property
     def size(self) -> int:
@@ -62,13 +69,13 @@ class LineTable(NamedTuple):
 
     @property
     def listed_queries(self) -> int:
-        """Queries that have ranges: whole pairs. One past the last sees no key."""
-        return -(-self.queries // 2) * 2
+        """Queries that have ranges: whole steps. One past the last sees no key."""
+        return -(-self.queries // _STEP) * _STEP
 
     def of_queries(self, table: np.ndarray) -> np.ndarray:
-        """What a table says of queries: whether it has no ranges, or the ranges."""
-        ranges = table[self.first_range : self.first_range + 2 * self.ranges * self.listed_queries]
-        return table[self.by_element : self.by_element + 1] if table[self.by_element] else ranges
+        """The ranges of queries."""
+        end = self.first_range + 2 * self.ranges * self.listed_queries
+        return table[self.first_range : end].reshape(-1, self.ranges, 2)
 
     def fill(
         self,
@@ -77,25 +84,36 @@ class LineTable(NamedTuple):
         counts: Sequence[int],
         entries: np.ndarray,
         of_rows: RangesOfRows | None,
+        seen: Sequence[np.ndarray],
     ) -> None:
         """Write a table. ``ends`` are its ends, ``counts`` how many blocks each block of queries sees, for
-        which there may be no room, and ``entries`` the entries of all lists.
+        which there may be no room, and ``entries`` the entries of all lists. ``seen`` has for each block of
+        queries which of its entries some of its GROUPS groups of rows see: bool (GROUPS, entries).
         """
-        by_element = of_rows is None or of_rows.by_element
+        import numpy as np  # other calls need no arrays of it
+
         table[: self.row_blocks + 1] = ends
-        table[self.by_element] = by_element
+        table[self.taken] = 0
         most = max(counts, default=0)
         classes = [int(count) * LENGTH_CLASSES // (int(most) + 1) for count in counts]
         order = sorted(range(self.row_blocks), key=lambda block: (-classes[block], -block))
         for place, block in enumerate(order):
             begin, end = ends[block : block + 2]
-            at = self.tiles + 4 * place
-            table[at : at + 4] = block, begin, end, entries[end - 1] if end > begin else 0
-        if of_rows is not None and not of_rows.by_element:
-            ranges = of_rows.ranges.ravel()
-            end = self.first_range + 2 * self.ranges * self.listed_queries
-            table[self.first_range : end] = 0
-            table[self.first_range : self.first_range + len(ranges)] = ranges
+            places = [begin + np.flatnonzero(of_group[: end - begin]) for of_group in seen[block]]
+            visited = np.concatenate(places)
+            first, last = (visited.min(), visited.max()) if len(visited) else (begin, begin)
+            at = self.tiles + _TILE * place
+            table[at : at + 2] = block, entries[last] if len(visited) else 0
+            for group, of_group in enumerate(places):
+                sides = (of_group[0], of_group[-1] + 1) if len(of_group) else (first, first)
+                table[at + 2 + 2 * group : at + 4 + 2 * group] = sides
+        if of_rows is not None:
+            of_queries = self.of_queries(table)
+            of_queries[:] = 0
+            if of_rows.by_element:
+                of_queries[:, 0, 0] = BY_ELEMENT
+            else:
+                of_queries[: self.queries] = of_rows.ranges
 
 
 def _whole(count: int) -> int:

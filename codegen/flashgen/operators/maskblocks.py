@@ -12,6 +12,7 @@ import numpy as np
 
 from flashgen.operators.formula import Node
 from flashgen.operators.intervals import Interval
+from flashgen.operators.linetable import GROUP_ROWS, GROUPS
 from flashgen.operators.rules import ENDS
 
 if TYPE_CHECKING:
@@ -139,6 +140,27 @@ def blocks_of(
         np.concatenate([np.zeros((0, 2), np.int32), *runs]).astype(np.int32),
         np.concatenate([np.zeros(0, bool), *is_full]),
     )
+
+
+def seen_by_groups(visibility: Visibility, blocks: Blocks, b: int, h: int) -> Iterator[np.ndarray]:
+    """For each row of blocks which blocks of keys the groups of its rows may see (`linetable`): bool (groups,
+    key blocks). Of a line that reads an element by query and key, all groups have the verdict of the block.
+    """
+    from flashgen.operators.rules import loads_by
+
+    key_blocks = _ranges(blocks.seqlen_kv, blocks.keys)
+    of_blocks = blocks.verdicts(b, h) != EMPTY
+    is_whole = bool(loads_by(visibility.rule, "block"))
+    for row_block, of_block in zip(_ranges(blocks.seqlen_q, blocks.rows), of_blocks, strict=True):
+        seen = np.zeros((GROUPS, len(key_blocks)), bool)
+        starts = range(row_block.start, row_block.stop, GROUP_ROWS)[:GROUPS]
+        groups = [range(start, min(start + GROUP_ROWS, row_block.stop)) for start in starts]
+        if is_whole:
+            seen[: len(groups)] = of_block
+        elif key_blocks:
+            of_groups = list(_verdicts(visibility, b, h, groups, key_blocks))
+            seen[: len(groups)] = (np.array(of_groups) != EMPTY) & of_block
+        yield seen
 
 
 def _verdicts(

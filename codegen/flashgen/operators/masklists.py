@@ -172,7 +172,7 @@ def lists_of_rule(
     """The lists of a mask by a line: one for each batch entry and query head that the line tells apart, with
     room for ``entries`` each, by default for all blocks. Raises BadParam and BadTensorShape.
     """
-    rows, keys = blocklists.block_size_of(block)
+    rows, keys = blocklists.block_size_of(block, blocklists.LINE_SIDES)
     reads = rule.rule.tree.reads()
     batch, heads = batch if "b" in reads else 1, num_heads if "h" in reads else 1
     if entries is None:

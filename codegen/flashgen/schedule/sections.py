@@ -3,11 +3,20 @@ keys and values in L2, run at about the same time."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.operators.masks import UNBOUNDED, Band
-from flashgen.schedule.grid import KEYS, ROWS, all_heads, blocks_at_a_time, heads, row_blocks, tiles
+from flashgen.schedule.grid import (
+    KEYS,
+    ROWS,
+    all_heads,
+    blocks_at_a_time,
+    heads,
+    heads_of_rounds,
+    persistent_blocks,
+    row_blocks,
+    tiles,
+)
 
 if TYPE_CHECKING:
     from flashgen.families.arch import Device
@@ -46,7 +55,9 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
         running = blocks_at_a_time(variant, device)
         query_heads = problem.num_heads_q // problem.num_heads_kv // parts
         if not variant.grid.in_turns:
-            return _of_keys(problem, total, tiles_of_head, running, query_heads)
+            in_order = any(param.name == "key_order" for param in variant.params)
+            at_once = running * (2 if in_order else 1) // tiles_of_head
+            return _of_keys(problem, total, min(at_once, running // 16), query_heads)
         steps = max(1, query_heads * -(-problem.seqlen_q // variant.grid.step_rows))
         half = 2 * running // (variant.grid.cluster * steps)
         held = device.l2_bytes // 3 // max(1, query_heads * _query_bytes(problem, variant))
@@ -56,7 +67,12 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
     band = Band.of(problem)
     uneven = _are_uneven(problem)
     if uneven and variant.grid.persistent:
-        return _whole_rounds(total, group, tiles_of_head, blocks_at_a_time(variant, device))
+        running = persistent_blocks(problem, variant, device)
+        heads_at_once = max(1, running // 4)
+        if problem.rule is None and problem.block_lists is not None:
+            kept = device.l2_bytes // 2 // max(1, _key_bytes(problem, variant))
+            heads_at_once = min(heads_at_once, max(1, kept))
+        return _whole_rounds(total, heads_at_once * group, tiles_of_head, running)
     heads_at_once = -(-device.num_sms // tiles_of_head)
     if uneven:
         heads_at_once = max(heads_at_once, device.num_sms // 3)
@@ -72,19 +88,17 @@ def _are_uneven(problem: AttentionProblem) -> bool:
     return Band.of(problem).bounded or problem.block_lists is not None or problem.rule is not None
 
 
-def _of_keys(
-    problem: AttentionProblem, total: int, tiles_of_head: int, running: int, query_heads: int
-) -> Sections:
+def _of_keys(problem: AttentionProblem, total: int, heads_at_once: int, query_heads: int) -> Sections:
     """Sections of tiles of keys that add to dq in any order, each over ``query_heads`` query heads.
 
-    Where tiles differ in length, a section has at most a wave of them, or one head, so that the grid ends
-    with short ones. And it has at most a head for every 16 tiles that run at a time, as L2 holds the queries,
-    dout and dq of few heads. Tiles of less than 2,048 query rows end close enough together. (Measured:
-    docs/tuning.md.)
+    Where tiles differ in length, a section has at most a wave of them, two if a table has the longest ones
+    first, or one head, so that the grid ends with short ones. And it has at most a head for every 16 tiles
+    that run at a time, as L2 holds the queries, dout and dq of few heads. Tiles of less than 2,048 query rows
+    end close enough together. (Measured: docs/tuning.md.)
     """
     if not _are_uneven(problem) or query_heads * problem.seqlen_q < 2048:
         return Sections(1, total)
-    return _even(total, 1, min(running // tiles_of_head, running // 16))
+    return _even(total, 1, heads_at_once)
 
 
 class KeyTiles(NamedTuple):
@@ -145,15 +159,15 @@ def _even(total: int, group: int, heads_at_once: int) -> Sections:
     return Sections(size, -(-total // size))
 
 
-def _whole_rounds(total: int, group: int, tiles_of_head: int, running: int) -> Sections:
-    """Sections that a persistent grid of ``running`` blocks goes through in pairs of rounds, forth and back.
+def _whole_rounds(total: int, heads_at_once: int, tiles_of_head: int, running: int) -> Sections:
+    """Sections of about ``heads_at_once`` heads that a persistent grid of ``running`` blocks goes through in
+    pairs of rounds, forth and back.
 
     A thread block then draws a tile as short as its other one was long, so that all have done the same work
     at the end of a section, wherever the lengths fall linearly. What is left over makes the last section, or
     joins it where it is less than half of one.
     """
-    unit = 2 * running // math.gcd(2 * running, tiles_of_head)
-    target_size = max(1, running // 4) * group
-    size = unit * max(1, round(target_size / unit))
+    unit = heads_of_rounds(running, tiles_of_head)
+    size = unit * max(1, round(heads_at_once / unit))
     count = max(1, (2 * total + size) // (2 * size))
     return Sections(min(size, total), count)

@@ -117,7 +117,9 @@ def simulate(
     settled: set[str] = set()  # arguments that the step before, which has waited for others, does not write
     for library, step in zip(libraries, planned.steps, strict=True):
         variant, launch = step.variant, step.launch
-        regions = _regions(problem, pointers, written, settled) + _slices(planned, variant, pointers, written)
+        writes = {param.name for param in variant.params if not param.ctype.startswith("const ")}
+        regions = _regions(problem, pointers, written, settled, writes)
+        regions += _slices(planned, variant, pointers, written)
         grids.append(
             SimulatedGrid(
                 library,
@@ -133,7 +135,6 @@ def simulate(
                 seed=seed,
             )
         )
-        writes = {param.name for param in variant.params if not param.ctype.startswith("const ")}
         settled = {argument.name for argument in problem.operator.arguments} - writes
         written |= writes
     if not overlap:
@@ -277,14 +278,19 @@ def encode(described: TensorMap, pointer: int) -> bytes:
     )
 
 
-def _regions(problem: Problem, pointers: Pointers, written: set[str], settled: set[str]) -> list[Region]:
-    """The memory of the arrays, without the gaps between their rows."""
+def _regions(
+    problem: Problem, pointers: Pointers, written: set[str], settled: set[str], writes: set[str]
+) -> list[Region]:
+    """The memory of the arrays, without the gaps between their rows. A kernel ``writes`` to these, be they
+    inputs of the call.
+    """
     inputs, outputs = Region.READABLE | Region.INITIALISED, Region.READABLE | Region.WRITABLE
     regions = []
     for array, pointer in zip(problem.array_layouts(), pointers, strict=False):
         if array is not None and pointer:
             strides = tuple(stride * array.element_bytes for stride in array.strides)
             access = outputs if array.argument.is_output else inputs
+            access |= Region.WRITABLE if array.argument.name in writes else 0
             access |= Region.INITIALISED if array.argument.name in written else 0
             access |= Region.SETTLED if array.argument.name in settled else 0
             regions += [

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.operators.blocklists import SIDES
-from flashgen.operators.maskblocks import FULL, blocks_of
+from flashgen.operators.blocklists import LINE_SIDES, SIDES
+from flashgen.operators.linetable import GROUP_ROWS
+from flashgen.operators.maskblocks import FULL, blocks_of, seen_by_groups
 from flashgen.operators.masklists import ARGUMENTS, normalise
 from flashgen.operators.masks import Band
 from flashgen.operators.reference import Verdict, largest
-from flashgen.operators.rules import RuleOfCall, sizes_of_tokens
+from flashgen.operators.rules import RuleOfCall, loads_by, sizes_of_tokens
 from flashgen.operators.visibility import visibility_on_host
 from flashgen.simulator.example import PlainExample, view_of
 from flashgen.simulator.randomlines import bools_of, ends_of_pack
@@ -57,7 +58,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
         ends[param.name] if param.name in ends else _elements(rng, rule, param, sizes)
         for param in rule.arrays
     ]
-    block = shape.block or tuple(int(side) for side in rng.choice(SIDES, 2))
+    block = shape.block or (int(rng.choice(LINE_SIDES)), int(rng.choice(SIDES)))
     options = {
         "rule": RuleOfCall(rule, numbers),
         "batch": shape.batch,
@@ -101,14 +102,17 @@ def lists_on_host(problem: MaskListsProblem, arrays: Mapping[str, np.ndarray]) -
     room = lists.entries // (lists.batch * lists.heads)
     table = lists.table(problem.seqlen_q)
     for number, (b, h) in enumerate(np.ndindex(*totals.shape)):
-        rows = [_entries(problem, i, row) for i, row in enumerate(blocks.verdicts(b, h))]
+        verdicts = blocks.verdicts(b, h)
+        of_groups = seen_by_groups(visibility, blocks, b, h)
+        seen = [_seen(problem, i, verdicts[i], groups) for i, groups in enumerate(of_groups)]
+        rows = [_entries(problem, i, row) for i, row in enumerate(verdicts)]
         counts = np.array([*map(len, rows)], int)
         ends = np.cumsum([0, *counts])
         entries = np.concatenate([np.zeros(0, np.int32), *rows])[:room]
         indices[number * room : number * room + len(entries)] = entries
         totals[b, h] = ends[-1]
         of_rows = visibility.key_ranges(b, h, problem.seqlen_q, problem.seqlen_kv)
-        table.fill(indptr[b, h], number * room + np.minimum(ends, room), counts, indices, of_rows)
+        table.fill(indptr[b, h], number * room + np.minimum(ends, room), counts, indices, of_rows, seen)
     return {"line_indptr": indptr, "line_indices": indices, "line_totals": totals}
 
 
@@ -116,9 +120,30 @@ def _entries(problem: MaskListsProblem, i: int, verdicts: np.ndarray) -> np.ndar
     """The entries of a block of queries."""
     lists, band = problem.block_lists, Band.of(problem)
     rows = i * lists.rows, min((i + 1) * lists.rows, problem.seqlen_q)
-    some, every = (keys(*rows, problem.seqlen_kv) for keys in (band.keys_of_some, band.keys_of_every))
+    every = band.keys_of_every(*rows, problem.seqlen_kv)
     first = np.arange(len(verdicts)) * lists.keys
     end = np.minimum(first + lists.keys, problem.seqlen_kv)
-    listed = np.flatnonzero((verdicts > 0) & (end > some[0]) & (first < some[1])).astype(np.int32)
+    listed = np.flatnonzero(_in_band(problem, rows, verdicts > 0)).astype(np.int32)
     is_full = (verdicts == FULL) & (first >= every[0]) & (end <= every[1])
     return np.where(is_full[listed], listed, ~listed)
+
+
+def _seen(problem: MaskListsProblem, i: int, verdicts: np.ndarray, of_groups: np.ndarray) -> np.ndarray:
+    """Which entries of a block of queries the groups of its rows see."""
+    begin, end = i * problem.block_lists.rows, min((i + 1) * problem.block_lists.rows, problem.seqlen_q)
+    listed = _in_band(problem, (begin, end), verdicts > 0)
+    if loads_by(problem.rule.rule, "block"):
+        return of_groups[:, listed]  # the verdict of the block, the band included
+    for group, first in enumerate(range(begin, end, GROUP_ROWS)):
+        rows = first, min(first + GROUP_ROWS, end)
+        of_groups[group] = _in_band(problem, rows, of_groups[group])
+    return of_groups[:, listed]
+
+
+def _in_band(problem: MaskListsProblem, rows: tuple[int, int], seen: np.ndarray) -> np.ndarray:
+    """Which of some blocks of keys are in the range of keys of these rows as well."""
+    lists = problem.block_lists
+    some = Band.of(problem).keys_of_some(*rows, problem.seqlen_kv)
+    first = np.arange(len(seen)) * lists.keys
+    end = np.minimum(first + lists.keys, problem.seqlen_kv)
+    return seen & (end > some[0]) & (first < some[1])

@@ -9,7 +9,7 @@ import numpy as np
 
 from flashgen.operators.arguments import place
 from flashgen.operators.blocklists import ARGUMENTS
-from flashgen.operators.maskblocks import blocks_of
+from flashgen.operators.maskblocks import EMPTY, blocks_of, seen_by_groups
 from flashgen.operators.rules import ENDS, NOT_PACKED, PackedTokens, RuleOfCall, sizes_of_tokens
 from flashgen.operators.visibility import visibility_of
 from flashgen.simulator.example import view_of
@@ -114,8 +114,11 @@ def with_lists(
             for begin, end, is_full in blocks.of_row(row, b, h):
                 entries += [key if is_full else ~key for key in range(begin, end)]
             ends.append(len(entries))
+        visible = blocks.verdicts(b, h) != EMPTY
+        of_groups = seen_by_groups(visibility, blocks, b, h)
+        seen = [groups[:, of_block] for groups, of_block in zip(of_groups, visible, strict=True)]
         of_rows = visibility.key_ranges(b, h, problem.seqlen_q, problem.seqlen_kv)
-        table.fill(indptr[b, h], np.array(ends), np.diff(ends), np.array(entries, np.int32), of_rows)
+        table.fill(indptr[b, h], np.array(ends), np.diff(ends), np.array(entries, np.int32), of_rows, seen)
     lists_by_name = {"block_indptr": indptr, "block_indices": np.array(entries, np.int32)}
     listed = dataclasses.replace(listed, block_lists=lists._replace(entries=len(entries)))
     strides = list(listed.strides)

@@ -160,7 +160,7 @@ def _in_order(form: Variant) -> bool:
         return False
     if OPERATORS[form.operator].differentiates:
         return "key_order" in {param.name for param in form.params}
-    return form.target == "sm90"
+    return form.hands_out_tiles
 
 
 def _runs(elements: Mapping[str, Node], spans: Sequence[Span]) -> dict[str, int]:

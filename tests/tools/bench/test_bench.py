@@ -72,6 +72,24 @@ def test_counted_pairs_are_the_visible_ones(seqlen_q, seqlen_kv, window, mask, d
     assert case.pairs == np.count_nonzero(visible(case))
 
 
+@pytest.mark.parametrize("seqlen", [700, 1024])
+@pytest.mark.parametrize(("choice", "most"), [("moba", 3 * 512), ("nsa", 16 * 64)])
+def test_a_choice_of_blocks_counts_and_shows_the_same_pairs(seqlen, choice, most):
+    case = a_case(mask="blocks", choice=choice, seqlen_q=seqlen, seqlen_kv=seqlen)
+    seen = visible(case)
+    assert case.pairs == np.count_nonzero(seen)
+    assert seen.diagonal().all()
+    assert not np.triu(seen, 1).any()
+    assert seen.sum(1).max() <= most
+
+
+def test_a_choice_is_of_blocks_and_of_as_many_keys_as_queries():
+    with pytest.raises(BadParam, match="choice is 'nsa'"):
+        a_case(choice="nsa")
+    with pytest.raises(BadParam, match="as many keys as queries"):
+        a_case(mask="blocks", choice="nsa", seqlen_q=64, seqlen_kv=128)
+
+
 def test_window_counts_itself_and_the_keys_before_it():
     case = a_case(seqlen_q=4096, seqlen_kv=4096, mask="window", window=1024)
     assert case.pairs == sum(min(row, 1024) + 1 for row in range(4096))

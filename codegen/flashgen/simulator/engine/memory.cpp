@@ -127,6 +127,19 @@ void add_release(void* address, uint32_t value, Location where) {
     std::atomic_ref(*static_cast<uint32_t*>(address)).fetch_add(value, std::memory_order_release);
 }
 
+uint32_t increment_and_wrap(void* address, uint32_t largest, Location where) {
+    Here here;
+    GlobalMemory& memory = here.block.global_to_store(here.thread, where);
+    check(here, memory.load(address, 4, 4), "atom.inc", 4, where);
+    check(here, memory.store(address, 4, 4), "atom.inc", 4, where);
+    memory.synchronise(address);
+    std::atomic_ref counter(*static_cast<uint32_t*>(address));
+    uint32_t before = counter.load(std::memory_order_relaxed);
+    while (!counter.compare_exchange_weak(before, before >= largest ? 0 : before + 1, std::memory_order_relaxed)) {
+    }
+    return before;
+}
+
 void copy_async(uint32_t destination, const void* source, int size, int source_bytes, Location where) {
     Here here;
     const uint32_t offset = shared_offset(here.block, here.thread, destination, size, "cp.async", where);

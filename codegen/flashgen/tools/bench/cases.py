@@ -11,6 +11,7 @@ from flashgen.operators import OPERATORS
 from flashgen.operators.arguments import DTYPE_BYTES, total_bytes
 from flashgen.operators.contract import DTYPES
 from flashgen.operators.masks import UNBOUNDED, Band
+from flashgen.tools.bench.choices import CHOICES
 from flashgen.tools.bench.lines import LINES, Line, line_of
 from flashgen.tools.bench.zipf import zipf_lengths
 
@@ -39,7 +40,8 @@ class Case:
     ``mask`` is one of ``none``; ``causal``; ``window``: causal, and ``window`` keys back at most;
     ``random``: a dense mask that hides each key with probability 1/8; ``random_causal``: that and causal
     together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal; ``blocks``:
-    one that keeps VISIBLE_BLOCKS of the blocks of BLOCK by BLOCK, which flashgen takes as lists; ``line``: a
+    one that keeps VISIBLE_BLOCKS of the blocks of BLOCK by BLOCK, or those of the choice of
+    `choices.CHOICES` that ``choice`` names, up to the diagonal, which flashgen takes as lists; ``line``: a
     mask by a line, the one of `lines.LINES` that ``line`` names; ``tree``: queries on a cache are the drafts
     of a binary tree, counted as causal ones. ``score`` is
     one of ``none``; ``softcap``, of SOFTCAP; ``alibi``, with the usual slopes. ``sinks``: each query head has
@@ -78,6 +80,7 @@ class Case:
     window: int = 0
     documents: int = 1
     line: str = ""
+    choice: str = ""
     head_dim_v: int | None = None
     lengths: str = "none"
     page_size: int = 0
@@ -107,6 +110,13 @@ class Case:
                 raise BadParam(f"bench case {self.name!r}: {value!r} is none of {', '.join(allowed)}")
         if (self.mask == "line") != (self.line in LINES):
             raise BadParam(f"bench case {self.name!r}: line is {self.line!r}, and mask {self.mask!r}")
+        if self.choice and (self.mask != "blocks" or self.choice not in CHOICES):
+            raise BadParam(
+                f"bench case {self.name!r}: choice is {self.choice!r}, and mask {self.mask!r}; expected "
+                f"blocks and one of {', '.join(CHOICES)}"
+            )
+        if self.choice and self.seqlen_q != self.seqlen_kv:
+            raise BadParam(f"bench case {self.name!r}: chosen blocks are of as many keys as queries")
         masks = ("none", "causal", "tree", "line")
         if self.lengths != "none" and (self.mask not in masks or self.score != "none"):
             raise BadParam(
@@ -214,6 +224,8 @@ class Case:
         if self.mask == "window":
             ranges = (self.band.keys_of_every(row, row + 1, self.seqlen_kv) for row in range(self.seqlen_q))
             return sum(end - begin for begin, end in ranges)
+        if self.choice:
+            return CHOICES[self.choice].pairs(self.seqlen_kv)
         if self.mask == "blocks":
             sizes = (np.diff(np.append(np.arange(0, n, BLOCK), n)) for n in (self.seqlen_q, self.seqlen_kv))
             rows, keys = sizes
@@ -281,8 +293,10 @@ class Case:
         if self.mask == "line":
             return self.visible_by_line().hidden()
         if self.mask == "blocks":
-            hidden = ~self.listed_blocks().repeat(BLOCK, 0)[: self.seqlen_q]
-            return hidden.repeat(BLOCK, 1)[:, : self.seqlen_kv]
+            rows, keys = self.block
+            hidden = ~self.listed_blocks().repeat(rows, 0)[: self.seqlen_q]
+            hidden = hidden.repeat(keys, 1)[:, : self.seqlen_kv]
+            return hidden | ~np.tri(self.seqlen_q, dtype=bool) if self.choice else hidden
         raise BadParam(f"bench case {self.name!r} has no mask array: its mask is {self.mask!r}")
 
     def visible_by_line(self) -> Line:
@@ -296,10 +310,17 @@ class Case:
             words.append((words[(draft - 1) // 2] if draft else 0) | 1 << draft)
         return np.array(words, np.uint64).view(np.int64)
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """Queries and keys of a block of the mask "blocks"."""
+        return CHOICES[self.choice][:2] if self.choice else (BLOCK, BLOCK)
+
     def listed_blocks(self) -> np.ndarray:
         """The visible blocks of the mask "blocks", always the same: bool (blocks of rows, blocks of keys).
         Blocks on the diagonal are among them.
         """
+        if self.choice:
+            return CHOICES[self.choice].listed(self.seqlen_kv)
         rows, keys = -(-self.seqlen_q // BLOCK), -(-self.seqlen_kv // BLOCK)
         listed = np.random.default_rng(0).random((rows, keys)) < VISIBLE_BLOCKS
         listed[np.arange(rows), np.arange(rows) * keys // rows] = True

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flashgen.tools.bench.cases import BLOCK, SOFTCAP
+from flashgen.tools.bench.cases import SOFTCAP
 from flashgen.tools.bench.hosts import Inputs, shapes
 
 if TYPE_CHECKING:
@@ -373,9 +373,9 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
 
     mask = inputs.mask if inputs.line is None else inputs.line
     if case.mask == "blocks":
-        mask = BlockMask(inputs.block_indptr, inputs.block_indices, (BLOCK, BLOCK))
+        mask = BlockMask(inputs.block_indptr, inputs.block_indices, case.block)
     return {
-        "causal": case.is_causal,
+        "causal": case.is_causal or bool(case.choice),
         "window_size": (case.window, 0) if case.mask == "window" else (-1, -1),
         "mask": mask,
         "softcap": SOFTCAP if case.score == "softcap" else None,
