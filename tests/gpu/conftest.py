@@ -77,8 +77,10 @@ def folder_of_mma(tmp_path_factory):
 
 
 @pytest.fixture
-def latent_family(request, folder_of_mma, monkeypatch):
-    """The family of kernels that calls with latent caches take in a test, "sm90" or "sm80"."""
+def latent_family(request, folder_of_mma, forget_plans, monkeypatch):
+    """The family of kernels that calls with latent caches take in a test, "sm90" or "sm80". Plans of the test
+    before are forgotten: their keys do not tell which specs made them.
+    """
     if request.param == "sm80":
         monkeypatch.setenv("FLASHGEN_SPECS", str(folder_of_mma))
     return request.param
