@@ -77,9 +77,9 @@ def folder_of_mma(tmp_path_factory):
 
 
 @pytest.fixture
-def latent_family(request, folder_of_mma, forget_plans, monkeypatch):
-    """The family of kernels that calls with latent caches take in a test, "sm90" or "sm80". Plans of the test
-    before are forgotten: their keys do not tell which specs made them.
+def latent_family(request, folder_of_mma, monkeypatch, forget_plans):
+    """The family of kernels that calls with latent caches take in a test, "sm90" or "sm80". Kept plans know
+    nothing of FLASHGEN_SPECS, so none is kept from test to test.
     """
     if request.param == "sm80":
         monkeypatch.setenv("FLASHGEN_SPECS", str(folder_of_mma))
