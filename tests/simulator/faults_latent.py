@@ -96,15 +96,15 @@ FAULTS = (
         ROWS,
         MANY,
         NUMBERS,
-        "const int end = group == kGroups - 1 ? kHeadDim :",
-        "const int end = group == kGroups - 1 ? begin + 32 :",
+        "constexpr int kEnd = kFirst ? kHeadDim :",
+        "constexpr int kEnd = kFirst ? kBegin + 32 :",
     ),
     fault(
         "S before its columns are here",
         ROWS,
         MANY,
         LOST,
-        "await_full(shared.k_full(ring.stage, group), ring.parity);\n        wgmma_fence();",
+        "await_full(shared.k_full(ring.stage, kGroup), ring.parity);\n    wgmma_fence();",
         "wgmma_fence();",
     ),
     fault(
