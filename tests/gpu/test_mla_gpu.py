@@ -91,14 +91,13 @@ def test_results_are_within_the_bound(latent_family, shape, dtype, causal, page)
 
 
 @pytest.mark.parametrize("latent_family", ["sm90", "sm80"], indirect=True)
-@pytest.mark.parametrize("page", [1, 4, 16])
-def test_pages_of_few_tokens_are_gathered_on_hopper(latent_family, page):
+@pytest.mark.parametrize(("page", "family"), [(1, "gather"), (4, "gather"), (16, "decode"), (64, "wide")])
+def test_the_size_of_pages_decides_how_they_are_loaded(latent_family, page, family):
     # Of few keys the other family is as fast.
     cache, _ = cache_of((4096,) * 64, "bf16", page)
     q = torch.randn(64, 1, 128, 576, device="cuda", dtype=torch.bfloat16)
     name = flashgen.plan(q, cache, softmax_scale=SCALE).variant.name
-    hopper = "flash_mla_gather" if page % 16 else "flash_mla_decode"
-    assert name.startswith(hopper if latent_family == "sm90" else "flash_mla_decode")
+    assert name.startswith(f"flash_mla_{family}" if latent_family == "sm90" else "flash_mla_decode")
     assert name.endswith(latent_family)
 
 

@@ -16,6 +16,7 @@ from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
 from simulator.calls import calls_of, check_of, simulated
 from simulator.faults_latent import (
+    BLOCKS,
     CAUSAL,
     FAULTS,
     GATHER,
@@ -62,7 +63,7 @@ def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     assert example.judge().ok, f"{name}, {shape}: {example.judge()}"
 
 
-@pytest.mark.parametrize("name", [ROWS, CAUSAL, PAGED, GATHER, ROPE, MMA, MMA_PAGED, FIXED])
+@pytest.mark.parametrize("name", [ROWS, CAUSAL, PAGED, BLOCKS, GATHER, ROPE, MMA, MMA_PAGED, FIXED])
 def test_the_order_of_threads_changes_no_bit(name, compiler, fresh_seed):
     variant, results = MAIN[name], set()
     for order in range(3):
@@ -75,7 +76,7 @@ def test_the_order_of_threads_changes_no_bit(name, compiler, fresh_seed):
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("name", [ROWS, GATHER, MMA_PAGED, FIXED])
+@pytest.mark.parametrize("name", [ROWS, BLOCKS, GATHER, MMA_PAGED, FIXED])
 def test_groups_of_heads_read_the_keys_side_by_side(name, compiler, fresh_seed):
     """Two groups are two sets of heads, where thread blocks come in pairs; three are one."""
     device = dataclasses.replace(device_of(MAIN[name]), num_sms=4)
