@@ -364,6 +364,9 @@ __device__ void to_whole_array(const Params& params, const SequenceTile& found, 
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ void await_full(shared_address full, int parity);  // Waits for a group of columns of a KV block
+// Issues the part of S that a group of columns has
+template <int kGroup> __device__ void add_group(float (&scores)[kBlockN / 2], const SharedAddresses& shared,
+    const RingPosition<kStages>& ring, uint64_t q, uint64_t k);
 // Starts S (64 x kBlockN) = Q . K^T, group of columns after group in the order in which they are loaded
 __device__ void mma_qk(float (&scores)[kBlockN / 2], const SharedAddresses& shared, const RingPosition<kStages>& ring);
 
@@ -1155,26 +1158,35 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
 // Waits for a group of columns of a KV block.
 __device__ __forceinline__ void await_full(shared_address full, int parity) { mbarrier_wait(full, parity); }
 
+// Issues the part of S that a group of columns has. Its columns are constants, so that descriptors need no arithmetic: a loop over them would take
+// longer to issue a wgmma than the tensor cores to compute it.
+template <int kGroup>
+__device__ __forceinline__ void add_group(float (&scores)[kBlockN / 2], const SharedAddresses& shared, const RingPosition<kStages>& ring,
+                                          uint64_t q, uint64_t k) {
+    constexpr bool kFirst = kGroup == kGroups - 1;
+    constexpr int kBegin = kGroup * kGroupPanels * kPanelColumns;
+    constexpr int kEnd = kFirst ? kHeadDim : kBegin + kGroupPanels * kPanelColumns;
+    await_full(shared.k_full(ring.stage, kGroup), ring.parity);
+    wgmma_fence();  // for each group: after a wait ptxas would insert one, and wait for each wgmma
+#pragma unroll
+    for (int column = kBegin; column < kEnd; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        wgmma_m64n64k16_bf16_ss(scores, q + ((panel * kBlockM * kPanelRowBytes + byte) >> 4),
+                                 k + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), !kFirst || column > kBegin);
+    }
+}
+
 // Starts S (64 x kBlockN) = Q . K^T, group of columns after group in the order in which they are loaded. Both operands are K-major: SBO leads to
 // the next eight rows. A step of 16 along the K dimension is 32 bytes within the swizzled row.
 __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], const SharedAddresses& shared, const RingPosition<kStages>& ring) {
-    const uint64_t q = descriptor(shared.q(), 8 * kPanelRowBytes);
+    int q_smem = shared.q();
+    opaque(q_smem);  // else the descriptors of all steps of Q would be kept in registers
+    const uint64_t q = descriptor(q_smem, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(shared.k(ring.stage), 8 * kPanelRowBytes);
     pin_registers(scores);
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-        const int group = group_in_order(i);
-        const int begin = group * kGroupPanels * kPanelColumns;
-        const int end = group == kGroups - 1 ? kHeadDim : begin + kGroupPanels * kPanelColumns;
-        await_full(shared.k_full(ring.stage, group), ring.parity);
-        wgmma_fence();  // for each group: after a wait ptxas would insert one, and wait for each wgmma
-#pragma unroll
-        for (int column = begin; column < end; column += 16) {
-            const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
-            wgmma_m64n64k16_bf16_ss(scores, q + ((panel * kBlockM * kPanelRowBytes + byte) >> 4),
-                                     k + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), i > 0 || column > begin);
-        }
-    }
+    add_group<kGroups - 1>(scores, shared, ring, q, k);
+    add_group<0>(scores, shared, ring, q, k);
+    add_group<1>(scores, shared, ring, q, k);
     wgmma_commit();
 }
 

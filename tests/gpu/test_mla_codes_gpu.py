@@ -8,7 +8,7 @@ from flashgen.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from flashgen.operators.latentrows import LAYOUT, unpacked
 
 torch = pytest.importorskip("torch")
-from gpu.test_mla_gpu import DTYPES, SCALE, SHAPES, cache_of, check, halves_of  # noqa: E402
+from gpu.test_mla_gpu import DTYPES, SCALE, SHAPES, cache_of, check, check_family, halves_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -57,6 +57,7 @@ def test_results_are_within_the_bound(latent_family, shape, layout, causal, page
     q = torch.randn(len(lengths), queries, heads, 576, device="cuda").to(DTYPES[dtype])
     options = {"causal": causal, "softmax_scale": SCALE, "return_lse": True}
     out, lse = flashgen.attention(q, cache, **options)
+    check_family(latent_family, q, cache, **options)
     check(out, lse, q, rows, dtype, causal, scaled=layout != LAYOUT)
     for _ in range(3):
         assert torch.equal(out, flashgen.attention(q, cache, **options)[0])

@@ -12,7 +12,7 @@ from flashgen.operators.latentrows import LAYOUT
 
 torch = pytest.importorskip("torch")
 from gpu.test_mla_codes_gpu import codes_of, numbers_of, packed_rows  # noqa: E402
-from gpu.test_mla_gpu import halves_of  # noqa: E402
+from gpu.test_mla_gpu import check_family, halves_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -89,6 +89,7 @@ def test_results_are_within_the_bound(latent_family, shape, dtype, page, fresh_s
     q, cache, indices, rows = arrays_of(shape, dtype, page, fresh_seed)
     options = {"indices": indices, "softmax_scale": SCALE, "return_lse": True}
     out, lse = flashgen.attention(q, cache, **options)
+    check_family(latent_family, q, cache, **options)
     check(out, lse, q, indices, rows, dtype)
     for _ in range(3):
         assert torch.equal(out, flashgen.attention(q, cache, **options)[0])
@@ -106,6 +107,7 @@ def test_results_of_fp8_are_within_the_bound(latent_family, shape, layout, page,
     cache, rows = in_layout(layout, whole, rows)
     options = {"indices": indices, "softmax_scale": SCALE, "return_lse": True}
     out, lse = flashgen.attention(q, cache, **options)
+    check_family(latent_family, q, cache, **options)
     check(out, lse, q, indices, rows, dtype, scaled=layout != LAYOUT)
     for _ in range(3):
         assert torch.equal(out, flashgen.attention(q, cache, **options)[0])

@@ -11,6 +11,7 @@ from simulator.faults import ASYNC, BOUNDS, NUMBERS, RACE, WRONG, fault
 ROWS = "flash_mla_decode_hdim576_512_bf16_packgqa_sm90"
 CAUSAL = "flash_mla_decode_hdim576_512_fp16_causal_packgqa_sm90"
 PAGED = "flash_mla_decode_hdim576_512_bf16_paged_packgqa_sm90"
+BLOCKS = "flash_mla_wide_hdim576_512_fp16_causal_paged_packgqa_sm90"
 GATHER = "flash_mla_gather_hdim576_512_bf16_causal_paged_packgqa_sm90"
 ROPE = "flash_mla_decode_hdim576_512_bf16_paged_rope_packgqa_sm90"
 MMA_ROPE = "flash_mla_decode_hdim576_512_fp16_causal_rope_packgqa_sm80"
@@ -95,15 +96,15 @@ FAULTS = (
         ROWS,
         MANY,
         NUMBERS,
-        "const int end = group == kGroups - 1 ? kHeadDim :",
-        "const int end = group == kGroups - 1 ? begin + 32 :",
+        "constexpr int kEnd = kFirst ? kHeadDim :",
+        "constexpr int kEnd = kFirst ? kBegin + 32 :",
     ),
     fault(
         "S before its columns are here",
         ROWS,
         MANY,
         LOST,
-        "await_full(shared.k_full(ring.stage, group), ring.parity);\n        wgmma_fence();",
+        "await_full(shared.k_full(ring.stage, kGroup), ring.parity);\n    wgmma_fence();",
         "wgmma_fence();",
     ),
     fault(
@@ -194,6 +195,14 @@ FAULTS = (
         (*RACE, *NUMBERS),
         "__syncwarp();\n            ring.advance();\n        }\n        __syncwarp();",
         "ring.advance();\n        }\n        __syncwarp();",
+    ),
+    fault(
+        "pages of whole KV blocks: a page after the one of the KV block",
+        BLOCKS,
+        MANY,
+        (*NUMBERS, *BOUNDS),
+        "const int key = max(last_block, 0) * kBlockN + lane * kBoxKeys;",
+        "const int key = max(last_block, 0) * kBlockN + (lane + 1) * kBoxKeys;",
     ),
     fault(
         "P V before the tensor cores have the next S",

@@ -10,7 +10,7 @@ from flashgen.operators.splits import SplitEvery
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator.example import Shape, make
 from simulator.calls import calls_of, check_of, first_check, main_variants, result_bits, small_gpu, with_fault
-from simulator.faults_latent import CAUSAL, FAULTS, GATHER, MMA, MMA_PAGED, PAGED, ROPE, ROWS
+from simulator.faults_latent import BLOCKS, CAUSAL, FAULTS, GATHER, MMA, MMA_PAGED, PAGED, ROPE, ROWS
 
 MAIN = {
     variant.name: variant
@@ -37,7 +37,7 @@ def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     result_bits(variant, shape, fresh_seed, fresh_seed, small_gpu(variant))
 
 
-@pytest.mark.parametrize("name", [ROWS, CAUSAL, PAGED, GATHER, ROPE, MMA, MMA_PAGED, FIXED])
+@pytest.mark.parametrize("name", [ROWS, CAUSAL, PAGED, BLOCKS, GATHER, ROPE, MMA, MMA_PAGED, FIXED])
 def test_the_order_of_threads_changes_no_bit(name, compiler, fresh_seed):
     variant, shape = MAIN[name], Shape(2, 500, heads=24, batch=3)
     device = small_gpu(variant)
@@ -47,7 +47,7 @@ def test_the_order_of_threads_changes_no_bit(name, compiler, fresh_seed):
     assert len(bits) == 1
 
 
-@pytest.mark.parametrize("name", [ROWS, GATHER, MMA_PAGED, FIXED])
+@pytest.mark.parametrize("name", [ROWS, BLOCKS, GATHER, MMA_PAGED, FIXED])
 def test_groups_of_heads_read_the_keys_side_by_side(name, compiler, fresh_seed):
     """Two groups are two sets of heads, where thread blocks come in pairs; three are one."""
     device = small_gpu(MAIN[name], 4)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 # The architectures that a bundle of all models is for, and the first whose tensor cores multiply e4m3 codes.
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90")
 _FIRST_WITH_FP8 = "sm_89"
-_PAGE, _CAPACITY = 16, 8192
+_CAPACITY = 8192
+# Keys of a page, 0 for a cache without pages. Latent caches have kernels for pages of 64.
+_PAGES, _LATENT_PAGES = (0, 16), (0, 16, 64)
 # (batch, length) of a training step or a prompt, and of a cache that is decoded from.
 _LONG = ((1, 512), (1, 2048), (1, 8192), (1, 32768), (8, 512), (8, 2048), (8, 8192), (64, 128), (64, 512))
 _DECODED = ((1, 1024), (1, 8192), (8, 1024), (8, 8192), (64, 1024), (64, 8192))
@@ -111,11 +113,12 @@ def _of_layer(model: Model, options: dict[str, Any]) -> Iterator[dict[str, Any]]
     if not model.causal:
         return
     for batch, length in _DECODED:
-        for paged in (False, True):
-            if model.latent:
-                yield from _decoded_latent(model, model.latent, batch, length, paged)
-            else:
-                yield from _decoded(model, options, batch, length, paged)
+        if model.latent:
+            for page in _LATENT_PAGES:
+                yield from _decoded_latent(model, model.latent, batch, length, page)
+        else:
+            for page in _PAGES:
+                yield from _decoded(model, options, batch, length, page)
 
 
 def _padded(model: Model, *leading: int) -> dict[str, Any]:
@@ -131,12 +134,12 @@ def _packed(model: Model, batch: int, length: int) -> dict[str, Any]:
 
 
 def _decoded(
-    model: Model, options: dict[str, Any], batch: int, length: int, paged: bool
+    model: Model, options: dict[str, Any], batch: int, length: int, page: int
 ) -> Iterator[dict[str, Any]]:
     """Calls with a cache of keys and values, and with one of e4m3 codes that has a scale for each array: of
     a token, and of a part of a prompt.
     """
-    rows, pages = _rows(batch, length, paged)
+    rows, pages = _rows(batch, length, page)
     held, new = _padded(model, *rows), _padded(model, batch, 1)
     scale = {"kv_dtype": "e4m3", "k_scale": (), "v_scale": ()}
     for codes in ({}, scale):
@@ -147,12 +150,12 @@ def _decoded(
 
 
 def _decoded_latent(
-    model: Model, latent: Latent, batch: int, length: int, paged: bool
+    model: Model, latent: Latent, batch: int, length: int, page: int
 ) -> Iterator[dict[str, Any]]:
     """Calls with a latent cache of 16 bits, and with both kinds of codes: of a token, and of a token and a
     draft. A prompt takes keys and values, not latents.
     """
-    rows, pages = _rows(batch, length, paged)
+    rows, pages = _rows(batch, length, page)
     head_dim_v = latent.width - latent.rotary
     one_scale = {"kv_dtype": "e4m3", "k_scale": ()}
     caches = {"": (latent.width, {}), "e4m3": (latent.width, one_scale)}
@@ -170,10 +173,12 @@ def _decoded_latent(
             yield _append(cache, latent.rotary, k_new=(batch, 1, 1, latent.width))
 
 
-def _rows(batch: int, length: int, paged: bool) -> tuple[tuple[int, int], tuple[int, int] | None]:
-    """The first two dimensions of a cache of sequences of this length, and the shape of its page table."""
-    pages = length // _PAGE
-    return ((batch * pages, _PAGE), (batch, pages)) if paged else ((batch, length), None)
+def _rows(batch: int, length: int, page: int) -> tuple[tuple[int, int], tuple[int, int] | None]:
+    """The first two dimensions of a cache of sequences of this length, and the shape of its page table; with
+    a page of 0 there are no pages.
+    """
+    pages = length // page if page else 0
+    return ((batch * pages, page), (batch, pages)) if page else ((batch, length), None)
 
 
 def _append(cache: KVCache, rotary_dim: int, **new: tuple[int, ...]) -> dict[str, Any]:

@@ -43,6 +43,12 @@ __device__ __forceinline__ void tma_load_4d(shared_address destination, const te
         : "memory");
 }
 
+// cp.async.bulk.prefetch.tensor.4d: brings the lines of a box of the tensor into L2.
+__device__ __forceinline__ void tma_prefetch_4d(const tensor_map& map, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];\n" ::"l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
 // cp.async.bulk.tensor.5d.
 __device__ __forceinline__ void tma_load_5d(shared_address destination, const tensor_map& map, shared_address barrier, int c0,
                                             int c1, int c2, int c3, int c4) {

@@ -185,6 +185,7 @@ def test_the_kernels_of_models_are_for_latent_caches_and_codes_too(monkeypatch):
         "flash_mla_decode_e4m3_sm90",
         "flash_mla_decode_sm90",
         "flash_mla_sparse_sm90",
+        "flash_mla_wide_sm90",
         "flash_varlen_decode_e4m3_sm90",
     }
     latent = {"flash_mla_decode_sm80", "flash_mla_sparse_sm80", "flash_mla_decode_e4m3_sm80"}

@@ -37,6 +37,11 @@ inline void tma_load_4d(shared_address destination, const tensor_map& map, share
     flashgen::simulator::tensor_load(destination, &map, barrier, coordinates, 4, where);
 }
 
+inline void tma_prefetch_4d(const tensor_map& map, int, int, int, int,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::prefetch_tensor_map(&map, where);
+}
+
 inline void tma_load_5d(shared_address destination, const tensor_map& map, shared_address barrier, int c0, int c1, int c2,
                         int c3, int c4, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     const int coordinates[5] = {c0, c1, c2, c3, c4};
