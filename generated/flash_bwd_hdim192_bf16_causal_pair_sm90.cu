@@ -682,15 +682,12 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
     }
 }
 
-// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
-// The row of the workspace that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
@@ -718,7 +715,6 @@ __device__ __forceinline__ int first_query_of_key(const Params& params, int key)
     return max(diagonal, 0);
 }
 
-// The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int begin = max(0, first_key - params.diagonal_offset);
     const int end = params.seqlen_q;
@@ -747,7 +743,6 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
     }
 }
 
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
@@ -776,7 +771,6 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
 // The query head of a step: the same as the kv head, because each query head has its own kv head.
@@ -787,10 +781,8 @@ __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, con
 // ends earlier.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
 
-// The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
-// Stores P for the consumer of dK.
 __device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; i += 4) {
@@ -798,7 +790,6 @@ __device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_ad
     }
 }
 
-// Reads P that the consumer of dV has stored.
 __device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem) {
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; i += 4) {
@@ -916,7 +907,6 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B: S^T = K Q^T, dP^T = V dO^T. B has kBlockM rows. Both operands are
@@ -973,7 +963,6 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint6
 // because 0 times a NaN in memory would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
-// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // stmatrix takes the address of a row from each lane
 #pragma unroll
@@ -1035,15 +1024,12 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
-// The index of a block's head in the grid, over all batch entries.
 __device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock& block) {
     return block.batch * params.num_heads_kv + block.kv_head;
 }
 
-// Heads of the grid, over the batch.
 __device__ __forceinline__ int num_heads_of_grid(const Params& params) { return params.batch_size * params.num_heads_kv; }
 
-// Rows of dq_accum of a head of the grid.
 __device__ __forceinline__ int rows_of_head(const Params& params) { return unit_rows(params); }
 
 // Clears this thread block's part of dq_accum of a later head.
@@ -1089,7 +1075,6 @@ __device__ __forceinline__ void count_added(const Params& params, const KeyBlock
     if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);
 }
 
-// The number of steps of a thread block.
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
@@ -1102,7 +1087,6 @@ __device__ __forceinline__ void load_rows(shared_address destination, const tens
     }
 }
 
-// The rows of a step.
 __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
     StepRows rows;
     rows.head = head_of(params, block, step);
@@ -1121,7 +1105,6 @@ __device__ __forceinline__ void load_q(const Params& params, const StepRows& row
     bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Starts loading dO and delta of a step.
 __device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
                                           int stage, int more) {
     const shared_address full = barriers.dout_full(stage);
@@ -1150,7 +1133,6 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
     if (count > 1) load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
 }
 
-// Whether the block that begins with `first_query` has a query that does not attend to all of a warp's 16 keys.
 __device__ __forceinline__ bool needs_mask(const Params& params, int first_key, int first_query) {
     opaque(first_key);  // the compiler would compute the ranges before the loop and hold them in registers
     return first_query < first_query_of_key(params, first_key + 15);
@@ -1160,13 +1142,10 @@ __device__ __forceinline__ bool needs_mask(const Params& params, int first_key, 
 // rank.
 __device__ __forceinline__ int rank_of(const KeyBlock& block) { return block.index % 2; }
 
-// The rank of the other thread block of the cluster.
 __device__ __forceinline__ int peer_of(const KeyBlock& block) { return rank_of(block) ^ 1; }
 
-// The first key of the two thread blocks.
 __device__ __forceinline__ int first_key_of_pair(const KeyBlock& block) { return block.first_key - rank_of(block) * kBlockN; }
 
-// The first key of the peer.
 __device__ __forceinline__ int first_key_of_peer(const KeyBlock& block) { return first_key_of_pair(block) + peer_of(block) * kBlockN; }
 
 // The blocks of queries that both thread blocks go through: a query of the block attends to a key of at least one of the two.
@@ -1177,7 +1156,6 @@ __device__ __forceinline__ QueryBlocks queries_of_block(const Params& params, co
 // The first panel of the peer's K that is loaded. The thread block of rank 0 computes the first half of the columns of dQ, rank 1 the second.
 __device__ __forceinline__ int first_peer_panel(const KeyBlock& block) { return rank_of(block) * (kPanels - kPeerPanels); }
 
-// Starts loading kPeerPanels panels of the peer's K.
 __device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full) {
     const int batch = block.batch;
     const int row = mapped_row(params, first_key_of_peer(block));
@@ -1188,7 +1166,6 @@ __device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock
     }
 }
 
-// Tells the peer that this warp has read dS of a slot.
 __device__ __forceinline__ void free_slot(const Barriers& barriers, int slot, const KeyBlock& block, int lane) {
     if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(block)));
 }
@@ -1200,7 +1177,6 @@ __device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& blo
     return {first, k, k + kPeerKOffset - first_peer_panel(block) * kBlockN * kPanelRowBytes};
 }
 
-// Issues dQ = dS K over the keys of both thread blocks.
 template <int kCount>
 __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
@@ -1218,7 +1194,6 @@ __device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_r
     bulk_send(map_shared(rows + kOwnDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
 }
 
-// Adds a warp's part of dQ of step `i`, in no fixed order.
 template <int kCount>
 __device__ __forceinline__ void add_dq_of_step(const Barriers&, int, float* own, const float (&dq)[kCount], int) {
     add_dq(own, dq);

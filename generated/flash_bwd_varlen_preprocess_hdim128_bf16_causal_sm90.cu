@@ -229,7 +229,6 @@ flash_bwd_varlen_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Par
     }
 }
 
-// Rows of a head in the workspace.
 template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
@@ -247,7 +246,6 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 // The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
 __device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
 
-// The row of LSE and delta that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
 
 // A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
@@ -255,13 +253,11 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -331,19 +327,16 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const QueryU
     return own;
 }
 
-// The queries of a sequence.
 __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
     return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// The rows of k of a sequence, whatever their bound.
 __device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) {
     return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
 }
@@ -361,7 +354,6 @@ __device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) 
     }
 }
 
-// The blocks of keys of a head.
 __device__ __forceinline__ int key_blocks_of(int rows) { return (rows + kBlockN - 1) / kBlockN; }
 
 // The length of a sequence in blocks of kBlockN queries. Rows after the last sequence have none.
@@ -442,7 +434,6 @@ __device__ __forceinline__ void place_key_blocks(const Params& params) {
     }
 }
 
-// The dot product of 16 bytes of elements with 16 bytes of elements.
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
     const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};

@@ -415,21 +415,16 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
-// The row of the workspace that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -499,7 +494,6 @@ __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -586,7 +580,6 @@ __device__ __forceinline__ void await_mma(SumsOfTile& products) {
     pin_registers(*reinterpret_cast<float(*)[kBlockN / 2]>(&products[0][0][0]));
 }
 
-// Whether all rows of a tile exist and attend to all of its keys.
 __device__ __forceinline__ bool is_whole(const Params& params, const Tile& tile) {
     const KeyRange every = keys_of_every(params, tile.first_row, kBlockM);
     return tile.first_row + kBlockM <= params.seqlen_q && every.begin <= tile.first_key && tile.first_key + kBlockN <= every.end;
@@ -620,7 +613,6 @@ __device__ __forceinline__ void add_ds(SumsOfTile& sums, const SumsOfTile& p, co
     }
 }
 
-// dP - delta.
 __device__ __forceinline__ void subtract_delta(SumsOfTile& ds, const SavedRows& rows) {
 #pragma unroll
     for (int j = 0; j < kKeyTiles; ++j) {
@@ -629,7 +621,6 @@ __device__ __forceinline__ void subtract_delta(SumsOfTile& ds, const SavedRows& 
     }
 }
 
-// Stores an element of the gradient, rounded to the dtype of its array.
 __device__ __forceinline__ void store_gradient(const Params& params, int64_t place, float value) {
     store_global_32(params.dscore + place, value);
 }
@@ -645,10 +636,8 @@ __device__ __forceinline__ uint4 chunk_of_lane(const float (&sums)[2][2], int la
     return {__float_as_uint(sums[0][0]), __float_as_uint(sums[0][1]), received[0], received[1]};
 }
 
-// The first key of the chunk, from the first key of its two groups on.
 __device__ __forceinline__ int key_of_chunk(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
 
-// Stores a chunk of a row whose elements do not follow each other, or that the last key cuts.
 __device__ __forceinline__ void store_some(const Params& params, int64_t place, const uint4& chunk, int keys) {
     const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
@@ -684,7 +673,6 @@ __device__ __forceinline__ void leave_sums(const Params& params, const Tile& til
     }
 }
 
-// Stores the sums of a tile over a part of its pairs, which the join kernel adds up.
 __device__ __forceinline__ void leave_part(const Params& params, const Tile& tile, const SumsOfTile& sums, int part, int warp, int lane) {
     const int64_t first =
         part * params.dscore_elements + tile.kept_batch * params.dscore_batch_step + tile.kept_head * params.dscore_head_step;
