@@ -18,7 +18,7 @@ using element = fp16;
 
 constexpr int kHeadDim = 128;  // of K
 constexpr int kHeadDimV = 128;  // of V
-constexpr int kKeyUnit = 128;  // a part has whole units of keys: blocks of the main kernel
+constexpr int kKeyUnit = 128;  // a part has whole units of keys: of a thread block of the main kernel, or of a cluster
 constexpr int kThreads = 256;
 constexpr int kRows = 16;
 constexpr int kWarpColumns = 32;

@@ -1,7 +1,8 @@
 """The names that a template finds of a Variant.
 
-A template finds every axis of its operator and every tile key by name, and beside them ``header`` (the file's
-first comment), ``params_struct`` (the C struct), ``param_names`` (the names of its members), ``name``,
+A template finds every axis of its operator and every tile key by name, and beside them ``dq_widths`` (of a
+backward kernel on Hopper the columns of the MMAs of dQ), ``header`` (the file's first comment),
+``params_struct`` (the C struct), ``param_names`` (the names of its members), ``name``,
 ``has_lengths`` (the device has the length of each sequence), ``layout`` (``sequences`` if so, else ``batch``:
 a part of names of templates), ``computes_gradients``, ``target``, ``element_bytes``, ``kv_element`` (the C++
 type of K and V in global memory), ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its
@@ -42,10 +43,13 @@ def context(form: Variant, header: str) -> dict[str, Any]:
     of_score = _of_score(form)
     return {
         "score": None,
-        "cluster": 1,  # of kernels whose tiles say nothing of clusters
+        # Of kernels whose tiles say nothing of these.
+        "cluster": 1,
+        "dq_widths": [],
+        "held_k": 0,
         **form.axis_values,
         **_of_tree(form),
-        **dict(form.tile),
+        **_of_tile(form, of_score["score_has_derivative"]),
         **of_score,
         "parts": parts_of(form, of_score["score_has_derivative"], of_score["score_has_offset"]),
         **_of_rule(form),
@@ -71,6 +75,30 @@ def _of_tree(form: Variant) -> dict[str, Any]:
     """A kernel with a tree is one with a window that hides drafts as well."""
     mask_type = {"mask_type": "local"} if form.axis_values.get("mask_type") == "tree" else {}
     return mask_type | {"has_tree": any(param.name == "tree" for param in form.params)}
+
+
+def _of_tile(form: Variant, has_derivative: bool) -> dict[str, Any]:
+    """The keys of the tile, and ``dq_widths``: the columns of an MMA of dQ whose dS is in shared memory.
+
+    The tiles of backward kernels on Hopper were measured without a score modification. Some keys give way to
+    one, and more to its derivative, which takes registers.
+    """
+    tile: dict[str, Any] = dict(form.tile)
+    if "dq_address" in tile:  # consumers that are alike: all columns of K, or the columns of a panel
+        outer = form.head_dim - 64
+        tile["dq_widths"] = [form.head_dim] if tile["block_m"] == 128 else list(dict.fromkeys((64, outer)))
+        if form.score is not None:
+            tile |= {"dq_address": "free", "mask_bounds": "computed", "steps": "all"}
+            tile |= {"starts": "free"} if form.axis_values["mask_type"] == "local" else {}
+        if has_derivative:
+            tile |= {"lse": "late", "held_k": 0, "held_v": 0}
+    elif "dq" in tile:  # a consumer of dV and one of dK; in a cluster each has a part of the other panels
+        outer = form.head_dim // 2 - 64
+        tile["dq_widths"] = [64] if tile["cluster"] == 1 else list(dict.fromkeys((64, outer)))
+        tile["lse"] = "early"
+        if has_derivative:
+            tile |= {"held_k": 0, "held_v": 0}
+    return tile
 
 
 def _of_score(form: Variant) -> dict[str, Any]:

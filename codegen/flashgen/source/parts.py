@@ -23,6 +23,13 @@ STAGED = "flashgen/staged.cuh"  # copies of elements of a score modification to 
 SOME_HEADERS = (HALF, DROPOUT, STAGED)
 
 _MMAS = {"fp32": "tf32x3", "e4m3": "fp8"}
+# By whether thread blocks take turns to add dQ, and whether a mask is dense.
+_BARRIERS = {
+    (False, False): "plain",
+    (True, False): "turns",
+    (False, True): "mask",
+    (True, True): "turns_and_mask",
+}
 _VISITS = {"dense": "dense", "blocks": "listed"}
 
 
@@ -39,6 +46,22 @@ class Parts(NamedTuple):
     loop: str  # of mma.sync's forward kernels
     copy: str  # how they copy K and V: rows, rows of pages, or codes
     lane_address: str  # how a lane's addresses are computed: a sum after the XOR of the swizzle, or none
+    modification: str  # of a backward step: how it modifies scores, if it does
+    queries: str  # how a backward step on Hopper finds the queries of a key
+    masking: str  # the mask type whose apply_mask() it takes
+    mask_bounds: (
+        str  # which blocks of queries it masks: all that words say, by a range, by a start, or held bounds
+    )
+    turn_threads: str  # the threads of a Hopper kernel that keep turns to add dQ: none, one or two
+    turn_counters: str  # of a block of queries, by which thread blocks take turns: none, one or two
+    gradient_rows: (
+        str  # whose dK and dV a thread block computes: of a batch, of groups of heads, of sequences
+    )
+    stored_rows: str  # which it writes: these, or of sequences the rows of entries of a cache, or sums
+    head_of_block: str  # the member of a block of keys that is its head, or its part of a group
+    barriers: (
+        str  # which mbarriers a Hopper kernel has beside its loads': plain, turns, mask or turns_and_mask
+    )
     query_steps: str  # of backward kernels: by lists, or by the order of dQ and the heads of a step
     visits: str  # which KV blocks Hopper's forward kernels visit: of a range, a list, or a dense mask
     schedule: str  # of Hopper's consumers
@@ -55,10 +78,19 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
     axes, features = form.axis_values, form.features
     mask_type = axes.get("mask_type")
     packed = axes.get("gqa") == "packed"
+    scored = form.score is not None
+    dense = mask_type == "dense"
+    ordered = axes.get("dq_order") == "ordered"
+    # With a score modification queries past the last are masked as well, as a window masks them.
+    to_last = scored and mask_type in ("none", "causal")
     visits = _VISITS.get(str(mask_type), "range")
     # fp32 adds nothing after the XOR. With plain addresses ptxas would write other code for it, which has not
     # been timed.
     with_offset = dict(form.tile).get("loop") in ("halves", "turns") or form.dtype == "fp32"
+    if form.has_lengths:
+        gradient_rows = "sequences"
+    else:
+        gradient_rows = "groups" if axes.get("gqa") == "gqa" else "batch"
     by_tma = "tma_stores" in features
     if visits != "range":
         schedule = visits
@@ -71,12 +103,22 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         mma=_MMAS.get(form.dtype, "f16"),
         rows="pairs" if packed else "queries",
         heads_of_grid="num_heads_kv" if packed else "num_heads_q",
-        derivative="derivative" if has_derivative else "plain",
+        derivative="derivative" if has_derivative and not _has_two_roles(form) else "plain",
         score_offset="some" if has_offset else "none",
         elements="staged" if _stages(form) else "loaded",
         loop=_loop(form),
         copy=_copy(form),
         lane_address="with_offset" if with_offset else "plain",
+        modification=_modification(form, has_derivative),
+        queries=f"{mask_type}_to_last" if to_last else str(mask_type),
+        masking="local" if to_last else str(mask_type),
+        mask_bounds=_mask_bounds(form),
+        turn_threads=("one" if dense else "two") if ordered else "none",
+        turn_counters=("two" if _clusters(form) else "one") if ordered else "none",
+        gradient_rows=gradient_rows,
+        stored_rows=_stored_rows(form, gradient_rows),
+        head_of_block="group_part" if gradient_rows == "groups" else "kv_head",
+        barriers=_BARRIERS[ordered, dense],
         query_steps="listed" if visits == "listed" else f"{axes.get('dq_order')}_{axes.get('gqa')}",
         visits=visits,
         schedule=schedule,
@@ -85,6 +127,48 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         key_rows="pages" if form.has_lengths and axes.get("pages") == "paged" else "sequences",
         score_scale=_score_scale(form),
     )
+
+
+def _has_two_roles(form: Variant) -> bool:
+    """Whether one consumer of a backward kernel has S and another dP: head dims above 128 on Hopper."""
+    return "dq" in dict(form.tile)
+
+
+def _clusters(form: Variant) -> bool:
+    """Whether thread blocks of the main backward kernel form clusters, whose halves of dQ have turns each."""
+    return form.target == "sm90" and dict(form.tile).get("cluster") == 2
+
+
+def _modification(form: Variant, has_derivative: bool) -> str:
+    """How a backward step modifies scores. With two roles the one that has S hands over P times the
+    derivative; else the derivative goes into dP at once, for want of registers.
+    """
+    if form.score is None:
+        return "none"
+    elements = "staged" if _stages(form) else "loaded"
+    if not has_derivative:
+        return elements
+    return f"{elements}_weights" if _has_two_roles(form) else f"{elements}_derivative"
+
+
+def _mask_bounds(form: Variant) -> str:
+    """By what a backward step on Hopper knows which blocks of queries it masks."""
+    mask_type = form.axis_values.get("mask_type")
+    if mask_type == "dense":
+        return "words"
+    if form.score is not None:
+        return "range"
+    if dict(form.tile).get("mask_bounds") == "held":
+        return "held"
+    return "range" if mask_type in ("local", "tree", "blocks") else "start"
+
+
+def _stored_rows(form: Variant, gradient_rows: str) -> str:
+    """Which rows of dK and dV a thread block of the main backward kernel writes."""
+    axes = form.axis_values
+    if axes.get("dkv_dtype") == "fp32dkv":
+        return "sums"
+    return "entries" if axes.get("kv_starts") == "starts" else gradient_rows
 
 
 def _score_scale(form: Variant) -> str:
