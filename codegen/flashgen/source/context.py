@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.families.variant import ELEMENT_STAGES
 from flashgen.operators import OPERATORS
 from flashgen.source.params import struct_text
-from flashgen.source.parts import parts_of
+from flashgen.source.parts import parts_of, skips_by_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -161,15 +161,13 @@ def _of_rule(form: Variant) -> dict[str, Any]:
     if rule is None:  # kernels that make lists have a line, if need be this one
         rule = rule_of_line("kv <= q")
     spans = spans_of(rule, not form.has_lengths)
-    # Rows of a tile are of one query head, or the line is the same for all.
-    one_line = form.axis_values.get("gqa") != "packed" or "h" not in rule.tree.reads()
     values = (
         rule_functions(rule, packed_heads=form.has_lengths),
         range_function(rule),
         verdict_functions(rule, not form.has_lengths),
         *([span for span in spans if span.position == position] for position in ("q", "kv", "block")),
         rule.pack is not None,
-        form.has_lengths and one_line,
+        skips_by_line(form),
         () if form.has_lengths else ranges_functions(rule),
         {} if form.has_lengths else _runs(runs_of(rule), spans),
         _in_order(form),

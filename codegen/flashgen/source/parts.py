@@ -67,6 +67,15 @@ class Parts(NamedTuple):
     schedule: str  # of Hopper's consumers
     store: str  # how O leaves Hopper's consumers
     release_q: str  # when Hopper's consumers release Q
+    pieces: (
+        str  # of what tiles of split KV are cut: of splits, of blocks, or of a batch whose tiles are alike
+    )
+    shares: str  # of what a thread block has a share: splits or blocks
+    fetch: (
+        str  # from where decoding fetches keys across tiles: a batch, sequences or pages, also their scales
+    )
+    sequences: str  # how it does so across sequences: all KV blocks, or by a line those that it may show
+    cluster: str  # the same of a cluster that has a tile
     key_rows: str  # where keys of calls with lengths are, for Hopper's producers: sequences or pages
     score_scale: str  # of what Hopper's scores of codes have a scale: none, a tile, rows or keys
 
@@ -91,6 +100,9 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         gradient_rows = "sequences"
     else:
         gradient_rows = "groups" if axes.get("gqa") == "gqa" else "batch"
+    shares = "splits" if "fixed_splits" in features else "blocks"
+    by_line = "_by_line" if skips_by_line(form) else ""
+    key_rows = "pages" if form.has_lengths and axes.get("pages") == "paged" else "sequences"
     by_tma = "tma_stores" in features
     if visits != "range":
         schedule = visits
@@ -124,7 +136,12 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         schedule=schedule,
         store="by_tma" if by_tma else "from_registers",
         release_q="after_store" if by_tma else "after_qk",
-        key_rows="pages" if form.has_lengths and axes.get("pages") == "paged" else "sequences",
+        pieces=shares if form.has_lengths else "batch",
+        shares=shares,
+        fetch=_fetch(form, key_rows, by_line),
+        sequences=f"sequences{by_line}",
+        cluster=f"cluster{by_line}",
+        key_rows=key_rows,
         score_scale=_score_scale(form),
     )
 
@@ -169,6 +186,24 @@ def _stored_rows(form: Variant, gradient_rows: str) -> str:
     if axes.get("dkv_dtype") == "fp32dkv":
         return "sums"
     return "entries" if axes.get("kv_starts") == "starts" else gradient_rows
+
+
+def _fetch(form: Variant, key_rows: str, by_line: str) -> str:
+    """From where decoding fetches keys across the tiles of a share."""
+    if not form.has_lengths:
+        return "batch"
+    if form.axis_values.get("kv_scales") == "token":
+        return f"{key_rows}_and_scales"
+    return key_rows if key_rows == "pages" else f"{key_rows}{by_line}"
+
+
+def skips_by_line(form: Variant) -> bool:
+    """Whether a kernel with lengths has verdicts of KV blocks by the line of a mask: if rows of a tile are of
+    one query head, or the line is the same for all.
+    """
+    if form.rule is None or not form.has_lengths:
+        return False
+    return form.axis_values.get("gqa") != "packed" or "h" not in form.rule.tree.reads()
 
 
 def _score_scale(form: Variant) -> str:
