@@ -40,44 +40,44 @@ class Parts(NamedTuple):
     mma: str  # the MMAs of a dtype: f16, tf32x3 or fp8
     rows: str  # what a row of a tile is: a query, or where heads are packed a pair of query and head
     heads_of_grid: str  # the parameter that counts them: heads of keys where query heads are packed
-    derivative: str  # of a backward step: whether scores have a derivative to multiply by
     score_offset: str  # whether a part of a score modification is left to the row: some or none
     elements: str  # how elements of a score modification come: loaded, or staged in shared memory
-    loop: str  # of mma.sync's forward kernels
+    key_rows: str  # where the keys of calls with lengths are: sequences or pages
+    visits: str  # which KV blocks a kernel visits: of a range, a list, or a dense mask
+
+    # Of mma.sync's forward kernels.
+    loop: str
     copy: str  # how they copy K and V: rows, rows of pages, or codes
     lane_address: str  # how a lane's addresses are computed: a sum after the XOR of the swizzle, or none
-    modification: str  # of a backward step: how it modifies scores, if it does
-    queries: str  # how a backward step on Hopper finds the queries of a key
-    masking: str  # the mask type whose apply_mask() it takes
-    mask_bounds: (
-        str  # which blocks of queries it masks: all that words say, by a range, by a start, or held bounds
-    )
-    turn_threads: str  # the threads of a Hopper kernel that keep turns to add dQ: none, one or two
-    turn_counters: str  # of a block of queries, by which thread blocks take turns: none, one or two
-    gradient_rows: (
-        str  # whose dK and dV a thread block computes: of a batch, of groups of heads, of sequences
-    )
-    stored_rows: str  # which it writes: these, or of sequences the rows of entries of a cache, or sums
+
+    # Of Hopper's consumers in forward kernels.
+    schedule: str
+    store: str  # how O leaves them
+    release_q: str  # when they release Q
+    score_scale: str  # of what scores of codes have a scale: none, a tile, rows or keys
+
+    # Of split KV.
+    pieces: str  # what the tiles of a sequence are cut into: splits or blocks; batch if all tiles are alike
+    shares: str  # what a thread block has a share of: splits or blocks
+    fetch: str  # where its keys come from: a batch, sequences or pages, and the scales of these
+    sequences: str  # which KV blocks of sequences it fetches: all, or by a line the ones that rows may see
+    cluster: str  # the same for the thread blocks of a cluster
+
+    # Of backward kernels.
+    derivative: str  # whether dP - delta has the derivative of scores as a factor: derivative or plain
+    modification: str  # how a step modifies scores; none if it does not
+    query_steps: str  # the steps of a block of keys: by lists, or by the order of dQ and the heads of a step
+    queries: str  # how the queries of a key are found on Hopper
+    masking: str  # the mask type whose apply_mask() a kernel has
+    mask_bounds: str  # how a consumer on Hopper knows what to mask: by words, held bounds, a range, a start
+    turn_threads: str  # how many threads on Hopper keep turns to add dQ: none, one or two
+    turn_counters: str  # how many counters of turns a block of queries has: none, one or two
+    barriers: str  # mbarriers beside those of loads, on Hopper: plain, turns, mask or turns_and_mask
+    gradient_rows: str  # whose dK and dV a thread block computes: of a batch, of groups, of sequences
+    stored_rows: str  # which it writes: these, the rows of entries of a cache, or fp32 sums
     head_of_block: str  # the member of a block of keys that is its head, or its part of a group
-    barriers: (
-        str  # which mbarriers a Hopper kernel has beside its loads': plain, turns, mask or turns_and_mask
-    )
-    query_steps: str  # of backward kernels: by lists, or by the order of dQ and the heads of a step
-    visits: str  # which KV blocks Hopper's forward kernels visit: of a range, a list, or a dense mask
-    schedule: str  # of Hopper's consumers
-    store: str  # how O leaves Hopper's consumers
-    release_q: str  # when Hopper's consumers release Q
-    pieces: (
-        str  # of what tiles of split KV are cut: of splits, of blocks, or of a batch whose tiles are alike
-    )
-    shares: str  # of what a thread block has a share: splits or blocks
-    fetch: (
-        str  # from where decoding fetches keys across tiles: a batch, sequences or pages, also their scales
-    )
-    sequences: str  # how it does so across sequences: all KV blocks, or by a line those that it may show
-    cluster: str  # the same of a cluster that has a tile
-    key_rows: str  # where keys of calls with lengths are, for Hopper's producers: sequences or pages
-    score_scale: str  # of what Hopper's scores of codes have a scale: none, a tile, rows or keys
+
+    codes: str  # whose scale the codes have that append writes: of a token, a sequence, or a fp8dsmla row
 
 
 def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
@@ -136,6 +136,7 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         schedule=schedule,
         store="by_tma" if by_tma else "from_registers",
         release_q="after_store" if by_tma else "after_qk",
+        codes=_codes(form),
         pieces=shares if form.has_lengths else "batch",
         shares=shares,
         fetch=_fetch(form, key_rows, by_line),
@@ -186,6 +187,16 @@ def _stored_rows(form: Variant, gradient_rows: str) -> str:
     if axes.get("dkv_dtype") == "fp32dkv":
         return "sums"
     return "entries" if axes.get("kv_starts") == "starts" else gradient_rows
+
+
+def _codes(form: Variant) -> str:
+    """As what append writes elements into a cache: none if it has elements."""
+    axes = form.axis_values
+    if axes.get("kv_dtype", "none") == "none":
+        return "none"
+    if axes.get("kv_scales") == "token":
+        return "token"
+    return "fp8dsmla" if axes.get("kv_dtype") == "fp8dsmla" else "sequence"
 
 
 def _fetch(form: Variant, key_rows: str, by_line: str) -> str:
