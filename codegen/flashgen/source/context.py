@@ -9,11 +9,12 @@ type of K and V in global memory), ``threads``, ``smem_bytes``, ``step`` (the na
 family), ``features`` (the names of its features), ``parts`` (the files of which one of several is taken,
 `source.parts`) and ``variant``; of a score modification ``score`` (its
 name, or None), ``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`),
-``gradient_dtype`` (of the array that it is differentiated by), ``score_has_offset``, whether a part of it is
-left to the row, and ``score_has_derivative``, whether the kernel has a derivative of it to multiply by
+``gradient_dtype`` and ``gradient_bytes`` (of the array that it is differentiated by), ``score_has_offset``,
+whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of it to multiply by
 (`operators.lowering`), ``score_loads_by_key``, whether rows have the member ``whole`` (`source.scores`),
 ``score_staged`` (the array whose elements it copies to shared memory, if any), ``staged_dtype`` and
-``staged_row_stride``; of a mask by a line ``rule`` (its name, or None), ``rule_functions``,
+``staged_row_stride``; of a mask by a line ``rule`` (its name, or None), ``line_by``, by what a block hides
+scores (``elements``, ``ranges`` of the keys of a query, or ``either``), ``rule_functions``,
 ``range_function`` and ``verdict_functions``, ``row_spans``, ``key_spans`` and ``block_spans``, the arrays of
 whose blocks there are bounds (`source.verdicts`), ``skips_by_line``, whether a kernel with lengths has
 verdicts of KV blocks, ``line_arrays``, its arrays with an element for each token of queries (``q``) or
@@ -45,6 +46,8 @@ def context(form: Variant, header: str) -> dict[str, Any]:
         "score": None,
         # Of kernels whose tiles say nothing of these.
         "cluster": 1,
+        "loop": "shares",
+        "row_warps": 1,
         "dq_widths": [],
         "held_k": 0,
         **form.axis_values,
@@ -109,7 +112,7 @@ def _of_score(form: Variant) -> dict[str, Any]:
             "score_staged": None,
             ELEMENT_STAGES: 0,
         }
-        return {"score_functions": "", "score_element": "", "gradient_dtype": "fp32", **absent}
+        return {"score_functions": "", "score_element": "", **_of_gradient("fp32"), **absent}
     # Only a call with a modification waits for these.
     from flashgen.operators.scores import DTYPE_BYTES, TYPES
     from flashgen.source.arrayelement import element_function
@@ -132,8 +135,12 @@ def _of_score(form: Variant) -> dict[str, Any]:
         "element_stages": dict(form.tile).get(ELEMENT_STAGES, 0),
         "staged_row_stride": staged and strides[staged.dimensions.index("q")],
         "score_element": element_function(form.score),
-        "gradient_dtype": dtypes.get(form.score.wrt, "fp32"),
+        **_of_gradient(dtypes.get(form.score.wrt, "fp32")),
     }
+
+
+def _of_gradient(dtype: str) -> dict[str, Any]:
+    return {"gradient_dtype": dtype, "gradient_bytes": 4 if dtype == "fp32" else 2}
 
 
 def _of_rule(form: Variant) -> dict[str, Any]:
@@ -152,7 +159,12 @@ def _of_rule(form: Variant) -> dict[str, Any]:
     )
     rule = form.rule
     if rule is None and form.operator != "mask_lists":
-        return {"rule": None, "line_arrays": {"q": (), "kv": ()}, **dict.fromkeys(from_line, "")}
+        return {
+            "rule": None,
+            "line_by": "",
+            "line_arrays": {"q": (), "kv": ()},
+            **dict.fromkeys(from_line, ""),
+        }
     from flashgen.families.masks import rule_of_line
     from flashgen.operators.linetable import LENGTH_CLASSES
     from flashgen.source.rules import range_function, ranges_functions, rule_functions, runs_of
@@ -177,7 +189,12 @@ def _of_rule(form: Variant) -> dict[str, Any]:
     for array in rule.arrays:
         if array.per_token is not None:
             of_tokens["q" if array.per_token == "q" else "kv"].append(array.argument_name)
-    return {"rule": rule.name, "line_arrays": of_tokens, **dict(zip(from_line, values, strict=True))}
+    of_line = dict(zip(from_line, values, strict=True))
+    if not of_line["range_functions"]:
+        line_by = "elements"
+    else:
+        line_by = "either" if of_line["line_runs"] else "ranges"
+    return {"rule": rule.name, "line_by": line_by, "line_arrays": of_tokens, **of_line}
 
 
 def _in_order(form: Variant) -> bool:

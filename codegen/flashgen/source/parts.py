@@ -67,6 +67,8 @@ class Parts(NamedTuple):
     derivative: str  # whether dP - delta has the derivative of scores as a factor: derivative or plain
     modification: str  # how a step modifies scores; none if it does not
     query_steps: str  # the steps of a block of keys: by lists, or by the order of dQ and the heads of a step
+    step_heads: str  # how a step names its query head: mha, gqa_sm80 or gqa_sm90
+    cleared: str  # when dq_accum is cleared: ahead, by thread blocks of the main kernel, or before it
     queries: str  # how the queries of a key are found on Hopper
     masking: str  # the mask type whose apply_mask() a kernel has
     mask_bounds: str  # how a consumer on Hopper knows what to mask: by words, held bounds, a range, a start
@@ -100,6 +102,7 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         gradient_rows = "sequences"
     else:
         gradient_rows = "groups" if axes.get("gqa") == "gqa" else "batch"
+    family = "sm90" if form.target == "sm90" else "sm80"
     shares = "splits" if "fixed_splits" in features else "blocks"
     by_line = "_by_line" if skips_by_line(form) else ""
     key_rows = "pages" if form.has_lengths and axes.get("pages") == "paged" else "sequences"
@@ -122,6 +125,8 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         copy=_copy(form),
         lane_address="with_offset" if with_offset else "plain",
         modification=_modification(form, has_derivative),
+        step_heads="mha" if axes.get("gqa") == "mha" else f"gqa_{family}",
+        cleared="ahead" if "clears_ahead" in features else "before",
         queries=f"{mask_type}_to_last" if to_last else str(mask_type),
         masking="local" if to_last else str(mask_type),
         mask_bounds=_mask_bounds(form),
