@@ -76,6 +76,31 @@ struct Mbarriers {
     uint64_t empty[kStages];      // no warp reads the stage
 };
 
+// Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer warp has
+// released it.
+struct Barriers {
+    shared_address first;
+
+    // Complete when every consumer warp has written its part of a step's dS and has read dS of the step before. It completes once more after
+    // the last step, when no warp reads K any longer.
+    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread calls it, before other threads use the mbarriers.
+    __device__ __forceinline__ void init() const {
+        mbarrier_init(ds_ready(), 4 * kConsumers);
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(dout_full(stage), 1);
+            mbarrier_init(empty(stage), 4 * kConsumers);
+        }
+    }
+};
+
 // Begins at a multiple of 1,024 bytes, as the pattern of the swizzle repeats every 1,024 bytes.
 struct SharedStorage {
     element k[kPanels][kBlockN][kPanelColumns];   // at the end dK, for TMA
@@ -234,31 +259,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-
-// Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer warp has
-// released it.
-struct Barriers {
-    shared_address first;
-
-    // Complete when every consumer warp has written its part of a step's dS and has read dS of the step before. It completes once more after
-    // the last step, when no warp reads K any longer.
-    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
-    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
-    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
-
-    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
-
-    // One thread calls it, before other threads use the mbarriers.
-    __device__ __forceinline__ void init() const {
-        mbarrier_init(ds_ready(), 4 * kConsumers);
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(q_full(stage), 1);
-            mbarrier_init(dout_full(stage), 1);
-            mbarrier_init(empty(stage), 4 * kConsumers);
-        }
-    }
-};
 
 // A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
 template <int kLength>

@@ -224,7 +224,8 @@ __device__ int kv_head_of(const Params& params, const KeyBlock& block);  // The 
 __device__ int heads_of_block(const Params& params);  // How many query heads a thread block goes through, beginning with first_head_of()
 __device__ int first_head_of(const Params& params, const KeyBlock& block);  // The first query head that a thread block goes through
 __device__ int head_of(const Params& params, const KeyBlock& block, const Step& step);  // The query head of a step
-__device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
+__device__ int first_step_head(const Params&, const KeyBlock&);  // The head of the first step
+__device__ Step first_step(const Params& params, const KeyBlock& block, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks& queries);  // The step after this one
 
 // The rows of a block of keys that at least one query of the sequence attends to: [begin, end).
@@ -348,6 +349,8 @@ struct Operand {
     }
 };
 
+using ColumnsOfK = RowsOfK;  // of dQ, which sums over keys
+
 // Where a lane finds its part of a B operand whose rows are summed over
 template <typename Rows> __device__ Rows summed_rows(shared_address block, int row, int column_pair, int lane);
 // The first column of accumulator tile n of a warp whose first pair of chunks is `column_pair`, and whose pairs are `stride` apart
@@ -373,11 +376,14 @@ __device__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const
 __device__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step);
 __device__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step);  // Passes the turn to the next thread block
 // Computes dQ of a warp's queries and columns in a step, and adds it to dq_accum
-__device__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const RowsOfK& k_columns, shared_address smem,
+__device__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const ColumnsOfK& k_columns, shared_address smem,
     int first_row, int column_warp, int lane);
 // Adds to dV and dK of a warp's keys what the queries of other warps contribute
 __device__ void mma_other_queries(Gradients& gradients, shared_address smem, shared_address q, shared_address dout, int warp_key, int part,
     int lane);
+// Rounds the gradients of the warp's keys and puts them into a block of shared memory
+template <typename Rows, int kTiles> __device__ void stage_gradients(shared_address block, const float (&sums)[kKeyTiles][kTiles][4],
+    float scale, int warp_key, int part, int lane);
 
 // With group_parts above 1, a thread block sums dK and dV over a part of the query heads and writes them to the workspace in fp32. The sum kernel
 // adds the parts. Tiles are 16 keys by 8 columns, and the elements of a lane are contiguous.
@@ -385,14 +391,11 @@ __device__ void mma_other_queries(Gradients& gradients, shared_address smem, sha
 // The tiles of the 16 keys that begin at `key`
 template <int kColumns> __device__ float* part_tiles(const Params& params, float* parts, const KeyBlock& block, int key);
 __device__ void store_tile(float* tile, const float (&values)[4], int lane);  // Writes a warp's tile, of which each lane has four elements
-// Rounds the gradients of the warp's keys and puts them into a block of shared memory
-template <typename Rows, int kTiles> __device__ void stage_gradients(shared_address block, const float (&sums)[kKeyTiles][kTiles][4],
-    float scale, int warp_key, int part, int lane);
+// Writes the gradients of the warp's keys, summed over a part of the query heads, to the tiles of its first key
+template <int kColumns, int kTiles> __device__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane);
 // Writes a block of gradients, so that global memory sees whole rows in 16-byte vectors
 template <typename Rows> __device__ void store_rows(shared_address block, element* destination, int64_t row_stride, int valid_rows,
     int columns);
-// Writes the gradients of the warp's keys, summed over a part of the query heads, to the tiles of its first key
-template <int kColumns, int kTiles> __device__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane);
 // Writes dK and dV, staged in the shared memory of K and V, which no warp reads any longer
 __device__ void store_gradients(const Params& params, const KeyBlock& block, const Gradients& gradients, shared_address smem, int warp_key,
     int part, int lane);
@@ -602,11 +605,15 @@ __device__ __forceinline__ int head_of(const Params& params, const KeyBlock& blo
     return first_head_of(params, block) + step.head;
 }
 
+__device__ __forceinline__ int first_step_head(const Params&, const KeyBlock&) { return 0; }
+
 // The first step of a thread block.
 // Steps go from the first block of queries to the last. Under a diagonal a thread block begins with query 0, or with queries that see no
 // later keys. There it has the first turn. After that it follows the thread blocks of later keys.
 // A thread block goes through one query head after another, and so sums the gradients of their keys.
-__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {0, queries.first}; }
+__device__ __forceinline__ Step first_step(const Params& params, const KeyBlock& block, const QueryBlocks& queries) {
+    return {first_step_head(params, block), queries.first};
+}
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
     return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
@@ -866,7 +873,7 @@ __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& 
 }
 
 // Computes dQ of a warp's queries and columns in a step, and adds it to dq_accum. `k_columns` are the warp's columns of K.
-__device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const RowsOfK& k_columns,
+__device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const ColumnsOfK& k_columns,
                                        shared_address smem, int first_row, int column_warp, int lane) {
     float dq[kDqRowTiles][kDqColumnTiles][4] = {};
     mma_dq(dq, smem + kDsOffset, first_row, k_columns, lane);
@@ -898,17 +905,6 @@ __device__ __forceinline__ void mma_other_queries(Gradients& gradients, shared_a
     }
 }
 
-template <int kColumns>
-__device__ __forceinline__ float* part_tiles(const Params& params, float* parts, const KeyBlock& block, int key) {
-    const int64_t part = int64_t(block.batch) * heads_of_grid(params) + block.group_part;
-    return parts + (part * params.num_row_blocks * kBlockN + key) * kColumns;
-}
-
-__device__ __forceinline__ void store_tile(float* tile, const float (&values)[4], int lane) {
-    store_global_128(tile + 4 * lane, {__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
-                                       __float_as_uint(values[3])});
-}
-
 template <typename Rows, int kTiles>
 __device__ __forceinline__ void stage_gradients(shared_address block, const float (&sums)[kKeyTiles][kTiles][4], float scale, int warp_key,
                                                 int part, int lane) {
@@ -924,6 +920,28 @@ __device__ __forceinline__ void stage_gradients(shared_address block, const floa
                 const float high = scale * sums[i][n][2 * key8 + 1];
                 store_shared_32(rows.step(16 * i + 8 * key8, chunk) + lane % 4 * 4, pack<element>(low, high));
             }
+        }
+    }
+}
+
+template <int kColumns>
+__device__ __forceinline__ float* part_tiles(const Params& params, float* parts, const KeyBlock& block, int key) {
+    const int64_t part = int64_t(block.batch) * heads_of_grid(params) + block.group_part;
+    return parts + (part * params.num_row_blocks * kBlockN + key) * kColumns;
+}
+
+__device__ __forceinline__ void store_tile(float* tile, const float (&values)[4], int lane) {
+    store_global_128(tile + 4 * lane, {__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
+                                       __float_as_uint(values[3])});
+}
+
+template <int kColumns, int kTiles>
+__device__ __forceinline__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane) {
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            store_tile(tiles + (i * (kColumns / 8) + column_of(n, kQueryWarps, part) / 8) * kTileElements, sums[i][n], lane);
         }
     }
 }
@@ -946,17 +964,6 @@ __device__ __forceinline__ void store_rows(shared_address block, element* destin
             store_global_128(destination + first_column, load_shared_128(source.step(first, panel * Rows::kChunks)));
         }
         destination += kRowsPerPass * row_stride;
-    }
-}
-
-template <int kColumns, int kTiles>
-__device__ __forceinline__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane) {
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-            store_tile(tiles + (i * (kColumns / 8) + column_of(n, kQueryWarps, part) / 8) * kTileElements, sums[i][n], lane);
-        }
     }
 }
 

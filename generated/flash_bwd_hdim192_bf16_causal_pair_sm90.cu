@@ -75,6 +75,42 @@ struct Mbarriers {
     uint64_t slot_free[2];             // the peer has read dS that was sent to this slot
 };
 
+// Addresses of the mbarriers. A buffer is full when TMA has written its bytes, and empty when every consumer warp has released it.
+struct Barriers {
+    shared_address first;
+
+    // Complete when the dV consumer has written P of a step.
+    __device__ __forceinline__ shared_address p_full() const { return at(offsetof(Mbarriers, p_full) / 8); }
+    // Complete when the dK consumer has read P of a step and has written its dS, and both have computed dQ of the step before. It completes once
+    // more after the last step, when no warp reads K any longer.
+    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
+    __device__ __forceinline__ shared_address ds_received(int slot) const { return at(offsetof(Mbarriers, ds_received) / 8 + slot); }
+    // Complete when the peer has computed the dQ that reads dS of this slot. Then this thread block may overwrite the slot there, and the buffer
+    // here that dS was copied from.
+    __device__ __forceinline__ shared_address slot_free(int slot) const { return at(offsetof(Mbarriers, slot_free) / 8 + slot); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread calls it, before any other uses the mbarriers.
+    __device__ __forceinline__ void init() const {
+        constexpr int kWarps = 4;  // of a consumer
+        mbarrier_init(p_full(), kWarps);
+        mbarrier_init(ds_ready(), 2 * kWarps);
+        for (int slot = 0; slot < 2; ++slot) {
+            mbarrier_init(ds_received(slot), 1);
+            mbarrier_init(slot_free(slot), 2 * kWarps);
+        }
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(dout_full(stage), 1);
+            mbarrier_init(empty(stage), 2 * kWarps);
+        }
+    }
+};
+
 // Shared memory of a thread block. Rows of K, V, Q, dO and dS are in panels of 64 columns: 128 bytes a row, under the 128-byte swizzle. dS has
 // two buffers, because dQ of a step is computed in the next step.
 struct SharedStorage {
@@ -204,42 +240,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-
-// Addresses of the mbarriers. A buffer is full when TMA has written its bytes, and empty when every consumer warp has released it.
-struct Barriers {
-    shared_address first;
-
-    // Complete when the dV consumer has written P of a step.
-    __device__ __forceinline__ shared_address p_full() const { return at(offsetof(Mbarriers, p_full) / 8); }
-    // Complete when the dK consumer has read P of a step and has written its dS, and both have computed dQ of the step before. It completes once
-    // more after the last step, when no warp reads K any longer.
-    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
-    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
-    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
-    __device__ __forceinline__ shared_address ds_received(int slot) const { return at(offsetof(Mbarriers, ds_received) / 8 + slot); }
-    // Complete when the peer has computed the dQ that reads dS of this slot. Then this thread block may overwrite the slot there, and the buffer
-    // here that dS was copied from.
-    __device__ __forceinline__ shared_address slot_free(int slot) const { return at(offsetof(Mbarriers, slot_free) / 8 + slot); }
-
-    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
-
-    // One thread calls it, before any other uses the mbarriers.
-    __device__ __forceinline__ void init() const {
-        constexpr int kWarps = 4;  // of a consumer
-        mbarrier_init(p_full(), kWarps);
-        mbarrier_init(ds_ready(), 2 * kWarps);
-        for (int slot = 0; slot < 2; ++slot) {
-            mbarrier_init(ds_received(slot), 1);
-            mbarrier_init(slot_free(slot), 2 * kWarps);
-        }
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(q_full(stage), 1);
-            mbarrier_init(dout_full(stage), 1);
-            mbarrier_init(empty(stage), 2 * kWarps);
-        }
-    }
-};
 
 // A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
 template <int kLength>

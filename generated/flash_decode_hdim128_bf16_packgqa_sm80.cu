@@ -61,7 +61,6 @@ constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = offsetof(SharedStorage, stages);
 constexpr int kVOffset = offsetof(Stage, v);  // within a stage
 constexpr int kStageBytes = 2 * kBlockN * kRowBytes;
-constexpr int kSumsOffset = offsetof(SharedStorage, sums);
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
@@ -294,6 +293,9 @@ template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles]
 // A step of online softmax
 template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
+
+constexpr int kSumsOffset = offsetof(SharedStorage, sums);
+
 // Where a group leaves its O for group 0
 __device__ shared_address output_address(shared_address exchange, int group, int warp, int tile, int lane);
 __device__ shared_address sums_address(shared_address sums, int group, int warp, int tile, int lane);
@@ -950,7 +952,6 @@ static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
 static_assert(kStages >= 2, "a KV block is on its way while another is computed");
 static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");
 static_assert(sizeof(SharedStorage) == 103936, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 248 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, part_outputs) == 40);
@@ -969,3 +970,4 @@ static_assert(offsetof(Params, num_kv_blocks) == 192 && offsetof(Params, head_se
 static_assert(offsetof(Params, heads_per_set) == 200 && offsetof(Params, heads_per_set_divisor) == 208);
 static_assert(offsetof(Params, num_row_blocks_divisor) == 216 && offsetof(Params, group_size_divisor) == 224);
 static_assert(offsetof(Params, kv_blocks_per_tile_divisor) == 232 && offsetof(Params, scale_log2) == 240);
+static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");

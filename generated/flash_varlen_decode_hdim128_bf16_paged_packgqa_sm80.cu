@@ -62,7 +62,6 @@ constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = offsetof(SharedStorage, stages);
 constexpr int kVOffset = offsetof(Stage, v);  // within a stage
 constexpr int kStageBytes = 2 * kBlockN * kRowBytes;
-constexpr int kSumsOffset = offsetof(SharedStorage, sums);
 
 struct Params {
     const element* q;                     // (batch_q, rows_q, num_heads_q, head_dim); rows 16-byte aligned
@@ -294,6 +293,9 @@ template <int kColumns, typename RowOfPass> __device__ void copy_keys(const RowO
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them
 template <int kColumns, typename RowOfPass> __device__ void prefetch_keys(const RowOfPass& row_of_pass, const SeenRows& rows, int head_dim);
 __device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);  // Starts the copy of the tile's rows of Q
+__device__ int first_block_of(const Tiles&, int piece);  // The KV block of a tile with which a piece begins
+__device__ int blocks_left(const Tiles& tiles, int block);  // KV blocks from one on, up to the end of its tile
+__device__ bool ends_piece(int);  // Whether the piece ends with the KV block from which on `left` are left
 
 // A group's progress through the KV blocks of its thread block's share, across tiles and sequences.
 struct Fetch {
@@ -406,6 +408,9 @@ template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles]
 // A step of online softmax
 template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
+
+constexpr int kSumsOffset = offsetof(SharedStorage, sums);
+
 // Where a group leaves its O for group 0
 __device__ shared_address output_address(shared_address exchange, int group, int warp, int tile, int lane);
 __device__ shared_address sums_address(shared_address sums, int group, int warp, int tile, int lane);
@@ -870,6 +875,12 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
     cp_async_commit();
 }
 
+__device__ __forceinline__ int first_block_of(const Tiles&, int piece) { return piece; }
+
+__device__ __forceinline__ int blocks_left(const Tiles& tiles, int block) { return tiles.kv_blocks - block; }
+
+__device__ __forceinline__ bool ends_piece(int) { return true; }
+
 // Which of the group's keys of the next KV block some query sees. `params` have the bounds of all sequences.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, const Fetch& fetch) {
     return seen_rows(with_lengths(params, fetch.place.lengths), fetch.first_key);
@@ -885,12 +896,12 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& f
 __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, int index, int group) {
     const Tiles tiles = tiles_of(params);
     const int tile_index = (index - place.begin) / tiles.pieces();
-    const int block = index - place.begin - tile_index * tiles.kv_blocks;
+    const int block = first_block_of(tiles, index - place.begin - tile_index * tiles.pieces());
     const Tile tile = find_tile(params, place, tile_index);
     Fetch fetch;
     fetch.place = place;
     fetch.index = index;
-    fetch.left = tiles.kv_blocks - block;
+    fetch.left = blocks_left(tiles, block);
     fetch.first_key = (tiles.first_kv_block + block) * kBlockN + group * kGroupKeys;
     fetch.k = head_k(params, tile);
     fetch.v = head_v(params, tile);
@@ -919,7 +930,7 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
         const KeyRows v_rows = find_key_rows(params, fetch.pages, first_row_of(fetch), fetch.v, params.v_batch_stride, params.v_row_stride);
         copy_keys<kHeadDim>(k_rows, keys, rows, params.head_dim);
         copy_keys<kHeadDimV>(v_rows, keys + kVOffset, rows, params.head_dim_v);
-        ++fetch.index;
+        if (ends_piece(fetch.left)) ++fetch.index;
         if (--fetch.left > 0) {
             fetch.first_key += kBlockN;
             fetch.pages = find_pages(params, fetch);
@@ -1302,7 +1313,6 @@ static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
 static_assert(kStages >= 2, "a KV block is on its way while another is computed");
 static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");
 static_assert(sizeof(SharedStorage) == 103936, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 272 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
@@ -1321,3 +1331,4 @@ static_assert(offsetof(Params, seqlen_kv) == 224 && offsetof(Params, head_dim) =
 static_assert(offsetof(Params, num_shares) == 236 && offsetof(Params, head_sets_log2) == 240);
 static_assert(offsetof(Params, heads_per_set) == 244 && offsetof(Params, group_size_divisor) == 248);
 static_assert(offsetof(Params, page_size_divisor) == 256 && offsetof(Params, scale_log2) == 264);
+static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");

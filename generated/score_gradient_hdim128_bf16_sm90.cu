@@ -249,14 +249,16 @@ constexpr int kChunkKeys = 4;  // of 16 bytes
 // The chunk of four neighbouring keys that a lane stores, of two groups of 8 keys
 __device__ uint4 chunk_of_lane(const float (&sums)[2][2], int lane);
 __device__ int key_of_chunk(int lane);  // The first key of the chunk, from the first key of its two groups on
-constexpr int kChunkGroups = kChunkKeys / 2;  // groups of 8 keys that the lanes of a quad exchange
-
 // Stores a chunk of a row whose elements do not follow each other, or that the last key cuts
 __device__ void store_some(const Params& params, int64_t place, const uint4& chunk, int keys);
+constexpr int kChunkGroups = kChunkKeys / 2;  // groups of 8 keys that the lanes of a quad exchange
+
 // Stores the sums of a tile
 __device__ void leave_sums(const Params& params, const Tile& tile, const SumsOfTile& sums, shared_address, int warp, int lane);
 // Stores the sums of a tile over a part of its pairs, which the join kernel adds up
 __device__ void leave_part(const Params& params, const Tile& tile, const SumsOfTile& sums, int part, int warp, int lane);
+// Leaves the sums of a thread block's work
+__device__ void leave_sums_of(const Params& params, const Work& work, const SumsOfTile& sums, shared_address shared, int warp, int lane);
 // Loads a slice of rows and of keys, the columns from `column` on, as soon as the stage is empty
 __device__ void load_slice(shared_address shared, RingPosition<kStages>& ring, const tensor_map& of_rows, const tensor_map& of_keys,
     int column, int row, int key, int head, int kv_head, int batch);
@@ -360,8 +362,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             if (whole) add_ds<true>(sums, scores, ds);
             else add_ds<false>(sums, scores, ds);
         }
-        if (params.pair_parts > 1) leave_part(params, tile, sums, work.part, warp, lane);
-        else leave_sums(params, tile, sums, shared, warp, lane);
+        leave_sums_of(params, work, sums, shared, warp, lane);
     }
     if (consumer == 0) begin_turn();  // consumer 1 has ended its last turn
 }
@@ -656,7 +657,7 @@ __device__ __forceinline__ void leave_sums(const Params& params, const Tile& til
         const int first_key = tile.first_key + key_of_chunk(lane);
         const int keys = row < params.seqlen_q ? params.seqlen_kv - first_key : 0;
         const int64_t place = first + row * params.dscore_query_step + first_key * params.dscore_key_step;
-        float* const source = params.dscore + place;
+        fp32* const source = reinterpret_cast<fp32*>(params.dscore) + place;
         const bool in_chunks = params.dscore_key_step == 1 && reinterpret_cast<uint64_t>(source) % 16 == 0;
 #pragma unroll
         for (int j = 0; j < kKeyTiles; j += kChunkGroups) {
@@ -694,6 +695,13 @@ __device__ __forceinline__ void leave_part(const Params& params, const Tile& til
             }
         }
     }
+}
+
+// Leaves the sums of a thread block's work: the gradient, or what a part of its pairs adds to it.
+__device__ __forceinline__ void leave_sums_of(const Params& params, const Work& work, const SumsOfTile& sums, shared_address shared, int warp,
+                                              int lane) {
+    if (params.pair_parts > 1) leave_part(params, work.tile, sums, work.part, warp, lane);
+    else leave_sums(params, work.tile, sums, shared, warp, lane);
 }
 
 // Loads a slice of rows and of keys, the columns from `column` on, as soon as the stage is empty. Elements outside of the arrays become zeros.

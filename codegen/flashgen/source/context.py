@@ -10,8 +10,9 @@ family), ``features`` (the names of its features), ``parts`` (the files of which
 `source.parts`) and ``variant``; of a score modification ``score`` (its
 name, or None), ``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`),
 ``gradient_dtype`` and ``gradient_bytes`` (of the array that it is differentiated by), ``score_has_offset``,
-whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of it to multiply by
-(`operators.lowering`), ``score_loads_by_key``, whether rows have the member ``whole`` (`source.scores`),
+whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of
+it to multiply by (`operators.lowering`), ``score_loads_by_key``, whether rows have the member ``whole``
+(`source.scores`),
 ``score_staged`` (the array whose elements it copies to shared memory, if any), ``staged_dtype`` and
 ``staged_row_stride``; of a mask by a line ``rule`` (its name, or None), ``line_by``, by what a block hides
 scores (``elements``, ``ranges`` of the keys of a query, or ``either``), ``rule_functions``,
