@@ -15,7 +15,7 @@ it to multiply by (`operators.lowering`), ``score_loads_by_key``, whether rows h
 (`source.scores`),
 ``score_staged`` (the array whose elements it copies to shared memory, if any), ``staged_dtype`` and
 ``staged_row_stride``; of a mask by a line ``rule`` (its name, or None), ``line_by``, by what a block hides
-scores (``elements``, ``ranges`` of the keys of a query, or ``either``), ``rule_functions``,
+scores (``elements``, ``ranges`` of the keys of a query, ``either``, or ``none``), ``rule_functions``,
 ``range_function`` and ``verdict_functions``, ``row_spans``, ``key_spans`` and ``block_spans``, the arrays of
 whose blocks there are bounds (`source.verdicts`), ``skips_by_line``, whether a kernel with lengths has
 verdicts of KV blocks, ``line_arrays``, its arrays with an element for each token of queries (``q``) or
@@ -162,7 +162,7 @@ def _of_rule(form: Variant) -> dict[str, Any]:
     if rule is None and form.operator != "mask_lists":
         return {
             "rule": None,
-            "line_by": "",
+            "line_by": "none",
             "line_arrays": {"q": (), "kv": ()},
             **dict.fromkeys(from_line, ""),
         }
