@@ -153,6 +153,18 @@ struct Params {
     float score_constant_0;               // (softmax_scale / cap) * (sign(cap))
 };
 
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
 // The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
@@ -259,19 +271,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-
-// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
-template <int kLength>
-struct RingPosition {
-    int stage = 0;
-    int parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        stage = stage == kLength - 1 ? 0 : stage + 1;
-        parity ^= stage == 0;
-    }
-};
-
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row

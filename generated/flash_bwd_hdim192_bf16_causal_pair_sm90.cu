@@ -170,6 +170,26 @@ struct Params {
     float softmax_scale;                  // S is softmax_scale Q K^T
 };
 
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// The dV consumer passes P to the dK consumer in fp32, because dS needs P unrounded. If a score function has a derivative, the dV consumer
+// passes P times the derivative. The accumulators of both have the same layout, so a thread reads what the same thread of the other warpgroup
+// wrote: 16 bytes at a time, without bank conflicts.
+constexpr int kVectorBytes = 4 * sizeof(float);
+
+__device__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem);  // Stores P for the consumer of dK
+__device__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem);  // Reads P that the consumer of dV has stored
+
 // The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
 
@@ -240,26 +260,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-
-// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
-template <int kLength>
-struct RingPosition {
-    int stage = 0;
-    int parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        stage = stage == kLength - 1 ? 0 : stage + 1;
-        parity ^= stage == 0;
-    }
-};
-
-// The dV consumer passes P to the dK consumer in fp32, because dS needs P unrounded. If a score function has a derivative, the dV consumer
-// passes P times the derivative. The accumulators of both have the same layout, so a thread reads what the same thread of the other warpgroup
-// wrote: 16 bytes at a time, without bank conflicts.
-constexpr int kVectorBytes = 4 * sizeof(float);
-
-__device__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem);  // Stores P for the consumer of dK
-__device__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem);  // Reads P that the consumer of dV has stored
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
@@ -682,6 +682,24 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
     }
 }
 
+__device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        store_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes, p[i], p[i + 1], p[i + 2], p[i + 3]);
+    }
+}
+
+__device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        const uint4 words = load_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes);
+        p[i] = __uint_as_float(words.x);
+        p[i + 1] = __uint_as_float(words.y);
+        p[i + 2] = __uint_as_float(words.z);
+        p[i + 3] = __uint_as_float(words.w);
+    }
+}
+
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
@@ -782,24 +800,6 @@ __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, con
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
-__device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
-#pragma unroll
-    for (int i = 0; i < kBlockM / 2; i += 4) {
-        store_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes, p[i], p[i + 1], p[i + 2], p[i + 3]);
-    }
-}
-
-__device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem) {
-#pragma unroll
-    for (int i = 0; i < kBlockM / 2; i += 4) {
-        const uint4 words = load_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes);
-        p[i] = __uint_as_float(words.x);
-        p[i + 1] = __uint_as_float(words.y);
-        p[i + 2] = __uint_as_float(words.z);
-        p[i + 3] = __uint_as_float(words.w);
-    }
-}
 
 // The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
 // 64 x N in fp32. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column 8 j + 2 t + e % 2.

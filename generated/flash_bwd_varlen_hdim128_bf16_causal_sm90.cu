@@ -156,6 +156,18 @@ struct Params {
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
 // In the workspace each sequence of a head has whole units of rows. LSE and delta are read by blocks of queries, so their units are whole blocks,
 // and no block reads rows of another sequence. dQ takes kHeadDim times the memory, so its units are the 16 rows of a tile. Tiles past the sequence
 // are neither cleared nor added to.
@@ -241,19 +253,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-
-// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
-template <int kLength>
-struct RingPosition {
-    int stage = 0;
-    int parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        stage = stage == kLength - 1 ? 0 : stage + 1;
-        parity ^= stage == 0;
-    }
-};
-
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
