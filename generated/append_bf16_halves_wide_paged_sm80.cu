@@ -167,7 +167,6 @@ append_bf16_halves_wide_paged_sm80(const __grid_constant__ Params params) {
     }
 }
 
-// The elements of a chunk as numbers, and back.
 __device__ __forceinline__ void widen(float (&values)[kVector], uint4 chunk) {
     const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
@@ -183,7 +182,6 @@ __device__ __forceinline__ uint4 narrow(const float (&values)[kVector]) {
             pack<element>(values[6], values[7])};
 }
 
-// Cosines or sines of successive columns.
 __device__ __forceinline__ void load_angles(float (&angles)[kAngles], const angle* source) {
     uint32_t words[kAngleWords];
     static_assert(kAngleWords % 4 == 0, "whole chunks");

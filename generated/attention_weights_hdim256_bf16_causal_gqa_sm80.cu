@@ -176,13 +176,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -254,7 +251,6 @@ __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -333,7 +329,6 @@ __device__ __forceinline__ float weight_of(const Params& params, float score, fl
     return score == -INFINITY ? 0.0f : weight > 1.0f ? 1.0f : weight;
 }
 
-// Writes the weights of this warp's rows and the keys from `first_key` on, of finished scores.
 __device__ __forceinline__ void store_weights(const Params& params, const Tile& tile, float (&scores)[kRowTiles][kKeyTiles][4],
                                               int first_key, int warp, int lane) {
     const int64_t first_row_of_head = (int64_t(tile.batch) * params.num_heads_q + tile.head) * params.seqlen_q;

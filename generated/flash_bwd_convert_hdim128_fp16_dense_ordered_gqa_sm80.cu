@@ -89,15 +89,12 @@ flash_bwd_convert_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Pa
     }
 }
 
-// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
-// The row of the workspace that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
@@ -117,7 +114,6 @@ __device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows
     }
 }
 
-// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
 __device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
     if (columns_left <= 0) return;
     store_global_128(destination,

@@ -76,6 +76,31 @@ struct Mbarriers {
     uint64_t empty[kStages];      // no warp reads the stage
 };
 
+// Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer warp has
+// released it.
+struct Barriers {
+    shared_address first;
+
+    // Complete when every consumer warp has written its part of a step's dS and has read dS of the step before. It completes once more after
+    // the last step, when no warp reads K any longer.
+    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread calls it, before other threads use the mbarriers.
+    __device__ __forceinline__ void init() const {
+        mbarrier_init(ds_ready(), 4 * kConsumers);
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(dout_full(stage), 1);
+            mbarrier_init(empty(stage), 4 * kConsumers);
+        }
+    }
+};
+
 // Begins at a multiple of 1,024 bytes, as the pattern of the swizzle repeats every 1,024 bytes.
 struct SharedStorage {
     element k[kPanels][kBlockN][kPanelColumns];   // at the end dK, for TMA
@@ -126,6 +151,18 @@ struct Params {
     float scale_log2;                     // softmax_scale * log2(e), above 0
     float softmax_scale;                  // S is softmax_scale Q K^T
     float score_constant_0;               // (softmax_scale / cap) * (sign(cap))
+};
+
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
 };
 
 // The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
@@ -234,44 +271,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-
-// Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer warp has
-// released it.
-struct Barriers {
-    shared_address first;
-
-    // Complete when every consumer warp has written its part of a step's dS and has read dS of the step before. It completes once more after
-    // the last step, when no warp reads K any longer.
-    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
-    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
-    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
-
-    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
-
-    // One thread calls it, before other threads use the mbarriers.
-    __device__ __forceinline__ void init() const {
-        mbarrier_init(ds_ready(), 4 * kConsumers);
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(q_full(stage), 1);
-            mbarrier_init(dout_full(stage), 1);
-            mbarrier_init(empty(stage), 4 * kConsumers);
-        }
-    }
-};
-
-// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
-template <int kLength>
-struct RingPosition {
-    int stage = 0;
-    int parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        stage = stage == kLength - 1 ? 0 : stage + 1;
-        parity ^= stage == 0;
-    }
-};
-
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
@@ -542,15 +541,12 @@ flash_bwd_hdim128_bf16_causal_softcap_sm90(const __grid_constant__ Params params
     }
 }
 
-// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
-// The row of the workspace that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
@@ -634,7 +630,6 @@ __device__ __forceinline__ QueryRange queries_of_key(const Params& params, int k
     return {max(diagonal, 0), params.seqlen_q};
 }
 
-// The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int begin = max(0, first_key - params.diagonal_offset);
     const int end = params.seqlen_q;
@@ -680,7 +675,6 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
 // The query head of a step: the same as the kv head, because each query head has its own kv head.
@@ -691,7 +685,6 @@ __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, con
 // ends earlier.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
 
-// The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
 // The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
@@ -764,7 +757,6 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
@@ -811,7 +803,6 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint6
     }
 }
 
-// Issues dQ = dS K over the keys of the thread block.
 template <int kCount>
 __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
@@ -826,7 +817,6 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_sm
 // because 0 times a NaN in memory would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
-// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // stmatrix takes the address of a row from each lane
 #pragma unroll
@@ -888,15 +878,12 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
-// The index of a block's head in the grid, over all batch entries.
 __device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock& block) {
     return block.batch * params.num_heads_kv + block.kv_head;
 }
 
-// Heads of the grid, over the batch.
 __device__ __forceinline__ int num_heads_of_grid(const Params& params) { return params.batch_size * params.num_heads_kv; }
 
-// Rows of dq_accum of a head of the grid.
 __device__ __forceinline__ int rows_of_head(const Params& params) { return unit_rows(params); }
 
 // Clears this thread block's part of dq_accum of a later head.
@@ -947,7 +934,6 @@ __device__ __forceinline__ QueryBlocks queries_of_block(const Params& params, co
     return find_query_blocks(params, block.first_key);
 }
 
-// The number of steps of a thread block.
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
@@ -960,7 +946,6 @@ __device__ __forceinline__ void load_rows(shared_address destination, const tens
     }
 }
 
-// The rows of a step.
 __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
     StepRows rows;
     rows.head = head_of(params, block, step);
@@ -979,7 +964,6 @@ __device__ __forceinline__ void load_q(const Params& params, const StepRows& row
     bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Starts loading dO and delta of a step.
 __device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
                                           int stage, int more) {
     const shared_address full = barriers.dout_full(stage);

@@ -224,7 +224,8 @@ __device__ int kv_head_of(const Params& params, const KeyBlock& block);  // The 
 __device__ int heads_of_block(const Params& params);  // How many query heads a thread block goes through, beginning with first_head_of()
 __device__ int first_head_of(const Params& params, const KeyBlock& block);  // The first query head that a thread block goes through
 __device__ int head_of(const Params& params, const KeyBlock& block, const Step& step);  // The query head of a step
-__device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
+__device__ int first_step_head(const Params&, const KeyBlock&);  // The head of the first step
+__device__ Step first_step(const Params& params, const KeyBlock& block, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks& queries);  // The step after this one
 
 // The rows of a block of keys that at least one query of the sequence attends to: [begin, end).
@@ -348,6 +349,8 @@ struct Operand {
     }
 };
 
+using ColumnsOfK = RowsOfK;  // of dQ, which sums over keys
+
 // Where a lane finds its part of a B operand whose rows are summed over
 template <typename Rows> __device__ Rows summed_rows(shared_address block, int row, int column_pair, int lane);
 // The first column of accumulator tile n of a warp whose first pair of chunks is `column_pair`, and whose pairs are `stride` apart
@@ -373,11 +376,14 @@ __device__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const
 __device__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step);
 __device__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step);  // Passes the turn to the next thread block
 // Computes dQ of a warp's queries and columns in a step, and adds it to dq_accum
-__device__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const RowsOfK& k_columns, shared_address smem,
+__device__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const ColumnsOfK& k_columns, shared_address smem,
     int first_row, int column_warp, int lane);
 // Adds to dV and dK of a warp's keys what the queries of other warps contribute
 __device__ void mma_other_queries(Gradients& gradients, shared_address smem, shared_address q, shared_address dout, int warp_key, int part,
     int lane);
+// Rounds the gradients of the warp's keys and puts them into a block of shared memory
+template <typename Rows, int kTiles> __device__ void stage_gradients(shared_address block, const float (&sums)[kKeyTiles][kTiles][4],
+    float scale, int warp_key, int part, int lane);
 
 // With group_parts above 1, a thread block sums dK and dV over a part of the query heads and writes them to the workspace in fp32. The sum kernel
 // adds the parts. Tiles are 16 keys by 8 columns, and the elements of a lane are contiguous.
@@ -385,14 +391,11 @@ __device__ void mma_other_queries(Gradients& gradients, shared_address smem, sha
 // The tiles of the 16 keys that begin at `key`
 template <int kColumns> __device__ float* part_tiles(const Params& params, float* parts, const KeyBlock& block, int key);
 __device__ void store_tile(float* tile, const float (&values)[4], int lane);  // Writes a warp's tile, of which each lane has four elements
-// Rounds the gradients of the warp's keys and puts them into a block of shared memory
-template <typename Rows, int kTiles> __device__ void stage_gradients(shared_address block, const float (&sums)[kKeyTiles][kTiles][4],
-    float scale, int warp_key, int part, int lane);
+// Writes the gradients of the warp's keys, summed over a part of the query heads, to the tiles of its first key
+template <int kColumns, int kTiles> __device__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane);
 // Writes a block of gradients, so that global memory sees whole rows in 16-byte vectors
 template <typename Rows> __device__ void store_rows(shared_address block, element* destination, int64_t row_stride, int valid_rows,
     int columns);
-// Writes the gradients of the warp's keys, summed over a part of the query heads, to the tiles of its first key
-template <int kColumns, int kTiles> __device__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane);
 // Writes dK and dV, staged in the shared memory of K and V, which no warp reads any longer
 __device__ void store_gradients(const Params& params, const KeyBlock& block, const Gradients& gradients, shared_address smem, int warp_key,
     int part, int lane);
@@ -482,15 +485,12 @@ flash_bwd_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params par
     store_gradients(params, stashed_block(smem), gradients, smem, warp_key, part, lane);
 }
 
-// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
-// The row of the workspace that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
@@ -522,7 +522,6 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
 }
 
-// The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int last_key = min(first_key + kBlockN, params.seqlen_kv) - 1;
     const int begin = max(0, first_key - params.diagonal_offset - params.window_right);
@@ -533,7 +532,6 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
     return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
-// Masks the keys that the mask hides from their query, and those outside the range of their query.
 __device__ __forceinline__ void apply_mask(const Params& params, Scores& scores, shared_address tile, int warp_key, int warp_query,
                                            int first_key, int first_query, int lane) {
     for_each_score(scores, first_query, first_key, lane, [&](int query, int lane_key) {
@@ -548,7 +546,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, Scores& scores,
 }
 // ====
 
-// P^T = 2^(scale_log2 * S^T - lse_log2), in place.
 __device__ __forceinline__ void exponentiate(Scores& scores, float scale_log2, shared_address lse, int lane) {
 #pragma unroll
     for (int j = 0; j < kQueryTiles; ++j) {
@@ -563,7 +560,6 @@ __device__ __forceinline__ void exponentiate(Scores& scores, float scale_log2, s
     }
 }
 
-// Turns dP^T into dS^T = P^T * (dP^T - delta).
 __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane) {
 #pragma unroll
     for (int j = 0; j < kQueryTiles; ++j) {
@@ -597,29 +593,28 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params& params, const KeyBlock& block) { return block.group_part / params.group_parts; }
 
-// How many query heads a thread block goes through, beginning with first_head_of().
 __device__ __forceinline__ int heads_of_block(const Params& params) { return params.heads_per_part; }
 
-// The first query head that a thread block goes through.
 __device__ __forceinline__ int first_head_of(const Params& params, const KeyBlock& block) {
     return block.group_part * params.heads_per_part;
 }
 
-// The query head of a step.
 __device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
     return first_head_of(params, block) + step.head;
 }
+
+__device__ __forceinline__ int first_step_head(const Params&, const KeyBlock&) { return 0; }
 
 // The first step of a thread block.
 // Steps go from the first block of queries to the last. Under a diagonal a thread block begins with query 0, or with queries that see no
 // later keys. There it has the first turn. After that it follows the thread blocks of later keys.
 // A thread block goes through one query head after another, and so sums the gradients of their keys.
-__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {0, queries.first}; }
+__device__ __forceinline__ Step first_step(const Params& params, const KeyBlock& block, const QueryBlocks& queries) {
+    return {first_step_head(params, block), queries.first};
+}
 
-// The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
     return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
 }
@@ -647,7 +642,6 @@ __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_addres
     store_shared_64(smem + kBlockOffset + 8, block.index, block.first_key);
 }
 
-// The block that stash_block() has kept.
 __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
     const uint4 words = load_shared_128(smem + kBlockOffset);
     KeyBlock block;
@@ -702,7 +696,6 @@ __device__ __forceinline__ void copy_mask_by(const Params& params, const KeyBloc
     }
 }
 
-// The widest copy that the alignment of the mask's rows allows.
 __device__ __forceinline__ void copy_mask(const Params& params, const KeyBlock& block, int head, int first_query, shared_address tile) {
     if (params.mask_vector_width >= 16) {
         copy_mask_by<16>(params, block, head, first_query, tile);
@@ -740,7 +733,6 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     }
 }
 
-// Starts the copy of K and V of the block.
 __device__ __forceinline__ void copy_keys(const Params& params, const KeyBlock& block, shared_address smem) {
     const SeenRows seen = seen_rows(params, block.first_key);
     const int first_row = seen.begin;
@@ -755,7 +747,6 @@ __device__ __forceinline__ void copy_keys(const Params& params, const KeyBlock& 
                                 params.v_row_stride, first_row, seen.end, params.head_dim_v);
 }
 
-// Starts the copy of a step's Q, dO, lse_log2 and delta into a stage.
 __device__ __forceinline__ void copy_queries(const Params& params, const KeyBlock& block, const Step& step, shared_address stage) {
     const int head = head_of(params, block, step);
     const int first_query = step.block * kBlockM;
@@ -779,7 +770,6 @@ __device__ __forceinline__ void copy_queries(const Params& params, const KeyBloc
     copy_mask(params, block, head, first_query, stage + kMaskOffset);
 }
 
-// scores = keys . queries^T over kDim columns, for the warp's keys and queries.
 template <int kDim, typename Rows>
 __device__ __forceinline__ void mma_scores(Scores& scores, const Rows& keys, const Rows& queries) {
 #pragma unroll
@@ -814,7 +804,6 @@ __device__ __forceinline__ Rows summed_rows(shared_address block, int row, int c
     return down_first<Rows>(block, row, 2 * column_pair, lane);
 }
 
-// The first column of accumulator tile n of a warp whose first pair of chunks is `column_pair`, and whose pairs are `stride` apart.
 __device__ __forceinline__ int column_of(int n, int stride, int column_pair) { return 16 * (n / 2 * stride + column_pair) + n % 2 * 8; }
 
 // sums += operand . rows: the gradients of the warp's keys.
@@ -835,7 +824,6 @@ __device__ __forceinline__ void mma_gradients(float (&sums)[kKeyTiles][kTiles][4
     }
 }
 
-// dQ = dS . K of the warp's queries and columns; `ds` has dS^T, a row for each key.
 __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][4], shared_address ds, int first_query,
                                        const RowsOfK& keys, int lane) {
     const auto ds_rows = right_first<RowsOfScores>(ds, 0, first_query / 8, lane);
@@ -857,7 +845,6 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][
     }
 }
 
-// The last block of keys with a key in the range of some query of a block.
 __device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
     const int last_query = min((query_block + 1) * kBlockM, params.seqlen_q) - 1;
     // A side without a bound is 2^30 keys away.
@@ -865,12 +852,10 @@ __device__ __forceinline__ int last_key_block(const Params& params, int query_bl
     return int(min(last_key, int64_t(params.seqlen_kv - 1)) / kBlockN);
 }
 
-// How many thread blocks add to a step's block of queries before this one.
 __device__ __forceinline__ uint32_t turn_of(const Params& params, const KeyBlock& block, const Step& step) {
     return last_key_block(params, step.block) - block.index;
 }
 
-// The counter of a step's block of queries.
 __device__ __forceinline__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step) {
     const int64_t unit_row = first_unit_row(params, block.batch, head_of(params, block, step));
     return reinterpret_cast<uint32_t*>(params.turns) + unit_row / kBlockM + step.block;
@@ -888,7 +873,7 @@ __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& 
 }
 
 // Computes dQ of a warp's queries and columns in a step, and adds it to dq_accum. `k_columns` are the warp's columns of K.
-__device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const RowsOfK& k_columns,
+__device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const ColumnsOfK& k_columns,
                                        shared_address smem, int first_row, int column_warp, int lane) {
     float dq[kDqRowTiles][kDqColumnTiles][4] = {};
     mma_dq(dq, smem + kDsOffset, first_row, k_columns, lane);
@@ -920,20 +905,6 @@ __device__ __forceinline__ void mma_other_queries(Gradients& gradients, shared_a
     }
 }
 
-// The tiles of the 16 keys that begin at `key`.
-template <int kColumns>
-__device__ __forceinline__ float* part_tiles(const Params& params, float* parts, const KeyBlock& block, int key) {
-    const int64_t part = int64_t(block.batch) * heads_of_grid(params) + block.group_part;
-    return parts + (part * params.num_row_blocks * kBlockN + key) * kColumns;
-}
-
-// Writes a warp's tile, of which each lane has four elements.
-__device__ __forceinline__ void store_tile(float* tile, const float (&values)[4], int lane) {
-    store_global_128(tile + 4 * lane, {__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
-                                       __float_as_uint(values[3])});
-}
-
-// Rounds the gradients of the warp's keys and puts them into a block of shared memory.
 template <typename Rows, int kTiles>
 __device__ __forceinline__ void stage_gradients(shared_address block, const float (&sums)[kKeyTiles][kTiles][4], float scale, int warp_key,
                                                 int part, int lane) {
@@ -953,7 +924,28 @@ __device__ __forceinline__ void stage_gradients(shared_address block, const floa
     }
 }
 
-// Writes a block of gradients, so that global memory sees whole rows in 16-byte vectors.
+template <int kColumns>
+__device__ __forceinline__ float* part_tiles(const Params& params, float* parts, const KeyBlock& block, int key) {
+    const int64_t part = int64_t(block.batch) * heads_of_grid(params) + block.group_part;
+    return parts + (part * params.num_row_blocks * kBlockN + key) * kColumns;
+}
+
+__device__ __forceinline__ void store_tile(float* tile, const float (&values)[4], int lane) {
+    store_global_128(tile + 4 * lane, {__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
+                                       __float_as_uint(values[3])});
+}
+
+template <int kColumns, int kTiles>
+__device__ __forceinline__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane) {
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            store_tile(tiles + (i * (kColumns / 8) + column_of(n, kQueryWarps, part) / 8) * kTileElements, sums[i][n], lane);
+        }
+    }
+}
+
 template <typename Rows>
 __device__ __forceinline__ void store_rows(shared_address block, element* destination, int64_t row_stride, int valid_rows, int columns) {
     constexpr int kRowsPerPass = kThreads / Rows::kChunks;
@@ -972,18 +964,6 @@ __device__ __forceinline__ void store_rows(shared_address block, element* destin
             store_global_128(destination + first_column, load_shared_128(source.step(first, panel * Rows::kChunks)));
         }
         destination += kRowsPerPass * row_stride;
-    }
-}
-
-// Writes the gradients of the warp's keys, summed over a part of the query heads, to the tiles of its first key.
-template <int kColumns, int kTiles>
-__device__ __forceinline__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane) {
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-            store_tile(tiles + (i * (kColumns / 8) + column_of(n, kQueryWarps, part) / 8) * kTileElements, sums[i][n], lane);
-        }
     }
 }
 

@@ -75,6 +75,42 @@ struct Mbarriers {
     uint64_t slot_free[2];             // the peer has read dS that was sent to this slot
 };
 
+// Addresses of the mbarriers. A buffer is full when TMA has written its bytes, and empty when every consumer warp has released it.
+struct Barriers {
+    shared_address first;
+
+    // Complete when the dV consumer has written P of a step.
+    __device__ __forceinline__ shared_address p_full() const { return at(offsetof(Mbarriers, p_full) / 8); }
+    // Complete when the dK consumer has read P of a step and has written its dS, and both have computed dQ of the step before. It completes once
+    // more after the last step, when no warp reads K any longer.
+    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
+    __device__ __forceinline__ shared_address ds_received(int slot) const { return at(offsetof(Mbarriers, ds_received) / 8 + slot); }
+    // Complete when the peer has computed the dQ that reads dS of this slot. Then this thread block may overwrite the slot there, and the buffer
+    // here that dS was copied from.
+    __device__ __forceinline__ shared_address slot_free(int slot) const { return at(offsetof(Mbarriers, slot_free) / 8 + slot); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread calls it, before any other uses the mbarriers.
+    __device__ __forceinline__ void init() const {
+        constexpr int kWarps = 4;  // of a consumer
+        mbarrier_init(p_full(), kWarps);
+        mbarrier_init(ds_ready(), 2 * kWarps);
+        for (int slot = 0; slot < 2; ++slot) {
+            mbarrier_init(ds_received(slot), 1);
+            mbarrier_init(slot_free(slot), 2 * kWarps);
+        }
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(dout_full(stage), 1);
+            mbarrier_init(empty(stage), 2 * kWarps);
+        }
+    }
+};
+
 // Shared memory of a thread block. Rows of K, V, Q, dO and dS are in panels of 64 columns: 128 bytes a row, under the 128-byte swizzle. dS has
 // two buffers, because dQ of a step is computed in the next step.
 struct SharedStorage {
@@ -133,6 +169,26 @@ struct Params {
     float scale_log2;                     // softmax_scale * log2(e), above 0
     float softmax_scale;                  // S is softmax_scale Q K^T
 };
+
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// The dV consumer passes P to the dK consumer in fp32, because dS needs P unrounded. If a score function has a derivative, the dV consumer
+// passes P times the derivative. The accumulators of both have the same layout, so a thread reads what the same thread of the other warpgroup
+// wrote: 16 bytes at a time, without bank conflicts.
+constexpr int kVectorBytes = 4 * sizeof(float);
+
+__device__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem);  // Stores P for the consumer of dK
+__device__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem);  // Reads P that the consumer of dV has stored
 
 // The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
 constexpr int kRowUnit = 128;
@@ -204,62 +260,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-
-// Addresses of the mbarriers. A buffer is full when TMA has written its bytes, and empty when every consumer warp has released it.
-struct Barriers {
-    shared_address first;
-
-    // Complete when the dV consumer has written P of a step.
-    __device__ __forceinline__ shared_address p_full() const { return at(offsetof(Mbarriers, p_full) / 8); }
-    // Complete when the dK consumer has read P of a step and has written its dS, and both have computed dQ of the step before. It completes once
-    // more after the last step, when no warp reads K any longer.
-    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
-    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
-    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
-    __device__ __forceinline__ shared_address ds_received(int slot) const { return at(offsetof(Mbarriers, ds_received) / 8 + slot); }
-    // Complete when the peer has computed the dQ that reads dS of this slot. Then this thread block may overwrite the slot there, and the buffer
-    // here that dS was copied from.
-    __device__ __forceinline__ shared_address slot_free(int slot) const { return at(offsetof(Mbarriers, slot_free) / 8 + slot); }
-
-    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
-
-    // One thread calls it, before any other uses the mbarriers.
-    __device__ __forceinline__ void init() const {
-        constexpr int kWarps = 4;  // of a consumer
-        mbarrier_init(p_full(), kWarps);
-        mbarrier_init(ds_ready(), 2 * kWarps);
-        for (int slot = 0; slot < 2; ++slot) {
-            mbarrier_init(ds_received(slot), 1);
-            mbarrier_init(slot_free(slot), 2 * kWarps);
-        }
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(q_full(stage), 1);
-            mbarrier_init(dout_full(stage), 1);
-            mbarrier_init(empty(stage), 2 * kWarps);
-        }
-    }
-};
-
-// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
-template <int kLength>
-struct RingPosition {
-    int stage = 0;
-    int parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        stage = stage == kLength - 1 ? 0 : stage + 1;
-        parity ^= stage == 0;
-    }
-};
-
-// The dV consumer passes P to the dK consumer in fp32, because dS needs P unrounded. If a score function has a derivative, the dV consumer
-// passes P times the derivative. The accumulators of both have the same layout, so a thread reads what the same thread of the other warpgroup
-// wrote: 16 bytes at a time, without bank conflicts.
-constexpr int kVectorBytes = 4 * sizeof(float);
-
-__device__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem);  // Stores P for the consumer of dK
-__device__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem);  // Reads P that the consumer of dV has stored
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
@@ -682,15 +682,30 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
     }
 }
 
-// Rows of a head in the workspace.
+__device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        store_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes, p[i], p[i + 1], p[i + 2], p[i + 3]);
+    }
+}
+
+__device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        const uint4 words = load_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes);
+        p[i] = __uint_as_float(words.x);
+        p[i + 1] = __uint_as_float(words.y);
+        p[i + 2] = __uint_as_float(words.z);
+        p[i + 3] = __uint_as_float(words.w);
+    }
+}
+
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
-// The row of the workspace that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
@@ -718,7 +733,6 @@ __device__ __forceinline__ int first_query_of_key(const Params& params, int key)
     return max(diagonal, 0);
 }
 
-// The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int begin = max(0, first_key - params.diagonal_offset);
     const int end = params.seqlen_q;
@@ -747,7 +761,6 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
     }
 }
 
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
@@ -776,7 +789,6 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
 // The query head of a step: the same as the kv head, because each query head has its own kv head.
@@ -787,28 +799,7 @@ __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, con
 // ends earlier.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
 
-// The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
-// Stores P for the consumer of dK.
-__device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
-#pragma unroll
-    for (int i = 0; i < kBlockM / 2; i += 4) {
-        store_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes, p[i], p[i + 1], p[i + 2], p[i + 3]);
-    }
-}
-
-// Reads P that the consumer of dV has stored.
-__device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem) {
-#pragma unroll
-    for (int i = 0; i < kBlockM / 2; i += 4) {
-        const uint4 words = load_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes);
-        p[i] = __uint_as_float(words.x);
-        p[i + 1] = __uint_as_float(words.y);
-        p[i + 2] = __uint_as_float(words.z);
-        p[i + 3] = __uint_as_float(words.w);
-    }
-}
 
 // The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
 // 64 x N in fp32. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column 8 j + 2 t + e % 2.
@@ -916,7 +907,6 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B: S^T = K Q^T, dP^T = V dO^T. B has kBlockM rows. Both operands are
@@ -973,7 +963,6 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint6
 // because 0 times a NaN in memory would be NaN.
 __device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
 
-// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // stmatrix takes the address of a row from each lane
 #pragma unroll
@@ -1035,15 +1024,12 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
-// The index of a block's head in the grid, over all batch entries.
 __device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock& block) {
     return block.batch * params.num_heads_kv + block.kv_head;
 }
 
-// Heads of the grid, over the batch.
 __device__ __forceinline__ int num_heads_of_grid(const Params& params) { return params.batch_size * params.num_heads_kv; }
 
-// Rows of dq_accum of a head of the grid.
 __device__ __forceinline__ int rows_of_head(const Params& params) { return unit_rows(params); }
 
 // Clears this thread block's part of dq_accum of a later head.
@@ -1089,7 +1075,6 @@ __device__ __forceinline__ void count_added(const Params& params, const KeyBlock
     if (lane == 0) add_release_32(params.added + head_of_grid(params, block), 1);
 }
 
-// The number of steps of a thread block.
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
@@ -1102,7 +1087,6 @@ __device__ __forceinline__ void load_rows(shared_address destination, const tens
     }
 }
 
-// The rows of a step.
 __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
     StepRows rows;
     rows.head = head_of(params, block, step);
@@ -1121,7 +1105,6 @@ __device__ __forceinline__ void load_q(const Params& params, const StepRows& row
     bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Starts loading dO and delta of a step.
 __device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
                                           int stage, int more) {
     const shared_address full = barriers.dout_full(stage);
@@ -1150,7 +1133,6 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
     if (count > 1) load_dout(params, rows, shared, barriers, 0, kBytesWithDout);
 }
 
-// Whether the block that begins with `first_query` has a query that does not attend to all of a warp's 16 keys.
 __device__ __forceinline__ bool needs_mask(const Params& params, int first_key, int first_query) {
     opaque(first_key);  // the compiler would compute the ranges before the loop and hold them in registers
     return first_query < first_query_of_key(params, first_key + 15);
@@ -1160,13 +1142,10 @@ __device__ __forceinline__ bool needs_mask(const Params& params, int first_key, 
 // rank.
 __device__ __forceinline__ int rank_of(const KeyBlock& block) { return block.index % 2; }
 
-// The rank of the other thread block of the cluster.
 __device__ __forceinline__ int peer_of(const KeyBlock& block) { return rank_of(block) ^ 1; }
 
-// The first key of the two thread blocks.
 __device__ __forceinline__ int first_key_of_pair(const KeyBlock& block) { return block.first_key - rank_of(block) * kBlockN; }
 
-// The first key of the peer.
 __device__ __forceinline__ int first_key_of_peer(const KeyBlock& block) { return first_key_of_pair(block) + peer_of(block) * kBlockN; }
 
 // The blocks of queries that both thread blocks go through: a query of the block attends to a key of at least one of the two.
@@ -1177,7 +1156,6 @@ __device__ __forceinline__ QueryBlocks queries_of_block(const Params& params, co
 // The first panel of the peer's K that is loaded. The thread block of rank 0 computes the first half of the columns of dQ, rank 1 the second.
 __device__ __forceinline__ int first_peer_panel(const KeyBlock& block) { return rank_of(block) * (kPanels - kPeerPanels); }
 
-// Starts loading kPeerPanels panels of the peer's K.
 __device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full) {
     const int batch = block.batch;
     const int row = mapped_row(params, first_key_of_peer(block));
@@ -1188,7 +1166,6 @@ __device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock
     }
 }
 
-// Tells the peer that this warp has read dS of a slot.
 __device__ __forceinline__ void free_slot(const Barriers& barriers, int slot, const KeyBlock& block, int lane) {
     if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(block)));
 }
@@ -1200,7 +1177,6 @@ __device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& blo
     return {first, k, k + kPeerKOffset - first_peer_panel(block) * kBlockN * kPanelRowBytes};
 }
 
-// Issues dQ = dS K over the keys of both thread blocks.
 template <int kCount>
 __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
@@ -1218,7 +1194,6 @@ __device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_r
     bulk_send(map_shared(rows + kOwnDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
 }
 
-// Adds a warp's part of dQ of step `i`, in no fixed order.
 template <int kCount>
 __device__ __forceinline__ void add_dq_of_step(const Barriers&, int, float* own, const float (&dq)[kCount], int) {
     add_dq(own, dq);

@@ -689,7 +689,6 @@ __device__ __forceinline__ int first_query_of_key(const Params& params, int key)
     return max(diagonal, 0);
 }
 
-// The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int begin = max(0, first_key - params.diagonal_offset);
     const int end = params.seqlen_q;
@@ -718,7 +717,6 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
     }
 }
 
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
@@ -749,10 +747,8 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index, bool 
     return tile;
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
 // ==== visible, in a tile of queries: which keys a query attends to, and which blocks of keys need a mask
@@ -835,7 +831,6 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
@@ -921,7 +916,6 @@ __device__ __forceinline__ void load_rows(shared_address destination, const tens
     }
 }
 
-// The dot product of 16 bytes of elements with 16 bytes of elements.
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
     const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};
@@ -951,7 +945,6 @@ __device__ __forceinline__ float rounded_lse_log2(float lse) {
 __device__ __forceinline__ float row_delta(const float& lse, float sum, const float& dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
 // ====
 
-// Writes lse_log2 of a thread's rows.
 template <int kRows>
 __device__ __forceinline__ void put_lse(const RowValues<kRows>& values, int value_thread, shared_address lse_smem) {
 #pragma unroll
@@ -960,7 +953,6 @@ __device__ __forceinline__ void put_lse(const RowValues<kRows>& values, int valu
     }
 }
 
-// Writes delta of a thread's rows of dO and O, which are in panels of kRows rows.
 template <int kRows>
 __device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem, int value_thread,
                                           shared_address delta_smem) {
@@ -981,7 +973,6 @@ __device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared
     }
 }
 
-// Whether the block that begins with `first_query` has a query that does not attend to all of a warp's 16 keys.
 __device__ __forceinline__ bool needs_mask(const Params& params, int first_key, int first_query) {
     opaque(first_key);  // the compiler would compute the ranges before the loop and hold them in registers
     return first_query < first_query_of_key(params, first_key + 15);

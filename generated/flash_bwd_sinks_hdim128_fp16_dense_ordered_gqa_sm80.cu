@@ -100,15 +100,12 @@ flash_bwd_sinks_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Para
     if (lane == 0) store_global_32(params.dsinks + head, -sum);
 }
 
-// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
-// The row of the workspace that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// The sink of a query head, in natural units.
 __device__ __forceinline__ float load_sink(const Params& params, int head) {
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(params.sinks) + head * params.sink_bytes;
     // bfloat16 is the upper half of fp32.

@@ -18,7 +18,7 @@ using element = fp16;
 
 constexpr int kHeadDim = 128;  // of K
 constexpr int kHeadDimV = 128;  // of V
-constexpr int kKeyUnit = 128;  // a part has whole units of keys: blocks of the main kernel
+constexpr int kKeyUnit = 128;  // a part has whole units of keys: of a thread block of the main kernel, or of a cluster
 constexpr int kThreads = 256;
 constexpr int kRows = 16;
 constexpr int kWarpColumns = 32;
@@ -81,10 +81,8 @@ flash_bwd_sum_hdim128_fp16_dense_ordered_gqa_sm80(const __grid_constant__ Params
     }
 }
 
-// Keys of a part in the workspace.
 __device__ __forceinline__ int part_rows(const Params& params) { return (params.seqlen_kv + kKeyUnit - 1) / kKeyUnit * kKeyUnit; }
 
-// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
 __device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
     if (columns_left <= 0) return;
     store_global_128(destination,
@@ -92,7 +90,6 @@ __device__ __forceinline__ void store(element* destination, const float (&values
                       pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
 }
 
-// Sums a lane's elements over the parts of a kv head, whose first one begins at `parts`, and writes them.
 template <int kColumns>
 __device__ __forceinline__ void sum_parts(const Params& params, const float* parts, element* gradient, int64_t row_stride, float scale,
                                           int first_row, int column, int columns, int lane) {

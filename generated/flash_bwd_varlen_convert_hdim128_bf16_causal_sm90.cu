@@ -57,6 +57,9 @@ constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`
 __device__ decltype(Params::dq_accum) dq_tiles(const Params& params, int, int head, int row);
+__device__ void load_rows(const float* tile, int g, float (&rows)[2][8]);  // Rows g and g + 8 of a tile
+// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns
+__device__ void store(element* destination, const float (&values)[8], float scale, int columns_left);
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
 // Rows of an entry of an array: where they begin, and how many there are.
@@ -91,9 +94,6 @@ struct QueryUnit {
 
 __device__ QueryUnit find_query_unit(const Params& params, int index, int lane);  // The unit of queries of a thread block
 __device__ Params of_sequence(const Params& params, const QueryUnit& unit);  // The parameters of a call of the unit's sequence alone
-__device__ void load_rows(const float* tile, int g, float (&rows)[2][8]);  // Rows g and g + 8 of a tile
-// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns
-__device__ void store(element* destination, const float (&values)[8], float scale, int columns_left);
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 flash_bwd_varlen_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params all) {
@@ -136,7 +136,6 @@ flash_bwd_varlen_convert_hdim128_bf16_causal_sm90(const __grid_constant__ Params
     }
 }
 
-// Rows of a head in the workspace.
 template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
@@ -154,9 +153,26 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 // The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
 __device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
 
-// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int, int head, int row) {
     return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
+}
+
+// Rows g and g + 8 of a tile: the elements of four lanes, side by side.
+__device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        const uint4 words = load_global_128(tile + (16 * g + 4 * t));
+        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rows[e / 2][2 * t + e % 2] = __uint_as_float(values[e]);
+    }
+}
+
+__device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
+    if (columns_left <= 0) return;
+    store_global_128(destination,
+                     {pack<element>(scale * values[0], scale * values[1]), pack<element>(scale * values[2], scale * values[3]),
+                      pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
 }
 
 // A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
@@ -164,13 +180,11 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -231,25 +245,6 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const QueryU
     own.dq += unit.rows.begin * params.dq_row_stride;
     own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, unit.sequence, unit.rows.begin) * kHeadDim;
     return own;
-}
-
-// Rows g and g + 8 of a tile: the elements of four lanes, side by side.
-__device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-        const uint4 words = load_global_128(tile + (16 * g + 4 * t));
-        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) rows[e / 2][2 * t + e % 2] = __uint_as_float(values[e]);
-    }
-}
-
-// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
-__device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
-    if (columns_left <= 0) return;
-    store_global_128(destination,
-                     {pack<element>(scale * values[0], scale * values[1]), pack<element>(scale * values[2], scale * values[3]),
-                      pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
 }
 
 static_assert(sizeof(Params) == 72 && offsetof(Params, dq_accum) == 0 && offsetof(Params, dq) == 8);

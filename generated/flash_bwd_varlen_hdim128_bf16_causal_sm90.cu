@@ -75,6 +75,31 @@ struct Mbarriers {
     uint64_t empty[kStages];      // no warp reads the stage
 };
 
+// Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer warp has
+// released it.
+struct Barriers {
+    shared_address first;
+
+    // Complete when every consumer warp has written its part of a step's dS and has read dS of the step before. It completes once more after
+    // the last step, when no warp reads K any longer.
+    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread calls it, before other threads use the mbarriers.
+    __device__ __forceinline__ void init() const {
+        mbarrier_init(ds_ready(), 4 * kConsumers);
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(dout_full(stage), 1);
+            mbarrier_init(empty(stage), 4 * kConsumers);
+        }
+    }
+};
+
 // Begins at a multiple of 1,024 bytes, as the pattern of the swizzle repeats every 1,024 bytes.
 struct SharedStorage {
     element k[kPanels][kBlockN][kPanelColumns];   // at the end dK, for TMA
@@ -129,6 +154,18 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float softmax_scale;                  // S is softmax_scale Q K^T
     float scale_log2;                     // softmax_scale * log2(e), above 0
+};
+
+// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
 };
 
 // In the workspace each sequence of a head has whole units of rows. LSE and delta are read by blocks of queries, so their units are whole blocks,
@@ -216,44 +253,6 @@ __device__ int kv_head_of(const Params&, const KeyBlock& block);  // The kv head
 __device__ int head_of(const Params&, const KeyBlock& block, const Step&);  // The query head of a step
 __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries);  // The first step of a thread block
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
-
-// Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer warp has
-// released it.
-struct Barriers {
-    shared_address first;
-
-    // Complete when every consumer warp has written its part of a step's dS and has read dS of the step before. It completes once more after
-    // the last step, when no warp reads K any longer.
-    __device__ __forceinline__ shared_address ds_ready() const { return at(offsetof(Mbarriers, ds_ready) / 8); }
-    __device__ __forceinline__ shared_address q_full(int stage) const { return at(offsetof(Mbarriers, q_full) / 8 + stage); }
-    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(offsetof(Mbarriers, dout_full) / 8 + stage); }
-    __device__ __forceinline__ shared_address empty(int stage) const { return at(offsetof(Mbarriers, empty) / 8 + stage); }
-
-    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
-
-    // One thread calls it, before other threads use the mbarriers.
-    __device__ __forceinline__ void init() const {
-        mbarrier_init(ds_ready(), 4 * kConsumers);
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(q_full(stage), 1);
-            mbarrier_init(dout_full(stage), 1);
-            mbarrier_init(empty(stage), 4 * kConsumers);
-        }
-    }
-};
-
-// A place in a ring of stages. The parity of a stage's barriers changes each time the ring wraps.
-template <int kLength>
-struct RingPosition {
-    int stage = 0;
-    int parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        stage = stage == kLength - 1 ? 0 : stage + 1;
-        parity ^= stage == 0;
-    }
-};
-
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
@@ -517,7 +516,6 @@ flash_bwd_varlen_hdim128_bf16_causal_sm90(const __grid_constant__ Params params)
     }
 }
 
-// Rows of a head in the workspace.
 template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
@@ -535,10 +533,8 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 // The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
 __device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
 
-// The row of LSE and delta that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
 
-// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ decltype(Params::dq_accum) dq_tiles(const Params& params, int, int head, int row) {
     return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
 }
@@ -566,7 +562,6 @@ __device__ __forceinline__ int first_query_of_key(const Params& params, int key)
     return max(diagonal, 0);
 }
 
-// The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     if (first_key >= params.seqlen_kv) return {0, -1};  // rows past the sequence's keys
     const int begin = max(0, first_key - params.diagonal_offset);
@@ -596,7 +591,6 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
     }
 }
 
-// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
@@ -616,7 +610,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
-// The block of a thread block, as the preprocess kernel has found it.
 __device__ __forceinline__ KeyBlock load_key_block(const Params& params, int index) {
     const int32_t* words = params.key_blocks + int64_t(index) * kKeyBlockWords;
     const uint4 first = load_global_128(words);
@@ -632,7 +625,6 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlo
     return own;
 }
 
-// The kv head of a block of keys.
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
 // The query head of a step: the same as the kv head, because each query head has its own kv head.
@@ -643,7 +635,6 @@ __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, con
 // ends earlier.
 __device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
 
-// The step after this one.
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
 // The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
@@ -716,7 +707,6 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
@@ -763,7 +753,6 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint6
     }
 }
 
-// Issues dQ = dS K over the keys of the thread block.
 template <int kCount>
 __device__ __forceinline__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
@@ -805,7 +794,6 @@ __device__ __forceinline__ void clear_unseen_keys(const Params& params, const Ke
     barrier_sync(kClearBarrier, 128 * kConsumers);  // all consumers have cleared their rows
 }
 
-// Clears rows of Q and dO of a step past the sequence's queries.
 __device__ __forceinline__ void clear_tail_of_step(const Params& params, const Step& step, shared_address shared, const Barriers& barriers,
                                                    const RingPosition<kStages>& ring) {
     const int queries_left = params.seqlen_q - step.block * kBlockM;
@@ -818,7 +806,6 @@ __device__ __forceinline__ void clear_tail_of_step(const Params& params, const S
     barrier_sync(kClearBarrier, 128 * kConsumers);  // all consumers have cleared their rows
 }
 
-// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores<kBlockM>& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // stmatrix takes the address of a row from each lane
 #pragma unroll
@@ -899,7 +886,6 @@ __device__ __forceinline__ void store_dv(const Params& params, const KeyBlock& b
     store_gradient<kHeadDimV>(rows, params.dv_row_stride, dv, 1.0f, staging, block.stored_rows - row, params.head_dim_v, lane);
 }
 
-// Writes a warpgroup's 64 rows of dK, as store_dv() writes dV.
 __device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& block, const float (&dk)[kHeadDim / 2], shared_address staging,
                                          int first, int lane) {
     const int row = block.first_key + first;
@@ -913,7 +899,6 @@ __device__ __forceinline__ QueryBlocks queries_of_block(const Params& params, co
     return find_query_blocks(params, block.first_key);
 }
 
-// The number of steps of a thread block.
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // Starts loading kRows rows of a head, panel by panel. Rows and columns outside of the array become zeros.
@@ -926,7 +911,6 @@ __device__ __forceinline__ void load_rows(shared_address destination, const tens
     }
 }
 
-// The rows of a step.
 __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step) {
     StepRows rows;
     rows.head = head_of(params, block, step);
@@ -947,7 +931,6 @@ __device__ __forceinline__ void load_q(const Params& params, const StepRows& row
     bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
 }
 
-// Starts loading dO and delta of a step.
 __device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
                                           int stage, int more) {
     const shared_address full = barriers.dout_full(stage);

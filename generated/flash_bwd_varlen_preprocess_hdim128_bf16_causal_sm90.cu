@@ -30,8 +30,6 @@ constexpr int kVectors = kHeadDimV / kVector;             // of a row
 constexpr int kLanes = kVectors < 8 ? 4 : 8;              // threads of a row; 8 of them read 128 bytes at a time, a cache line
 constexpr int kSteps = (kVectors + kLanes - 1) / kLanes;  // vectors of a thread in a row
 
-constexpr int kBlockN = 128;  // keys of a thread block of the main kernel
-
 struct Params {
     const element* dout;                  // (batch_q, rows_q, num_heads_q, head_dim_v); rows 16-byte aligned
     const element* out;                   // (batch_q, rows_q, num_heads_q, head_dim_v); rows 16-byte aligned
@@ -75,6 +73,23 @@ template <int kUnit> __device__ int64_t unit_rows(const Params& params);  // Row
 template <int kUnit> __device__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin);
 __device__ int64_t first_dq_row(const Params& params, int head);  // The row of dQ that a head begins with
 __device__ int64_t first_unit_row(const Params& params, int, int head);  // The row of LSE and delta that a head begins with
+
+constexpr int kRowsPerPass = kThreads / kLanes;
+constexpr int kPasses = kRowUnit / kRowsPerPass;
+// A thread has up to four vectors of dO and four of O in flight, or the vectors of a row.
+constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
+
+__device__ float dot(uint4 a, uint4 b);  // The dot product of 16 bytes of elements with 16 bytes of elements
+
+// ==== row_end, in the backward pass: what P and dS take from the end of a row
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1
+__device__ float rounded_lse_log2(float lse);
+__device__ float row_delta(const float& lse, float sum, const float& dlse);  // delta of a row
+// ====
+
 __device__ int load_clamped(const int32_t* values, int index, int most);  // A length, or the number of a row, from global memory
 
 // Rows of an entry of an array: where they begin, and how many there are.
@@ -109,6 +124,9 @@ struct QueryUnit {
 
 __device__ QueryUnit find_query_unit(const Params& params, int index, int lane);  // The unit of queries of a thread block
 __device__ Params of_sequence(const Params& params, const QueryUnit& unit);  // The parameters of a call of the unit's sequence alone
+
+constexpr int kBlockN = 128;  // keys of a thread block of the main kernel
+
 __device__ Rows queries_of(const Params& params, int sequence);  // The queries of a sequence
 __device__ Rows keys_of(const Params& params, int sequence);  // The keys of a sequence
 
@@ -146,22 +164,6 @@ __device__ LaunchedBlock find_launched_block(const Params& params, int index, in
 __device__ KeyBlock find_key_block(const Params& params, int index, int lane);  // The block of keys of a thread block
 // Finds the block of each thread block of the main kernel, which reads it from key_blocks
 __device__ void place_key_blocks(const Params& params);
-
-constexpr int kRowsPerPass = kThreads / kLanes;
-constexpr int kPasses = kRowUnit / kRowsPerPass;
-// A thread has up to four vectors of dO and four of O in flight, or the vectors of a row.
-constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
-
-__device__ float dot(uint4 a, uint4 b);  // The dot product of 16 bytes of elements with 16 bytes of elements
-
-// ==== row_end, in the backward pass: what P and dS take from the end of a row
-
-constexpr float kLog2e = 1.4426950408889634f;
-
-// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1
-__device__ float rounded_lse_log2(float lse);
-__device__ float row_delta(const float& lse, float sum, const float& dlse);  // delta of a row
-// ====
 
 // The same at all head dims: left to choose, ptxas makes room for more thread blocks at 32, and at 64 with turns, and spills there.
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
@@ -229,7 +231,6 @@ flash_bwd_varlen_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Par
     }
 }
 
-// Rows of a head in the workspace.
 template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
@@ -247,21 +248,47 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 // The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
 __device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
 
-// The row of LSE and delta that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
+
+__device__ __forceinline__ float dot(uint4 a, uint4 b) {
+    const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
+    const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 a_pair = unpack<element>(a_words[i]);
+        const float2 b_pair = unpack<element>(b_words[i]);
+        sum = fmaf(a_pair.x, b_pair.x, fmaf(a_pair.y, b_pair.y, sum));
+    }
+    return sum;
+}
+
+// ==== row_end, in the backward pass: what P and dS take from the end of a row
+
+// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. On its way here the LSE is rounded
+// a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
+// LSEs stay as they are. A row that attends to no key has the LSE -inf; it gets +inf, which makes its P 0.
+__device__ __forceinline__ float rounded_lse_log2(float lse) {
+    const float lse_log2 = lse * kLog2e;
+    if (lse_log2 == -INFINITY) return INFINITY;
+    return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
+}
+
+// delta of a row: the sum of dO times O, less dlse. A row that attends to no key has no gradients, whatever dO and O of it are: its delta is 0.
+// References: with values ptxas writes other code for a kernel.
+__device__ __forceinline__ float row_delta(const float& lse, float sum, const float& dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
+// ====
 
 // A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -331,19 +358,16 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const QueryU
     return own;
 }
 
-// The queries of a sequence.
 __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
     return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// The rows of k of a sequence, whatever their bound.
 __device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) {
     return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
 }
@@ -361,7 +385,6 @@ __device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) 
     }
 }
 
-// The blocks of keys of a head.
 __device__ __forceinline__ int key_blocks_of(int rows) { return (rows + kBlockN - 1) / kBlockN; }
 
 // The length of a sequence in blocks of kBlockN queries. Rows after the last sequence have none.
@@ -441,36 +464,6 @@ __device__ __forceinline__ void place_key_blocks(const Params& params) {
         store_global_128(words + 4, {uint32_t(block.first_row_kv), uint32_t(block.seqlen_q), uint32_t(block.seqlen_kv), uint32_t(block.stored_rows)});
     }
 }
-
-// The dot product of 16 bytes of elements with 16 bytes of elements.
-__device__ __forceinline__ float dot(uint4 a, uint4 b) {
-    const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
-    const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 a_pair = unpack<element>(a_words[i]);
-        const float2 b_pair = unpack<element>(b_words[i]);
-        sum = fmaf(a_pair.x, b_pair.x, fmaf(a_pair.y, b_pair.y, sum));
-    }
-    return sum;
-}
-
-// ==== row_end, in the backward pass: what P and dS take from the end of a row
-
-// The LSE in the log2 domain, rounded up so that P = 2^(scale_log2 S - lse_log2) does not exceed 1. On its way here the LSE is rounded
-// a few times, by less than 2^-21 of it in all; large scores would make P many powers of 2 too large. The first 2^-18 are left out: small
-// LSEs stay as they are. A row that attends to no key has the LSE -inf; it gets +inf, which makes its P 0.
-__device__ __forceinline__ float rounded_lse_log2(float lse) {
-    const float lse_log2 = lse * kLog2e;
-    if (lse_log2 == -INFINITY) return INFINITY;
-    return lse_log2 + fmaxf(fmaf(fabsf(lse_log2), 0x1p-21f, -0x1p-18f), 0.0f);
-}
-
-// delta of a row: the sum of dO times O, less dlse. A row that attends to no key has no gradients, whatever dO and O of it are: its delta is 0.
-// References: with values ptxas writes other code for a kernel.
-__device__ __forceinline__ float row_delta(const float& lse, float sum, const float& dlse) { return lse == -INFINITY ? 0.0f : sum - dlse; }
-// ====
 
 static_assert(sizeof(Params) == 192 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
 static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, cu_seqlens_q) == 32 && offsetof(Params, cu_seqlens_kv) == 40);

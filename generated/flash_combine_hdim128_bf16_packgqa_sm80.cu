@@ -151,7 +151,6 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
@@ -161,12 +160,10 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -222,7 +219,6 @@ __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, co
     }
 }
 
-// Adds every kStep-th part of a row of the tile, from part `first_part` on, in order.
 template <int kStep>
 __device__ __forceinline__ Sums add_parts(const Params& params, const Parts& parts, int row, int first_part, int lane) {
     Sums sums = {kNoRowMax, 0.0f, {}};
@@ -250,7 +246,6 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Parts& par
     return sums;
 }
 
-// Leaves what a warp has of a row in shared memory.
 __device__ __forceinline__ void share_sums(const Sums& sums, shared_address smem, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < kLaneVectors; ++i) {

@@ -61,7 +61,6 @@ constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = offsetof(SharedStorage, stages);
 constexpr int kVOffset = offsetof(Stage, v);  // within a stage
 constexpr int kStageBytes = 2 * kBlockN * kRowBytes;
-constexpr int kSumsOffset = offsetof(SharedStorage, sums);
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim); rows 16-byte aligned
@@ -294,6 +293,9 @@ template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles]
 // A step of online softmax
 template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
+
+constexpr int kSumsOffset = offsetof(SharedStorage, sums);
+
 // Where a group leaves its O for group 0
 __device__ shared_address output_address(shared_address exchange, int group, int warp, int tile, int lane);
 __device__ shared_address sums_address(shared_address sums, int group, int warp, int tile, int lane);
@@ -386,10 +388,8 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// The number of a thread block's share in its set.
 __device__ __forceinline__ int share_of(const Params& params, int thread_block) { return thread_block >> params.head_sets_log2; }
 
-// Head number `nth_head` of a thread block's set, in the grid.
 __device__ __forceinline__ int head_of_set(const Params& params, int thread_block, int nth_head) {
     return (nth_head << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
 }
@@ -411,7 +411,6 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     return {tile, first, first + count, count == params.kv_blocks_per_tile ? -1 : slot};
 }
 
-// Tile number `tile_index` of the thread block's set of heads.
 __device__ __forceinline__ Tile find_tile(const Params& params, int tile_index) {
     const int head_of_batch = divide(tile_index, params.num_row_blocks_divisor);
     Tile tile;
@@ -422,15 +421,12 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int tile_index) 
     return tile;
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -504,7 +500,6 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
-// The address of a 16-byte chunk of a row.
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
@@ -526,15 +521,12 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
     return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// A warp's first row in the tile.
 __device__ __forceinline__ int first_row_of(int warp) { return warp % kGroupWarps * kWarpRows; }
 
-// Where K of the tile's head begins.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
 
-// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
@@ -604,7 +596,6 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
     cp_async_commit();
 }
 
-// The Fetch of a group that begins with KV block `index`.
 __device__ __forceinline__ Fetch seek(const Params& params, int index, int group) {
     const int tile_index = divide(index, params.kv_blocks_per_tile_divisor);
     const int block = index - tile_index * params.kv_blocks_per_tile;
@@ -618,7 +609,6 @@ __device__ __forceinline__ Fetch seek(const Params& params, int index, int group
     return fetch;
 }
 
-// Prefetches the next KV block into L2, if the share has one left.
 __device__ __forceinline__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch) {
     if (fetch.index >= share.end) return;
     const SeenRows rows = seen_rows(params, fetch.first_key);
@@ -645,7 +635,6 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
     cp_async_commit();
 }
 
-// Waits for the lanes of the warp, and makes their writes visible.
 __device__ __forceinline__ void sync_group(int) { __syncwarp(); }
 
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
@@ -653,17 +642,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -683,7 +669,6 @@ __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Multiplies O and row_sum of both rows.
 __device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
 #pragma unroll
     for (int row8 = 0; row8 < 2; ++row8) {
@@ -728,7 +713,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
 
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
-// O += P . V.
 template <int kTiles>
 __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
 #pragma unroll
@@ -785,7 +769,6 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
     }
 }
 
-// Computes P of the scores, and adds it to row_sum.
 template <int kTiles>
 __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
                                              P<kTiles>& p) {
@@ -825,7 +808,6 @@ __device__ __forceinline__ shared_address sums_address(shared_address sums, int 
     return sums + ((sender * kRowTiles + tile) * 32 + lane) * 16;
 }
 
-// Leaves the group's rows in shared memory for group 0.
 __device__ __forceinline__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int group,
                                           int warp, int lane) {
 #pragma unroll
@@ -843,7 +825,6 @@ __device__ __forceinline__ void send_rows(const RowTile (&rows)[kRowTiles], shar
     }
 }
 
-// Adds the rows of the other groups to the rows of group 0, in the order of the groups.
 __device__ __forceinline__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp,
                                              int lane) {
     for (int group = 1; group < kGroups; ++group) {
@@ -953,7 +934,6 @@ __device__ __forceinline__ void store_part(const Params& params, const Tile& til
     }
 }
 
-// Writes O and the LSE of a whole tile, or a part for the next kernel.
 __device__ __forceinline__ void store_results(const Params& params, const Tile& tile, const Part& part, RowTile (&rows)[kRowTiles],
                                               int warp, int lane) {
     if (part.slot >= 0) {
@@ -972,7 +952,6 @@ static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
 static_assert(kStages >= 2, "a KV block is on its way while another is computed");
 static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");
 static_assert(sizeof(SharedStorage) == 103936, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 248 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, part_outputs) == 40);
@@ -991,3 +970,4 @@ static_assert(offsetof(Params, num_kv_blocks) == 192 && offsetof(Params, head_se
 static_assert(offsetof(Params, heads_per_set) == 200 && offsetof(Params, heads_per_set_divisor) == 208);
 static_assert(offsetof(Params, num_row_blocks_divisor) == 216 && offsetof(Params, group_size_divisor) == 224);
 static_assert(offsetof(Params, kv_blocks_per_tile_divisor) == 232 && offsetof(Params, scale_log2) == 240);
+static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");

@@ -365,15 +365,12 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -447,7 +444,6 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
-// The address of a 16-byte chunk of a row.
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
@@ -469,12 +465,10 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
     return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// Where K of the tile's head begins.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
 
-// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
@@ -544,7 +538,6 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
     cp_async_commit();
 }
 
-// The rank of a thread block in its cluster.
 __device__ __forceinline__ int cluster_rank() { return block_index() % kCluster; }
 
 // The tile of the thread block's cluster. With variable lengths every sequence has as many tiles as the longest one may need, so a tile may
@@ -561,7 +554,6 @@ __device__ __forceinline__ Tile find_tile(const Params& params) {
     return tile;
 }
 
-// The thread block's part of the KV blocks that some row of the tile attends to; parts differ by one KV block at most.
 __device__ __forceinline__ Fetch seek(const Params& params, const Tile& tile, int group) {
     const int last_row = min(tile.first_row + kBlockM, num_rows(params)) - 1;
     const int first_block = keys_of_query(params, query_of_row(params, tile.first_row)).begin / kBlockN;
@@ -577,7 +569,6 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Tile& tile, in
     return fetch;
 }
 
-// Prefetches the next KV block into L2, if there is one.
 __device__ __forceinline__ void prefetch_next(const Params& params, const Fetch& fetch) {
     if (fetch.left == 0) return;
     const SeenRows rows = seen_rows(params, fetch.first_key);
@@ -600,7 +591,6 @@ __device__ __forceinline__ void fetch_next(const Params& params, Fetch& fetch, s
     cp_async_commit();
 }
 
-// The tile of the thread block, and its first KV block.
 __device__ __forceinline__ Start find_start(const Params& params, int group) {
     const Tile tile = find_tile(params);
     return {tile, seek(params, tile, group)};
@@ -611,17 +601,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -641,7 +628,6 @@ __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Multiplies O and row_sum of both rows.
 __device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
 #pragma unroll
     for (int row8 = 0; row8 < 2; ++row8) {
@@ -686,7 +672,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
 
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
-// O += P . V.
 template <int kTiles>
 __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
 #pragma unroll
@@ -743,7 +728,6 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
     }
 }
 
-// Computes P of the scores, and adds it to row_sum.
 template <int kTiles>
 __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
                                              P<kTiles>& p) {
@@ -797,7 +781,6 @@ __device__ __forceinline__ shared_address received_row(shared_address smem, int 
     return smem + kReceivedOffset + (received * kCluster + rank) * kHeadDimV * 4;
 }
 
-// Where the same thread block receives row_max and row_sum of that part.
 __device__ __forceinline__ shared_address received_sums(shared_address smem, int received, int rank) {
     return smem + kReceivedSumsOffset + (received * kCluster + rank) * 8;
 }

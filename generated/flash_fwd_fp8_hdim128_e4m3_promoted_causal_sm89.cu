@@ -377,7 +377,6 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// The tile with number `index` in launch order.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
     // row block of each head comes first. Under a diagonal it is the longest, so the grid ends with short tiles and few SMs are idle.
@@ -398,13 +397,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -476,7 +472,6 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -492,7 +487,6 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
-// The address of a 16-byte chunk of a row.
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
@@ -514,15 +508,12 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
     return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// A warp's first row in the tile.
 __device__ __forceinline__ int first_row_of(int warp) { return warp * kWarpRows; }
 
-// Where K of the tile's head begins.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
 
-// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
@@ -558,7 +549,6 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     }
 }
 
-// Starts the copy of KV block `block` of a head of K, and of V.
 __device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
     copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, seen_rows(params, block * kBlockN),
                         params.head_dim);
@@ -601,7 +591,6 @@ __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem
     store_shared_64(smem + kTileOffset + 8, tile.kv_head, tile.first_row);
 }
 
-// The tile that was stashed.
 __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     const uint4 words = load_shared_128(smem + kTileOffset);
     Tile tile;
@@ -617,17 +606,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -647,7 +633,6 @@ __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Multiplies O and row_sum of both rows.
 __device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
 #pragma unroll
     for (int row8 = 0; row8 < 2; ++row8) {
@@ -675,7 +660,6 @@ __device__ __forceinline__ float scale_of_scores(const Params& params, const Til
     return fmaxf(params.scale_log2 * scale, 0x1p-126f);
 }
 
-// What O of a tile is multiplied by.
 __device__ __forceinline__ float scale_of_values(const Params& params, const Tile& tile) {
     return load_scale(params.v_scale, params.v_scale_batch, params.v_scale_heads, params, tile);
 }
@@ -713,7 +697,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
 // For ldmatrix of V, transposed: the four 8x8 matrices of pairs of codes are eight keys each, of the same 16 dims.
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return lane_address(block, lane, 0); }
 
-// The address `row_step` rows down (a multiple of 8) and `chunk` chunks of 16 dims to the right.
 __device__ __forceinline__ shared_address chunk_address(VAddress lane, int row_step, int chunk) {
     const int step_bytes = 16 * chunk;
     return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
@@ -794,7 +777,6 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
     }
 }
 
-// Computes P of the scores, and adds it to row_sum.
 template <int kTiles>
 __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
                                              P<kTiles>& p) {

@@ -532,7 +532,6 @@ flash_fwd_hdim128_fp16_causal_alibi_sm90(const __grid_constant__ Params params) 
     }
 }
 
-// The tile with number `index` in launch order.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
     // row block of each head comes first. Under a diagonal it is the longest, so the grid ends with short tiles and few SMs are idle.
@@ -555,13 +554,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -602,7 +598,6 @@ __device__ __forceinline__ float modified_score(const Params& params, const Scor
     return fmaf(product, params.softmax_scale, row.head.slope * float(step));
 }
 
-// What is still to be added to the modified scores of a row.
 __device__ __forceinline__ float score_offset(const Params&, const ScoreRow& row, int first_key) {
     return row.head.slope * float(first_key - row.q);
 }
@@ -612,7 +607,6 @@ __device__ __forceinline__ ScoreRow score_row_of(const Params& params, const Sco
     return score_row(params, head, min(max(row, 0), num_rows(params) - 1));
 }
 
-// Replaces q . k by the modified scores; `lane_key` is the lane's first key.
 __device__ __forceinline__ void modify_scores(const Params& params, const LaneScoreRows& of_lane, float (&scores)[kBlockN / 2],
                                               int lane_key) {
     for_each_score(scores, [&](int row, int key, float& score) {
@@ -643,13 +637,11 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// The bit of a key.
 __device__ constexpr key_word key_bit(int key) {
     constexpr int kTopBit = 8 * sizeof(key_word) - 1;
     return key_word(1) << kTopBit - key / 8 * 2 - key % 8;
 }
 
-// The bits of the lane's keys from `key` on, in the KV block at `first_key`.
 __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
     // Count the lane's keys before `key`. A lane has two of every eight keys: one term counts the first of each two, the other the second.
     // Adding 6 makes both terms round up.
@@ -658,7 +650,6 @@ __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) 
     return __funnelshift_rc(0xffffffff, 0, before);  // unlike >>, it is defined for a shift of 32 or more
 }
 
-// Hides the keys of the KV block at `first_key` that are outside the range of their row; the warp's rows begin at `first_row`.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key,
                                            int lane) {
     key_word hidden[2];  // of the lane's two rows
@@ -687,14 +678,12 @@ __device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
     }
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const int skipped = max(-first_row, 0);
     const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
 #pragma unroll
@@ -719,7 +708,6 @@ __device__ __forceinline__ void load_kv_block(shared_address destination, const 
     }
 }
 
-// Loads K and V of a KV block, each when its buffer is empty.
 __device__ __forceinline__ void produce_kv(const Params& params, const Tile& tile, int kv_block, const SharedAddresses& shared,
                                            RingPosition<kStages>& ring) {
     mbarrier_wait(shared.k_empty(ring.stage), ring.parity ^ 1);
@@ -820,17 +808,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -874,7 +859,6 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
     return moves;
 }
 
-// Multiplies O by the factors by which row_max has moved.
 __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
 #pragma unroll
     for (int n = 0; n < kHeadDimV / 8; ++n) {
@@ -883,7 +867,6 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Whether a row of a tile has a query.
 __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row >= 0 && row < num_rows(params);
 }
@@ -905,7 +888,6 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
     }
 }
 
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Normalises O, rounds it and lets TMA write it. `staging` is the warpgroup's rows of the Q buffer: only this warpgroup reads them, and it has

@@ -403,7 +403,6 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// The tile with number `index` in launch order.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
     // row block of each head comes first. Under a diagonal it is the longest, so the grid ends with short tiles and few SMs are idle.
@@ -424,13 +423,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -502,7 +498,6 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -543,12 +538,10 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
 // A warp's first row in the tile: of its MMA tile in the upper half.
 __device__ __forceinline__ int first_row_of(int warp) { return warp * 16; }
 
-// Where K of the tile's head begins.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
 
-// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
@@ -584,7 +577,6 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     }
 }
 
-// Starts the copy of KV block `block` of a head of K, and of V.
 __device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
     copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, seen_rows(params, block * kBlockN),
                         params.head_dim);
@@ -627,7 +619,6 @@ __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem
     store_shared_64(smem + kTileOffset + 8, tile.kv_head, tile.first_row);
 }
 
-// The tile that was stashed.
 __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     const uint4 words = load_shared_128(smem + kTileOffset);
     Tile tile;
@@ -643,17 +634,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -673,7 +661,6 @@ __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Multiplies O and row_sum of both rows.
 __device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
 #pragma unroll
     for (int row8 = 0; row8 < 2; ++row8) {
@@ -718,7 +705,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
 
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
-// O += P . V.
 template <int kTiles>
 __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
 #pragma unroll
@@ -775,7 +761,6 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
     }
 }
 
-// Computes P of the scores, and adds it to row_sum.
 template <int kTiles>
 __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
                                              P<kTiles>& p) {
@@ -803,7 +788,6 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     exponentiate(scores, rows, scale_log2, p);
 }
 
-// Stashes where K and V of the tile's head begin.
 __device__ __forceinline__ void stash_kv_head(const KvHead& head, shared_address smem) {
     const uint64_t k = reinterpret_cast<uint64_t>(head.k);
     const uint64_t v = reinterpret_cast<uint64_t>(head.v);
@@ -811,7 +795,6 @@ __device__ __forceinline__ void stash_kv_head(const KvHead& head, shared_address
     store_shared_64(smem + kKvHeadOffset + 8, v, v >> 32);
 }
 
-// Where K and V of the tile's head begin, from the stash.
 __device__ __forceinline__ KvHead stashed_kv_head(shared_address smem) {
     const uint4 words = load_shared_128(smem + kKvHeadOffset);
     return {reinterpret_cast<const element*>(uint64_t(words.y) << 32 | words.x),
@@ -822,7 +805,6 @@ __device__ __forceinline__ KvHead stashed_kv_head(shared_address smem) {
 // query sees, so rows are not predicated.
 __device__ __forceinline__ SeenRows whole_at_its_end(const Params&, int) { return {kBlockN}; }
 
-// Start the copy of such a block of K, and of V.
 __device__ __forceinline__ void copy_k_whole(const Params& params, const element* k, shared_address stage, int block) {
     copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, whole_at_its_end(params, block),
                         params.head_dim);

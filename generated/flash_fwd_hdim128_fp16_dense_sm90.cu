@@ -625,7 +625,6 @@ flash_fwd_hdim128_fp16_dense_sm90(const __grid_constant__ Params params) {
     }
 }
 
-// The tile with number `index` in launch order.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
     // row block of each head comes first. Under a diagonal it is the longest, so the grid ends with short tiles and few SMs are idle.
@@ -646,13 +645,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -695,16 +691,13 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// The top bit of each byte that is not 0.
 __device__ __forceinline__ uint32_t nonzero_bytes(uint32_t word) {
     // The sum carries into a byte's top bit exactly when one of its lower seven bits is set, and never out of it.
     return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080;
 }
 
-// The bit, in the word of its row and t, of the key `key` (8 j or 8 j + 1) keys past the lane's first.
 __device__ constexpr int mask_bit(int key) { return key % 64 / 16 * 8 + 7 - 4 * (key % 8) - key / 64 * 2 - key / 8 % 2; }
 
-// The bits of a word that stand for a key.
 __device__ constexpr uint32_t mask_bits() {
     uint32_t bits = 0;
     for (int key = 0; key < kBlockN; key += 8) bits |= 1u << mask_bit(key) | 1u << mask_bit(key + 1);
@@ -771,13 +764,11 @@ __device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
     }
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
 #pragma unroll
@@ -802,7 +793,6 @@ __device__ __forceinline__ void load_kv_block(shared_address destination, const 
     }
 }
 
-// Loads K and V of a KV block, each when its buffer is empty.
 __device__ __forceinline__ void produce_kv(const Params& params, const Tile& tile, int kv_block, const SharedAddresses& shared,
                                            RingPosition<kStages>& ring) {
     mbarrier_wait(shared.k_empty(ring.stage), ring.parity ^ 1);
@@ -909,17 +899,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -962,7 +949,6 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
     return moves;
 }
 
-// Multiplies O by the factors by which row_max has moved.
 __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
 #pragma unroll
     for (int n = 0; n < kHeadDimV / 8; ++n) {
@@ -971,7 +957,6 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Whether a row of a tile has a query.
 __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
@@ -1015,7 +1000,6 @@ __device__ __forceinline__ uint4 transpose_4x4(const uint32_t (&mine)[4], int la
     return {words[0], words[1], words[2], words[3]};
 }
 
-// Normalises O, rounds it and writes it from registers.
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
                                            const RowState& rows, int first_row, int lane) {
     float factor[2];

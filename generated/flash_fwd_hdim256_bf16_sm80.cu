@@ -399,7 +399,6 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// The tile with number `index` in launch order.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
     // row block of each head comes first. Under a diagonal it is the longest, so the grid ends with short tiles and few SMs are idle.
@@ -420,13 +419,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -496,7 +492,6 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -512,7 +507,6 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
-// The address of a 16-byte chunk of a row.
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
@@ -538,15 +532,12 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
     return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// A warp's first row in the tile, which it shares with its partner.
 __device__ __forceinline__ int first_row_of(int warp) { return warp % kPairs * kWarpRows; }
 
-// Where K of the tile's head begins.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
 
-// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
@@ -582,7 +573,6 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     }
 }
 
-// Starts the copy of KV block `block` of a head of K, and of V.
 __device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
     copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, seen_rows(params, block * kBlockN),
                         params.head_dim);
@@ -625,7 +615,6 @@ __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem
     store_shared_64(smem + kTileOffset + 8, tile.kv_head, tile.first_row);
 }
 
-// The tile that was stashed.
 __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     const uint4 words = load_shared_128(smem + kTileOffset);
     Tile tile;
@@ -641,17 +630,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -671,7 +657,6 @@ __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Multiplies O and row_sum of both rows.
 __device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
 #pragma unroll
     for (int row8 = 0; row8 < 2; ++row8) {
@@ -716,7 +701,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
 
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
-// O += P . V.
 template <int kTiles>
 __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
 #pragma unroll
@@ -773,7 +757,6 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
     }
 }
 
-// Computes P of the scores, and adds it to row_sum.
 template <int kTiles>
 __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
                                              P<kTiles>& p) {
@@ -792,7 +775,6 @@ __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyT
     }
 }
 
-// The warp's pair, and where they exchange P and row_max.
 __device__ __forceinline__ Pair find_pair(shared_address smem, int warp) {
     const int pair = warp % kPairs;
     const int part = warp / kPairs;
@@ -805,10 +787,8 @@ __device__ __forceinline__ Pair find_pair(shared_address smem, int warp) {
             smem + kKOffset + partner * kWarpRows * 4};
 }
 
-// Where the float of the lane's row g or g + 8 of MMA tile i lies in an array with one for each of the pair's rows.
 __device__ __forceinline__ int row_bytes(int i, int row8, int lane) { return 4 * (16 * i + 8 * row8 + lane / 4); }
 
-// Calls function(i, row8) for the lane's rows g (row8 0) and g + 8 (row8 1) of each MMA tile i.
 template <typename Function>
 __device__ __forceinline__ void for_each_row(Function function) {
 #pragma unroll
@@ -834,7 +814,6 @@ __device__ __forceinline__ void store_p(const Pair& pair, const P<kRowTiles>& p,
     }
 }
 
-// Reads P of the partner's keys.
 __device__ __forceinline__ void load_partner_p(const Pair& pair, P<kRowTiles>& partner_p, int lane) {
     const shared_address lane_p = pair.p + lane % 16 * kPRowBytes;
 #pragma unroll
@@ -847,7 +826,6 @@ __device__ __forceinline__ void load_partner_p(const Pair& pair, P<kRowTiles>& p
     }
 }
 
-// Multiplies P of the rows g and g + 8 of MMA tile i by factors up to 1.
 __device__ __forceinline__ void scale_p(P<kRowTiles>& p, int i, const float (&factors)[2]) {
 #pragma unroll
     for (int j = 0; j < kKeyTiles / 2; ++j) {

@@ -678,19 +678,16 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The queries of a sequence.
 __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
     return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
@@ -706,7 +703,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
-// The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -716,19 +712,15 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
     return value;
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
 }
 
-// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are the rows of the sequence.
 __device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, const Rows& queries, const Rows& keys, int head,
                                                 int first_row) {
     SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
@@ -792,13 +784,11 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// The bit of a key.
 __device__ constexpr key_word key_bit(int key) {
     constexpr int kTopBit = 8 * sizeof(key_word) - 1;
     return key_word(1) << kTopBit - key / 8 * 2 - key % 8;
 }
 
-// The bits of the lane's keys from `key` on, in the KV block at `first_key`.
 __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
     // Count the lane's keys before `key`. A lane has two of every eight keys: one term counts the first of each two, the other the second.
     // Adding 6 makes both terms round up.
@@ -807,7 +797,6 @@ __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) 
     return __funnelshift_rc(0xffffffff, 0, before);  // unlike >>, it is defined for a shift of 32 or more
 }
 
-// Hides the keys of the KV block at `first_key` that are outside the range of their row; the warp's rows begin at `first_row`.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key,
                                            int lane) {
     key_word hidden[2];  // of the lane's two rows
@@ -841,14 +830,12 @@ __device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
     }
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const int skipped = max(-first_row, 0);
     const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
 #pragma unroll
@@ -961,17 +948,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -1014,7 +998,6 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
     return moves;
 }
 
-// Multiplies O by the factors by which row_max has moved.
 __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
 #pragma unroll
     for (int n = 0; n < kHeadDimV / 8; ++n) {
@@ -1023,7 +1006,6 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Whether a row of a tile has a query.
 __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row >= 0 && row < num_rows(params);
 }
@@ -1066,7 +1048,6 @@ __device__ __forceinline__ uint4 transpose_4x4(const uint32_t (&mine)[4], int la
     return {words[0], words[1], words[2], words[3]};
 }
 
-// Normalises O, rounds it and writes it from registers.
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
                                            const RowState& rows, int first_row, int lane) {
     float factor[2];
@@ -1123,7 +1104,6 @@ __device__ __forceinline__ SequenceTile take_tile(const SharedAddresses& shared,
     return found;
 }
 
-// The KV blocks that the thread block visits of a tile.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found) {
     return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found.first_row, kBlockM);
 }
@@ -1152,7 +1132,6 @@ __device__ __forceinline__ void load_kv_block(shared_address destination, const 
     }
 }
 
-// Rows of all queries of a sequence, as tiles have them.
 __device__ __forceinline__ int rows_of(const Params& params, int sequence) {
     return queries_of(params, sequence).count;
 }

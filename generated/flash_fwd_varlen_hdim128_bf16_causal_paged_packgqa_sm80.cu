@@ -400,19 +400,16 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The queries of a sequence.
 __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
@@ -451,7 +448,6 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     return own;
 }
 
-// The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -497,15 +493,12 @@ __device__ __forceinline__ Tile tile_of(const Params& params, const RowBlock& ro
     return tile;
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -579,7 +572,6 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -595,7 +587,6 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
-// The address of a 16-byte chunk of a row.
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
@@ -617,15 +608,12 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
     return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// A warp's first row in the tile.
 __device__ __forceinline__ int first_row_of(int warp) { return warp * kWarpRows; }
 
-// Where K of the tile's head begins in page 0.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.kv_head * params.k_head_stride;
 }
 
-// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.kv_head * params.v_head_stride;
 }
@@ -668,7 +656,6 @@ __device__ __forceinline__ void copy_rows(const Params& params, shared_address b
     }
 }
 
-// Starts the copy of KV block `block` of a head of K, and of V.
 __device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
     copy_rows<kHeadDim>(params, stage, k, params.k_batch_stride, params.k_row_stride, block * kBlockN,
                         seen_rows(params, block * kBlockN), params.head_dim);
@@ -709,7 +696,6 @@ __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem
     store_shared_64(smem + kTileOffset + 8, tile.kv_head, tile.first_row);
 }
 
-// The tile that was stashed.
 __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     const uint4 words = load_shared_128(smem + kTileOffset);
     Tile tile;
@@ -725,17 +711,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -755,7 +738,6 @@ __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Multiplies O and row_sum of both rows.
 __device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
 #pragma unroll
     for (int row8 = 0; row8 < 2; ++row8) {
@@ -800,7 +782,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
 
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
-// O += P . V.
 template <int kTiles>
 __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
 #pragma unroll
@@ -857,7 +838,6 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
     }
 }
 
-// Computes P of the scores, and adds it to row_sum.
 template <int kTiles>
 __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
                                              P<kTiles>& p) {

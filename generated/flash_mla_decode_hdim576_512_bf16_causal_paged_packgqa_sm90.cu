@@ -778,15 +778,12 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -799,19 +796,16 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The queries of a sequence.
 __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
@@ -838,7 +832,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, const Lengt
     return with_lengths(params, lengths.queries.count, lengths.keys.count);
 }
 
-// The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -857,15 +850,12 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
-// The number of a thread block's share in its set.
 __device__ __forceinline__ int share_of(const Params& params, int thread_block) { return thread_block >> params.head_sets_log2; }
 
-// Head number `nth_head` of a thread block's set, in the grid.
 __device__ __forceinline__ int head_of_set(const Params& params, int thread_block, int nth_head) {
     return (nth_head << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
 }
 
-// How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences.
 __device__ __forceinline__ int count_pieces(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
     return params.heads_per_set * tiles.row_blocks * tiles.kv_blocks;
@@ -893,7 +883,6 @@ __device__ __forceinline__ Share find_share(const Params& params, const Lengths&
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
 
-// What another lane has.
 __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     Lengths found;
     found.queries.begin = __shfl_sync(0xffffffff, lengths.queries.begin, lane);
@@ -921,7 +910,6 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// The next sequence that has pieces.
 __device__ __forceinline__ Place next_place(const Params& params, const Place& place) {
     Place next = {place.sequence, place.end, place.end};
     while (next.end == next.begin) {
@@ -943,7 +931,6 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     return {tile, first, first + count, count == tiles.kv_blocks ? -1 : slot};
 }
 
-// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are the rows of the sequence.
 __device__ __forceinline__ SequenceTile tile_at(const Params&, int sequence, const Rows& queries, const Rows& keys, int head, int first_row) {
     SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
     return tile;
@@ -1003,13 +990,11 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// The bit of a key.
 __device__ constexpr key_word key_bit(int key) {
     constexpr int kTopBit = 8 * sizeof(key_word) - 1;
     return key_word(1) << kTopBit - key / 8 * 2 - key % 8;
 }
 
-// The bits of the lane's keys from `key` on, in the KV block at `first_key`.
 __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
     // Count the lane's keys before `key`. A lane has two of every eight keys: one term counts the first of each two, the other the second.
     // Adding 6 makes both terms round up.
@@ -1018,7 +1003,6 @@ __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) 
     return __funnelshift_rc(0xffffffff, 0, before);  // unlike >>, it is defined for a shift of 32 or more
 }
 
-// Hides the keys of the KV block at `first_key` that are outside the range of their row; the warp's rows begin at `first_row`.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key,
                                            int lane) {
     key_word hidden[2];  // of the lane's two rows
@@ -1033,7 +1017,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 }
 // ====
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -1069,13 +1052,11 @@ __device__ __forceinline__ SequenceTile take_tile(const SharedAddresses& shared,
     return found;
 }
 
-// The KV blocks of a tile that are in the thread block's share and of which its rows see a key.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& found) {
     const KvBlocks blocks = find_kv_blocks(params, found.first_row, kBlockM);
     return {max(blocks.first, found.first_block), min(blocks.last, found.end_block - 1)};
 }
 
-// The KV blocks that the thread block visits of a tile.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found) {
     return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found);
 }
@@ -1152,7 +1133,6 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
-// Waits for a group of columns of a KV block.
 __device__ __forceinline__ void await_full(shared_address full, int parity) { mbarrier_wait(full, parity); }
 
 // Issues the part of S that a group of columns has. Its columns are constants, so that descriptors need no arithmetic: a loop over them would take
@@ -1206,17 +1186,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -1259,7 +1236,6 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
     return moves;
 }
 
-// Whether a row of a tile has a query.
 __device__ __forceinline__ bool is_row(const Params& params, int row) {
     return row < num_rows(params);
 }
@@ -1302,7 +1278,6 @@ __device__ __forceinline__ uint4 transpose_4x4(const uint32_t (&mine)[4], int la
     return {words[0], words[1], words[2], words[3]};
 }
 
-// Multiplies the rows of a consumer's columns of O.
 __device__ __forceinline__ void multiply(float (&output)[kColumns / 2], const float (&factor)[2]) {
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
@@ -1336,7 +1311,6 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
 }
 
-// Leaves a consumer's columns of O of a part in a slot of the workspace, not divided yet, for the kernel that combines the parts.
 __device__ __forceinline__ void store_part(const Params& params, const Tile& tile, int slot, const float (&output)[kColumns / 2],
                                            int first_row, int first_column, int lane) {
 #pragma unroll
@@ -1352,7 +1326,6 @@ __device__ __forceinline__ void store_part(const Params& params, const Tile& til
     }
 }
 
-// Leaves row_max and row_sum of a part there.
 __device__ __forceinline__ void store_sums(const Params& params, const Tile& tile, int slot, const RowState& rows, int first_row, int lane) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -1382,12 +1355,10 @@ __device__ __forceinline__ Panels panels_of(int group) {
     return {begin, group == kGroups - 1 ? kPanels : begin + kGroupPanels};
 }
 
-// The first KV block of the tile that has KV block `index` of all, in a sequence at `place`.
 __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& place, int index) {
     return index - (index - place.begin) % tiles_of(with_lengths(params, place.lengths)).kv_blocks;
 }
 
-// Arrives on a barrier for a warp that has finished with a buffer.
 __device__ __forceinline__ void release(shared_address empty, int lane) {
     if (lane == 0) mbarrier_arrive(empty);
 }
@@ -1419,7 +1390,6 @@ __device__ __forceinline__ void store_factor(const SharedAddresses& shared, cons
     store_shared_32(shared.factors() + 4, __float_as_uint(factor[1]));
 }
 
-// Passes P of a KV block on to consume_values(), and what it multiplies its rows of O by before.
 __device__ __forceinline__ void send(const SharedAddresses& shared, const PackedScores<kBlockN>& p, const float (&factor)[2]) {
     barrier_sync(kPEmpty, 256);
 #pragma unroll
@@ -1432,14 +1402,12 @@ __device__ __forceinline__ void send(const SharedAddresses& shared, const Packed
     barrier_arrive(kPFull, 256);
 }
 
-// Passes on what consume_values() multiplies its rows of O by in the end.
 __device__ __forceinline__ void send(const SharedAddresses& shared, const float (&factor)[2]) {
     barrier_sync(kPEmpty, 256);
     store_factor(shared, factor);
     barrier_arrive(kPFull, 256);
 }
 
-// Takes P of a KV block, which consume_scores() has passed on.
 __device__ __forceinline__ void receive(PackedScores<kBlockN>& p, const SharedAddresses& shared) {
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
@@ -1451,14 +1419,12 @@ __device__ __forceinline__ void receive(PackedScores<kBlockN>& p, const SharedAd
     }
 }
 
-// Takes what consume_values() multiplies its rows of O by.
 __device__ __forceinline__ void receive(float (&factor)[2], const SharedAddresses& shared) {
     const float2 values = load_shared_64(shared.factors());
     factor[0] = values.x;
     factor[1] = values.y;
 }
 
-// Takes the next tile of find_tiles().
 __device__ __forceinline__ SequenceTile take_tile_as_consumer(const SharedAddresses& shared, RingPosition<kQStages>& ring, int lane) {
     const SequenceTile found = take_tile(shared, ring, lane);
     ring.advance();

@@ -298,13 +298,10 @@ flash_v1_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
     }
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -376,7 +373,6 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -392,7 +388,6 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
-// The address of a 16-byte chunk of a row.
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
@@ -414,15 +409,12 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
     return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// A warp's first row in the tile.
 __device__ __forceinline__ int first_row_of(int warp) { return warp * kWarpRows; }
 
-// Where K of the tile's head begins.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
 
-// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
@@ -458,7 +450,6 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     }
 }
 
-// Starts the copy of KV block `block` of a head of K, and of V.
 __device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
     copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, seen_rows(params, block * kBlockN),
                         params.head_dim);
@@ -499,17 +490,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -547,7 +535,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
 
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
-// O += P . V.
 template <int kTiles>
 __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
 #pragma unroll
@@ -579,7 +566,6 @@ __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Multiplies O of each row by a function of the row's l.
 template <typename Factor>
 __device__ __forceinline__ void scale_output(RowTile (&rows)[kRowTiles], Factor factor) {
 #pragma unroll
@@ -596,7 +582,6 @@ __device__ __forceinline__ void scale_output(RowTile (&rows)[kRowTiles], Factor 
     }
 }
 
-// Calls at_row(row, rows[i], row8) for each row of this warp's MMA tiles that exists; the row counts within the head.
 template <typename Rows, typename AtRow>
 __device__ __forceinline__ void for_each_row(const Params& params, const Tile& tile, Rows& rows, int warp, int lane, AtRow at_row) {
 #pragma unroll
@@ -653,7 +638,6 @@ __device__ __forceinline__ void store_rows(const Params& params, const Tile& til
     });
 }
 
-// Rounds O to `out`, and writes lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing.
 __device__ __forceinline__ void store_results(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                               int lane) {
     for_each_row(params, tile, rows, warp, lane, [&](int row, const RowTile& of_row, int row8) {

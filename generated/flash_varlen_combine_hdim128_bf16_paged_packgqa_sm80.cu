@@ -243,7 +243,6 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
@@ -253,15 +252,12 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -274,19 +270,16 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The queries of a sequence.
 __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
@@ -312,7 +305,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, const Lengt
     return with_lengths(params, lengths.queries.count, lengths.keys.count);
 }
 
-// The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -331,15 +323,12 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
-// The number of a thread block's share in its set.
 __device__ __forceinline__ int share_of(const Params& params, int thread_block) { return thread_block >> params.head_sets_log2; }
 
-// Head number `nth_head` of a thread block's set, in the grid.
 __device__ __forceinline__ int head_of_set(const Params& params, int thread_block, int nth_head) {
     return (nth_head << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
 }
 
-// How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences.
 __device__ __forceinline__ int count_pieces(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
     return params.heads_per_set * tiles.row_blocks * tiles.kv_blocks;
@@ -357,7 +346,6 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// What another lane has.
 __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     Lengths found;
     found.queries.begin = __shfl_sync(0xffffffff, lengths.queries.begin, lane);
@@ -385,7 +373,6 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// Tile `tile_index` of a sequence, whose parameters are `params`, among the tiles of the heads that the thread block computes.
 __device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int tile_index) {
     const int row_blocks = tiles_of(params).row_blocks;
     const int nth_head = tile_index / row_blocks;
@@ -453,7 +440,6 @@ __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, co
     }
 }
 
-// Adds every kStep-th part of a row of the tile, from part `first_part` on, in order.
 template <int kStep>
 __device__ __forceinline__ Sums add_parts(const Params& params, const Parts& parts, int row, int first_part, int lane) {
     Sums sums = {kNoRowMax, 0.0f, {}};
@@ -481,7 +467,6 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Parts& par
     return sums;
 }
 
-// Leaves what a warp has of a row in shared memory.
 __device__ __forceinline__ void share_sums(const Sums& sums, shared_address smem, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < kLaneVectors; ++i) {
@@ -533,7 +518,6 @@ __device__ __forceinline__ void store_row(const Params& params, const Tile& tile
     }
 }
 
-// Every kTeam warps add up the parts of a row together.
 template <int kTeam>
 __device__ __forceinline__ void combine_by(const Params& params, const Parts& parts, shared_address smem, int warp, int lane) {
     constexpr int kRowsAtOnce = kWarps / kTeam;

@@ -493,15 +493,12 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -514,19 +511,16 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The queries of a sequence.
 __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
@@ -540,7 +534,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
-// The lengths of a sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     return {queries_of(params, sequence), keys_of(params, sequence)};
 }
@@ -628,7 +621,6 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
-// The address of a 16-byte chunk of a row.
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
@@ -651,18 +643,15 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
     return lane_address(block, lane / 4, 0) + lane % 4 * 2;
 }
 
-// The address `row_step` rows down (a multiple of 8) and `chunk` chunks to the right.
 __device__ __forceinline__ shared_address chunk_address(LaneAddress lane, int row_step, int chunk) {
     const int step_bytes = 16 * chunk;
     return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
-// Where K of the tile's head begins in page 0.
 __device__ __forceinline__ const e4m3* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.kv_head * params.k_head_stride;
 }
 
-// Where V of the tile's head begins.
 __device__ __forceinline__ const e4m3* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.kv_head * params.v_head_stride;
 }
@@ -681,7 +670,6 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t*
     return found;
 }
 
-// A lane computes the offsets of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row.
 __device__ __forceinline__ KeyRows find_key_rows(const Params& params, const Pages& pages, int first_key, const e4m3* head,
                                                  int64_t page_stride, int64_t row_stride) {
     KeyRows rows;
@@ -744,7 +732,6 @@ __device__ __forceinline__ LaneAddress q_lane_address(shared_address block, int 
     return block + lane % 16 * kQRowBytes + 16 * (lane / 16 ^ q_swizzle_key(lane % 16));
 }
 
-// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right.
 __device__ __forceinline__ shared_address q_step_address(LaneAddress lane, int row_step, int chunk_pair) {
     constexpr int kPanelBytes = 16 * kQSwizzleChunks;
     const int step_bytes = 32 * chunk_pair;
@@ -770,7 +757,6 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
     cp_async_commit();
 }
 
-// The rank of a thread block in its cluster.
 __device__ __forceinline__ int cluster_rank() { return block_index() % kCluster; }
 
 // The tile of the thread block's cluster. With variable lengths every sequence has as many tiles as the longest one may need, so a tile may
@@ -787,7 +773,6 @@ __device__ __forceinline__ Tile find_tile(const Params& params) {
     return tile;
 }
 
-// All lanes of the warp call it.
 __device__ __forceinline__ ThreadRows thread_rows(const KeyRows& rows) {
     ThreadRows own;
 #pragma unroll
@@ -795,10 +780,8 @@ __device__ __forceinline__ ThreadRows thread_rows(const KeyRows& rows) {
     return own;
 }
 
-// The row of the sequence that has a key.
 __device__ __forceinline__ int row_of_key(const Params&, int key) { return key; }
 
-// Starts to load the pages of the group's keys from `first_key` on, as far as they are of the part.
 __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch, int first_key, bool early) {
     SeenRows rows = seen_rows(params, first_key);
     rows.end = fetch.end_key - first_key;
@@ -812,14 +795,12 @@ __device__ __forceinline__ void find_rows(const Params& params, Fetch& fetch, co
     fetch.v_rows = thread_rows(find_key_rows(params, pages, first_row, fetch.v, params.v_batch_stride, params.v_row_stride));
 }
 
-// Finds the rows of the part's first KV block, and looks up the pages of the second.
 __device__ __forceinline__ void find_first_rows(const Params& params, Fetch& fetch) {
     const Pages pages = find_pages(params, fetch, fetch.first_key, false);
     fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, false);
     find_rows(params, fetch, pages);
 }
 
-// The thread block's part of the KV blocks that some row of the tile attends to; parts differ by one KV block at most.
 __device__ __forceinline__ Fetch seek(const Params& params, const Tile& tile, int group) {
     const int last_row = min(tile.first_row + kBlockM, num_rows(params)) - 1;
     const int first_block = keys_of_query(params, query_of_row(params, tile.first_row)).begin / kBlockN;
@@ -836,7 +817,6 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Tile& tile, in
     return fetch;
 }
 
-// Prefetches the next KV block into L2, if there is one.
 __device__ __forceinline__ void prefetch_next(const Params& params, const Fetch& fetch) {
     if (fetch.left == 0) return;
     const SeenRows rows = seen_rows(params, fetch.first_key);
@@ -868,7 +848,6 @@ __device__ __forceinline__ int load_early(const int32_t* values, int index, int 
     return max(0, min(most, int(load_relaxed_32(values + index))));
 }
 
-// lengths_of() before griddepcontrol.wait.
 __device__ __forceinline__ Lengths early_lengths_of(const Params& params, int sequence) {
     Lengths early = {{0, params.seqlen_q}, {0, params.seqlen_kv}};
     if (params.cu_seqlens_q != nullptr) {
@@ -917,17 +896,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -947,7 +923,6 @@ __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Multiplies O and row_sum of both rows.
 __device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
 #pragma unroll
     for (int row8 = 0; row8 < 2; ++row8) {
@@ -1017,14 +992,12 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
     }
 }
 
-// Exchanges `high` of the lanes whose bit is 0 for `low` of the lanes that differ from these in the bit alone.
 __device__ __forceinline__ void exchange(float& low, float& high, int bit, int lane) {
     const bool is_upper = (lane & bit) != 0;
     const float received = __shfl_xor_sync(0xffffffff, is_upper ? low : high, bit);
     (is_upper ? low : high) = received;
 }
 
-// Brings the columns of O into the order of dims, as accumulators of MMA tiles have them, and multiplies O by the scale of V.
 __device__ __forceinline__ void order_columns(RowTile (&rows)[kRowTiles], float v_scale, int lane) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -1047,7 +1020,6 @@ __device__ __forceinline__ void order_columns(RowTile (&rows)[kRowTiles], float 
     }
 }
 
-// The scales of the sequence and the kv head; 1 where a call has none.
 __device__ __forceinline__ KvScales load_scales(const Params& params, const Tile& tile) {
     KvScales scales = {1.0f, 1.0f};
     if (params.k_scale != nullptr) {
@@ -1061,7 +1033,6 @@ __device__ __forceinline__ KvScales load_scales(const Params& params, const Tile
     return scales;
 }
 
-// Multiplies S by the scale of K, before a score modification and the mask.
 template <int kTiles>
 __device__ __forceinline__ void scale_scores(float (&scores)[kTiles][kKeyTiles][4], float k_scale) {
 #pragma unroll
@@ -1113,7 +1084,6 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
     }
 }
 
-// Computes P of the scores, and adds it to row_sum.
 template <int kTiles>
 __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
                                              P<kTiles>& p) {
@@ -1167,7 +1137,6 @@ __device__ __forceinline__ shared_address received_row(shared_address smem, int 
     return smem + kReceivedOffset + (received * kCluster + rank) * kHeadDimV * 4;
 }
 
-// Where the same thread block receives row_max and row_sum of that part.
 __device__ __forceinline__ shared_address received_sums(shared_address smem, int received, int rank) {
     return smem + kReceivedSumsOffset + (received * kCluster + rank) * 8;
 }

@@ -62,7 +62,6 @@ constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = offsetof(SharedStorage, stages);
 constexpr int kVOffset = offsetof(Stage, v);  // within a stage
 constexpr int kStageBytes = 2 * kBlockN * kRowBytes;
-constexpr int kSumsOffset = offsetof(SharedStorage, sums);
 
 struct Params {
     const element* q;                     // (batch_q, rows_q, num_heads_q, head_dim); rows 16-byte aligned
@@ -294,6 +293,9 @@ template <int kColumns, typename RowOfPass> __device__ void copy_keys(const RowO
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them
 template <int kColumns, typename RowOfPass> __device__ void prefetch_keys(const RowOfPass& row_of_pass, const SeenRows& rows, int head_dim);
 __device__ void copy_q(const Params& params, const Tile& tile, shared_address smem);  // Starts the copy of the tile's rows of Q
+__device__ int first_block_of(const Tiles&, int piece);  // The KV block of a tile with which a piece begins
+__device__ int blocks_left(const Tiles& tiles, int block);  // KV blocks from one on, up to the end of its tile
+__device__ bool ends_piece(int);  // Whether the piece ends with the KV block from which on `left` are left
 
 // A group's progress through the KV blocks of its thread block's share, across tiles and sequences.
 struct Fetch {
@@ -406,6 +408,9 @@ template <int kTiles> __device__ void exponentiate(const float (&scores)[kTiles]
 // A step of online softmax
 template <int kTiles> __device__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
     P<kTiles>& p);
+
+constexpr int kSumsOffset = offsetof(SharedStorage, sums);
+
 // Where a group leaves its O for group 0
 __device__ shared_address output_address(shared_address exchange, int group, int warp, int tile, int lane);
 __device__ shared_address sums_address(shared_address sums, int group, int warp, int tile, int lane);
@@ -508,15 +513,12 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -529,19 +531,16 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The queries of a sequence.
 __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
@@ -567,7 +566,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, const Lengt
     return with_lengths(params, lengths.queries.count, lengths.keys.count);
 }
 
-// The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -586,15 +584,12 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
-// The number of a thread block's share in its set.
 __device__ __forceinline__ int share_of(const Params& params, int thread_block) { return thread_block >> params.head_sets_log2; }
 
-// Head number `nth_head` of a thread block's set, in the grid.
 __device__ __forceinline__ int head_of_set(const Params& params, int thread_block, int nth_head) {
     return (nth_head << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
 }
 
-// How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences.
 __device__ __forceinline__ int count_pieces(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
     return params.heads_per_set * tiles.row_blocks * tiles.kv_blocks;
@@ -622,7 +617,6 @@ __device__ __forceinline__ Share find_share(const Params& params, const Lengths&
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
 
-// What another lane has.
 __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     Lengths found;
     found.queries.begin = __shfl_sync(0xffffffff, lengths.queries.begin, lane);
@@ -650,7 +644,6 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// The next sequence that has pieces.
 __device__ __forceinline__ Place next_place(const Params& params, const Place& place) {
     Place next = {place.sequence, place.end, place.end};
     while (next.end == next.begin) {
@@ -672,7 +665,6 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     return {tile, first, first + count, count == tiles.kv_blocks ? -1 : slot};
 }
 
-// Tile `tile_index` of a sequence, whose parameters are `params`, among the tiles of the heads that the thread block computes.
 __device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int tile_index) {
     const int row_blocks = tiles_of(params).row_blocks;
     const int nth_head = tile_index / row_blocks;
@@ -763,7 +755,6 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
-// The address of a 16-byte chunk of a row.
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
     return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
@@ -785,15 +776,12 @@ __device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int 
     return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// A warp's first row in the tile.
 __device__ __forceinline__ int first_row_of(int warp) { return warp % kGroupWarps * kWarpRows; }
 
-// Where K of the tile's head begins in page 0.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.kv_head * params.k_head_stride;
 }
 
-// Where V of the tile's head begins.
 __device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
     return params.v + tile.kv_head * params.v_head_stride;
 }
@@ -812,7 +800,6 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t*
     return found;
 }
 
-// A lane computes the offsets of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row.
 __device__ __forceinline__ KeyRows find_key_rows(const Params& params, const Pages& pages, int first_key, const element* head,
                                                  int64_t page_stride, int64_t row_stride) {
     KeyRows rows;
@@ -888,15 +875,19 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
     cp_async_commit();
 }
 
+__device__ __forceinline__ int first_block_of(const Tiles&, int piece) { return piece; }
+
+__device__ __forceinline__ int blocks_left(const Tiles& tiles, int block) { return tiles.kv_blocks - block; }
+
+__device__ __forceinline__ bool ends_piece(int) { return true; }
+
 // Which of the group's keys of the next KV block some query sees. `params` have the bounds of all sequences.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, const Fetch& fetch) {
     return seen_rows(with_lengths(params, fetch.place.lengths), fetch.first_key);
 }
 
-// The row of the sequence that has the first of the group's keys.
 __device__ __forceinline__ int first_row_of(const Fetch& fetch) { return fetch.first_key; }
 
-// `params` have the bounds of all sequences.
 __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch) {
     return find_pages(params, fetch.page_table, first_row_of(fetch), seen_rows(params, fetch));
 }
@@ -905,12 +896,12 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& f
 __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, int index, int group) {
     const Tiles tiles = tiles_of(params);
     const int tile_index = (index - place.begin) / tiles.pieces();
-    const int block = index - place.begin - tile_index * tiles.kv_blocks;
+    const int block = first_block_of(tiles, index - place.begin - tile_index * tiles.pieces());
     const Tile tile = find_tile(params, place, tile_index);
     Fetch fetch;
     fetch.place = place;
     fetch.index = index;
-    fetch.left = tiles.kv_blocks - block;
+    fetch.left = blocks_left(tiles, block);
     fetch.first_key = (tiles.first_kv_block + block) * kBlockN + group * kGroupKeys;
     fetch.k = head_k(params, tile);
     fetch.v = head_v(params, tile);
@@ -939,7 +930,7 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
         const KeyRows v_rows = find_key_rows(params, fetch.pages, first_row_of(fetch), fetch.v, params.v_batch_stride, params.v_row_stride);
         copy_keys<kHeadDim>(k_rows, keys, rows, params.head_dim);
         copy_keys<kHeadDimV>(v_rows, keys + kVOffset, rows, params.head_dim_v);
-        ++fetch.index;
+        if (ends_piece(fetch.left)) ++fetch.index;
         if (--fetch.left > 0) {
             fetch.first_key += kBlockN;
             fetch.pages = find_pages(params, fetch);
@@ -968,7 +959,6 @@ __device__ __forceinline__ int load_early(const int32_t* values, int index, int 
     return max(0, min(most, int(load_relaxed_32(values + index))));
 }
 
-// lengths_of() before griddepcontrol.wait.
 __device__ __forceinline__ Lengths early_lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
     Lengths early = {{0, params.seqlen_q}, {0, params.seqlen_kv}};
@@ -1007,7 +997,6 @@ __device__ __forceinline__ Start await_start(const Params& all, int group, int l
     }
 }
 
-// Waits for the lanes of the warp, and makes their writes visible.
 __device__ __forceinline__ void sync_group(int) { __syncwarp(); }
 
 // The factor of O and row_sum when row_max rises to `larger`. If both are infinite their difference is NaN; fminf makes the factor 1.
@@ -1015,17 +1004,14 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
-// The maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-// The sum over the four lanes of a quad.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
@@ -1045,7 +1031,6 @@ __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Multiplies O and row_sum of both rows.
 __device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
 #pragma unroll
     for (int row8 = 0; row8 < 2; ++row8) {
@@ -1090,7 +1075,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
 
 __device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
-// O += P . V.
 template <int kTiles>
 __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
 #pragma unroll
@@ -1147,7 +1131,6 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
     }
 }
 
-// Computes P of the scores, and adds it to row_sum.
 template <int kTiles>
 __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
                                              P<kTiles>& p) {
@@ -1187,7 +1170,6 @@ __device__ __forceinline__ shared_address sums_address(shared_address sums, int 
     return sums + ((sender * kRowTiles + tile) * 32 + lane) * 16;
 }
 
-// Leaves the group's rows in shared memory for group 0.
 __device__ __forceinline__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int group,
                                           int warp, int lane) {
 #pragma unroll
@@ -1205,7 +1187,6 @@ __device__ __forceinline__ void send_rows(const RowTile (&rows)[kRowTiles], shar
     }
 }
 
-// Adds the rows of the other groups to the rows of group 0, in the order of the groups.
 __device__ __forceinline__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp,
                                              int lane) {
     for (int group = 1; group < kGroups; ++group) {
@@ -1314,7 +1295,6 @@ __device__ __forceinline__ void store_part(const Params& params, const Tile& til
     }
 }
 
-// Writes O and the LSE of a whole tile, or a part for the next kernel.
 __device__ __forceinline__ void store_results(const Params& params, const Tile& tile, const Part& part, RowTile (&rows)[kRowTiles],
                                               int warp, int lane) {
     if (part.slot >= 0) {
@@ -1333,7 +1313,6 @@ static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
 static_assert(kStages >= 2, "a KV block is on its way while another is computed");
 static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");
 static_assert(sizeof(SharedStorage) == 103936, "launcher and kernel agree on shared memory");
 static_assert(sizeof(Params) == 272 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
@@ -1352,3 +1331,4 @@ static_assert(offsetof(Params, seqlen_kv) == 224 && offsetof(Params, head_dim) =
 static_assert(offsetof(Params, num_shares) == 236 && offsetof(Params, head_sets_log2) == 240);
 static_assert(offsetof(Params, heads_per_set) == 244 && offsetof(Params, group_size_divisor) == 248);
 static_assert(offsetof(Params, page_size_divisor) == 256 && offsetof(Params, scale_log2) == 264);
+static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");

@@ -208,7 +208,6 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
@@ -218,10 +217,8 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
@@ -234,19 +231,16 @@ __device__ __forceinline__ int load_clamped(const int32_t* values, int index, in
     return max(0, min(most, int(load_global_32(values + index))));
 }
 
-// The rows of a sequence among packed sequences.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The queries of a sequence.
 __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
     if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
     return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// The keys of a sequence.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
@@ -273,7 +267,6 @@ __device__ __forceinline__ Params with_lengths(const Params& params, const Lengt
     return with_lengths(params, lengths.queries.count, lengths.keys.count);
 }
 
-// The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -296,7 +289,6 @@ __device__ __forceinline__ int num_heads(const Params& params) {
     return params.num_heads_kv;
 }
 
-// How many pieces all tiles of a sequence have; `params` have the bounds of all sequences.
 __device__ __forceinline__ int count_pieces(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
     return num_heads(params) * tiles.row_blocks * tiles.pieces();
@@ -370,7 +362,6 @@ __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, co
     }
 }
 
-// Adds every kStep-th part of a row of the tile, from part `first_part` on, in order.
 template <int kStep>
 __device__ __forceinline__ Sums add_parts(const Params& params, const Parts& parts, int row, int first_part, int lane) {
     Sums sums = {kNoRowMax, 0.0f, {}};
@@ -398,7 +389,6 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Parts& par
     return sums;
 }
 
-// Writes O of a row, four elements a lane, and the first lane LSE.
 __device__ __forceinline__ void store_row(const Params& params, const Row& row, const Sums& sums, int lane) {
     const RowEnd end = row_end(sums.row_max, sums.row_sum);
     const float factor = end.factor();

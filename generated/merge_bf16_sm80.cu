@@ -102,7 +102,6 @@ __device__ __forceinline__ float load_lse(const float* lse) {
     return loaded == INFINITY ? -INFINITY : loaded;
 }
 
-// Adds scale * values, elements as they lie in memory, to a sum.
 __device__ __forceinline__ void add_scaled(float (&sum)[kVector], uint4 values, float scale) {
     const uint32_t words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll

@@ -210,7 +210,6 @@ __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_ke
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 

@@ -166,13 +166,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -282,7 +279,6 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};

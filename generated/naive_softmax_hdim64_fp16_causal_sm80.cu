@@ -116,7 +116,6 @@ __device__ __forceinline__ float rescale_factor(float row_max, float larger) { r
 
 // ==== row_end: the factor of O and the LSE, after the last key of a row
 
-// The end of a row, from its row_max and its complete row_sum.
 __device__ __forceinline__ RowEnd row_end(float row_max, float row_sum) { return {row_max, row_sum}; }
 // ====
 
@@ -128,7 +127,6 @@ __device__ __forceinline__ int64_t row_of_s(const Params& params, int head_of_ba
     return (int64_t(head_of_batch) * params.seqlen_q + row) * row_keys(params);
 }
 
-// Eight scores.
 __device__ __forceinline__ void load_scores(float (&scores)[8], const float* source) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -140,14 +138,12 @@ __device__ __forceinline__ void load_scores(float (&scores)[8], const float* sou
     }
 }
 
-// The maximum over the lanes of a warp.
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, step));
     return value;
 }
 
-// The sum over the lanes of a warp.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffff, value, step);

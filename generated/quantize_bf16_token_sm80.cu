@@ -130,7 +130,6 @@ __device__ __forceinline__ float larger(float largest, const Vector& vector) {
     return largest;
 }
 
-// The largest number of kCount lanes that follow each other.
 template <int kCount>
 __device__ __forceinline__ float largest_of_lanes(float value) {
 #pragma unroll

@@ -249,14 +249,16 @@ constexpr int kChunkKeys = 4;  // of 16 bytes
 // The chunk of four neighbouring keys that a lane stores, of two groups of 8 keys
 __device__ uint4 chunk_of_lane(const float (&sums)[2][2], int lane);
 __device__ int key_of_chunk(int lane);  // The first key of the chunk, from the first key of its two groups on
-constexpr int kChunkGroups = kChunkKeys / 2;  // groups of 8 keys that the lanes of a quad exchange
-
 // Stores a chunk of a row whose elements do not follow each other, or that the last key cuts
 __device__ void store_some(const Params& params, int64_t place, const uint4& chunk, int keys);
+constexpr int kChunkGroups = kChunkKeys / 2;  // groups of 8 keys that the lanes of a quad exchange
+
 // Stores the sums of a tile
 __device__ void leave_sums(const Params& params, const Tile& tile, const SumsOfTile& sums, shared_address, int warp, int lane);
 // Stores the sums of a tile over a part of its pairs, which the join kernel adds up
 __device__ void leave_part(const Params& params, const Tile& tile, const SumsOfTile& sums, int part, int warp, int lane);
+// Leaves the sums of a thread block's work
+__device__ void leave_sums_of(const Params& params, const Work& work, const SumsOfTile& sums, shared_address shared, int warp, int lane);
 // Loads a slice of rows and of keys, the columns from `column` on, as soon as the stage is empty
 __device__ void load_slice(shared_address shared, RingPosition<kStages>& ring, const tensor_map& of_rows, const tensor_map& of_keys,
     int column, int row, int key, int head, int kv_head, int batch);
@@ -360,8 +362,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             if (whole) add_ds<true>(sums, scores, ds);
             else add_ds<false>(sums, scores, ds);
         }
-        if (params.pair_parts > 1) leave_part(params, tile, sums, work.part, warp, lane);
-        else leave_sums(params, tile, sums, shared, warp, lane);
+        leave_sums_of(params, work, sums, shared, warp, lane);
     }
     if (consumer == 0) begin_turn();  // consumer 1 has ended its last turn
 }
@@ -415,21 +416,16 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
-// The row of the workspace that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -499,7 +495,6 @@ __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -586,7 +581,6 @@ __device__ __forceinline__ void await_mma(SumsOfTile& products) {
     pin_registers(*reinterpret_cast<float(*)[kBlockN / 2]>(&products[0][0][0]));
 }
 
-// Whether all rows of a tile exist and attend to all of its keys.
 __device__ __forceinline__ bool is_whole(const Params& params, const Tile& tile) {
     const KeyRange every = keys_of_every(params, tile.first_row, kBlockM);
     return tile.first_row + kBlockM <= params.seqlen_q && every.begin <= tile.first_key && tile.first_key + kBlockN <= every.end;
@@ -620,7 +614,6 @@ __device__ __forceinline__ void add_ds(SumsOfTile& sums, const SumsOfTile& p, co
     }
 }
 
-// dP - delta.
 __device__ __forceinline__ void subtract_delta(SumsOfTile& ds, const SavedRows& rows) {
 #pragma unroll
     for (int j = 0; j < kKeyTiles; ++j) {
@@ -629,7 +622,6 @@ __device__ __forceinline__ void subtract_delta(SumsOfTile& ds, const SavedRows& 
     }
 }
 
-// Stores an element of the gradient, rounded to the dtype of its array.
 __device__ __forceinline__ void store_gradient(const Params& params, int64_t place, float value) {
     store_global_32(params.dscore + place, value);
 }
@@ -645,10 +637,8 @@ __device__ __forceinline__ uint4 chunk_of_lane(const float (&sums)[2][2], int la
     return {__float_as_uint(sums[0][0]), __float_as_uint(sums[0][1]), received[0], received[1]};
 }
 
-// The first key of the chunk, from the first key of its two groups on.
 __device__ __forceinline__ int key_of_chunk(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
 
-// Stores a chunk of a row whose elements do not follow each other, or that the last key cuts.
 __device__ __forceinline__ void store_some(const Params& params, int64_t place, const uint4& chunk, int keys) {
     const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
@@ -667,7 +657,7 @@ __device__ __forceinline__ void leave_sums(const Params& params, const Tile& til
         const int first_key = tile.first_key + key_of_chunk(lane);
         const int keys = row < params.seqlen_q ? params.seqlen_kv - first_key : 0;
         const int64_t place = first + row * params.dscore_query_step + first_key * params.dscore_key_step;
-        float* const source = params.dscore + place;
+        fp32* const source = reinterpret_cast<fp32*>(params.dscore) + place;
         const bool in_chunks = params.dscore_key_step == 1 && reinterpret_cast<uint64_t>(source) % 16 == 0;
 #pragma unroll
         for (int j = 0; j < kKeyTiles; j += kChunkGroups) {
@@ -684,7 +674,6 @@ __device__ __forceinline__ void leave_sums(const Params& params, const Tile& til
     }
 }
 
-// Stores the sums of a tile over a part of its pairs, which the join kernel adds up.
 __device__ __forceinline__ void leave_part(const Params& params, const Tile& tile, const SumsOfTile& sums, int part, int warp, int lane) {
     const int64_t first =
         part * params.dscore_elements + tile.kept_batch * params.dscore_batch_step + tile.kept_head * params.dscore_head_step;
@@ -706,6 +695,13 @@ __device__ __forceinline__ void leave_part(const Params& params, const Tile& til
             }
         }
     }
+}
+
+// Leaves the sums of a thread block's work: the gradient, or what a part of its pairs adds to it.
+__device__ __forceinline__ void leave_sums_of(const Params& params, const Work& work, const SumsOfTile& sums, shared_address shared, int warp,
+                                              int lane) {
+    if (params.pair_parts > 1) leave_part(params, work.tile, sums, work.part, warp, lane);
+    else leave_sums(params, work.tile, sums, shared, warp, lane);
 }
 
 // Loads a slice of rows and of keys, the columns from `column` on, as soon as the stage is empty. Elements outside of the arrays become zeros.

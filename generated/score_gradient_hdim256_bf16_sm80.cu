@@ -308,21 +308,16 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
-// The row of the workspace that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// Rows of a head of the grid.
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
 
-// The query of a row of a tile.
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// The offset of row `row` of the tile's head in an array, in elements from the start of the batch entry.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -392,7 +387,6 @@ __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
@@ -452,7 +446,6 @@ __device__ __forceinline__ void add_ds(const Params& params, SumsOfTile& sums, c
     }
 }
 
-// Stores an element of the gradient, rounded to the dtype of its array.
 __device__ __forceinline__ void store_gradient(const Params& params, int64_t place, float value) {
     store_global_32(params.dscore + place, value);
 }

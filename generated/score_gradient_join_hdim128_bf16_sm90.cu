@@ -45,7 +45,6 @@ score_gradient_join_hdim128_bf16_sm90(const __grid_constant__ Params params) {
     store_gradient(params, place, sum);
 }
 
-// Stores an element of the gradient, rounded to the dtype of its array.
 __device__ __forceinline__ void store_gradient(const Params& params, int64_t place, float value) {
     store_global_32(params.dscore + place, value);
 }

@@ -89,15 +89,12 @@ score_gradient_rows_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     store_global_32(params.lse_log2 + unit_row, rounded_lse_log2(lse));
 }
 
-// Rows of a head in the workspace.
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
-// The row of the workspace that a head begins with.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// The dot product of 16 bytes of elements with 16 bytes of elements.
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
     const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};

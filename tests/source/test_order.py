@@ -143,7 +143,6 @@ __device__ int before() { return 0; }
 
 // ==== visible: which keys a row attends to
 
-// The keys of a row.
 __device__ Range keys_of(int row) { return {row}; }
 // ====
 

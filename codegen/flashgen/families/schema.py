@@ -72,7 +72,8 @@ RESERVED = frozenset(
         *("element_stages", "streaming"),
         *("rule", "rule_functions", "range_function", "verdict_functions"),
         *("row_spans", "key_spans", "block_spans", "skips_by_line", "line_arrays"),
-        *("range_functions", "line_runs", "tiles_in_order", "length_classes"),
+        *("range_functions", "line_runs", "line_by", "tiles_in_order", "length_classes"),
+        *("dq_widths", "gradient_bytes", "gradient_dtype"),
     )
 )
 

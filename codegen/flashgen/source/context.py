@@ -1,18 +1,21 @@
 """The names that a template finds of a Variant.
 
-A template finds every axis of its operator and every tile key by name, and beside them ``header`` (the file's
-first comment), ``params_struct`` (the C struct), ``param_names`` (the names of its members), ``name``,
+A template finds every axis of its operator and every tile key by name, and beside them ``dq_widths`` (of a
+backward kernel on Hopper the columns of the MMAs of dQ), ``header`` (the file's first comment),
+``params_struct`` (the C struct), ``param_names`` (the names of its members), ``name``,
 ``has_lengths`` (the device has the length of each sequence), ``layout`` (``sequences`` if so, else ``batch``:
 a part of names of templates), ``computes_gradients``, ``target``, ``element_bytes``, ``kv_element`` (the C++
 type of K and V in global memory), ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its
 family), ``features`` (the names of its features), ``parts`` (the files of which one of several is taken,
 `source.parts`) and ``variant``; of a score modification ``score`` (its
 name, or None), ``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`),
-``gradient_dtype`` (of the array that it is differentiated by), ``score_has_offset``, whether a part of it is
-left to the row, and ``score_has_derivative``, whether the kernel has a derivative of it to multiply by
-(`operators.lowering`), ``score_loads_by_key``, whether rows have the member ``whole`` (`source.scores`),
+``gradient_dtype`` and ``gradient_bytes`` (of the array that it is differentiated by), ``score_has_offset``,
+whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of
+it to multiply by (`operators.lowering`), ``score_loads_by_key``, whether rows have the member ``whole``
+(`source.scores`),
 ``score_staged`` (the array whose elements it copies to shared memory, if any), ``staged_dtype`` and
-``staged_row_stride``; of a mask by a line ``rule`` (its name, or None), ``rule_functions``,
+``staged_row_stride``; of a mask by a line ``rule`` (its name, or None), ``line_by``, by what a block hides
+scores (``elements``, ``ranges`` of the keys of a query, ``either``, or ``none``), ``rule_functions``,
 ``range_function`` and ``verdict_functions``, ``row_spans``, ``key_spans`` and ``block_spans``, the arrays of
 whose blocks there are bounds (`source.verdicts`), ``skips_by_line``, whether a kernel with lengths has
 verdicts of KV blocks, ``line_arrays``, its arrays with an element for each token of queries (``q``) or
@@ -28,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.families.variant import ELEMENT_STAGES
 from flashgen.operators import OPERATORS
 from flashgen.source.params import struct_text
-from flashgen.source.parts import parts_of
+from flashgen.source.parts import parts_of, skips_by_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,10 +45,15 @@ def context(form: Variant, header: str) -> dict[str, Any]:
     of_score = _of_score(form)
     return {
         "score": None,
-        "cluster": 1,  # of kernels whose tiles say nothing of clusters
+        # Of kernels whose tiles say nothing of these.
+        "cluster": 1,
+        "loop": "shares",
+        "row_warps": 1,
+        "dq_widths": [],
+        "held_k": 0,
         **form.axis_values,
         **_of_tree(form),
-        **dict(form.tile),
+        **_of_tile(form, of_score["score_has_derivative"]),
         **of_score,
         "parts": parts_of(form, of_score["score_has_derivative"], of_score["score_has_offset"]),
         **_of_rule(form),
@@ -73,6 +81,30 @@ def _of_tree(form: Variant) -> dict[str, Any]:
     return mask_type | {"has_tree": any(param.name == "tree" for param in form.params)}
 
 
+def _of_tile(form: Variant, has_derivative: bool) -> dict[str, Any]:
+    """The keys of the tile, and ``dq_widths``: the columns of an MMA of dQ whose dS is in shared memory.
+
+    The tiles of backward kernels on Hopper were measured without a score modification. Some keys give way to
+    one, and more to its derivative, which takes registers.
+    """
+    tile: dict[str, Any] = dict(form.tile)
+    if "dq_address" in tile:  # consumers that are alike: all columns of K, or the columns of a panel
+        outer = form.head_dim - 64
+        tile["dq_widths"] = [form.head_dim] if tile["block_m"] == 128 else list(dict.fromkeys((64, outer)))
+        if form.score is not None:
+            tile |= {"dq_address": "free", "mask_bounds": "computed", "steps": "all"}
+            tile |= {"starts": "free"} if form.axis_values["mask_type"] == "local" else {}
+        if has_derivative:
+            tile |= {"lse": "late", "held_k": 0, "held_v": 0}
+    elif "dq" in tile:  # a consumer of dV and one of dK; in a cluster each has a part of the other panels
+        outer = form.head_dim // 2 - 64
+        tile["dq_widths"] = [64] if tile["cluster"] == 1 else list(dict.fromkeys((64, outer)))
+        tile["lse"] = "early"
+        if has_derivative:
+            tile |= {"held_k": 0, "held_v": 0}
+    return tile
+
+
 def _of_score(form: Variant) -> dict[str, Any]:
     if form.score is None:
         absent = {
@@ -81,7 +113,7 @@ def _of_score(form: Variant) -> dict[str, Any]:
             "score_staged": None,
             ELEMENT_STAGES: 0,
         }
-        return {"score_functions": "", "score_element": "", "gradient_dtype": "fp32", **absent}
+        return {"score_functions": "", "score_element": "", **_of_gradient("fp32"), **absent}
     # Only a call with a modification waits for these.
     from flashgen.operators.scores import DTYPE_BYTES, TYPES
     from flashgen.source.arrayelement import element_function
@@ -104,8 +136,12 @@ def _of_score(form: Variant) -> dict[str, Any]:
         "element_stages": dict(form.tile).get(ELEMENT_STAGES, 0),
         "staged_row_stride": staged and strides[staged.dimensions.index("q")],
         "score_element": element_function(form.score),
-        "gradient_dtype": dtypes.get(form.score.wrt, "fp32"),
+        **_of_gradient(dtypes.get(form.score.wrt, "fp32")),
     }
+
+
+def _of_gradient(dtype: str) -> dict[str, Any]:
+    return {"gradient_dtype": dtype, "gradient_bytes": 4 if dtype == "fp32" else 2}
 
 
 def _of_rule(form: Variant) -> dict[str, Any]:
@@ -124,7 +160,12 @@ def _of_rule(form: Variant) -> dict[str, Any]:
     )
     rule = form.rule
     if rule is None and form.operator != "mask_lists":
-        return {"rule": None, "line_arrays": {"q": (), "kv": ()}, **dict.fromkeys(from_line, "")}
+        return {
+            "rule": None,
+            "line_by": "none",
+            "line_arrays": {"q": (), "kv": ()},
+            **dict.fromkeys(from_line, ""),
+        }
     from flashgen.families.masks import rule_of_line
     from flashgen.operators.linetable import LENGTH_CLASSES
     from flashgen.source.rules import range_function, ranges_functions, rule_functions, runs_of
@@ -133,15 +174,13 @@ def _of_rule(form: Variant) -> dict[str, Any]:
     if rule is None:  # kernels that make lists have a line, if need be this one
         rule = rule_of_line("kv <= q")
     spans = spans_of(rule, not form.has_lengths)
-    # Rows of a tile are of one query head, or the line is the same for all.
-    one_line = form.axis_values.get("gqa") != "packed" or "h" not in rule.tree.reads()
     values = (
         rule_functions(rule, packed_heads=form.has_lengths),
         range_function(rule),
         verdict_functions(rule, not form.has_lengths),
         *([span for span in spans if span.position == position] for position in ("q", "kv", "block")),
         rule.pack is not None,
-        form.has_lengths and one_line,
+        skips_by_line(form),
         () if form.has_lengths else ranges_functions(rule),
         {} if form.has_lengths else _runs(runs_of(rule), spans),
         _in_order(form),
@@ -151,7 +190,12 @@ def _of_rule(form: Variant) -> dict[str, Any]:
     for array in rule.arrays:
         if array.per_token is not None:
             of_tokens["q" if array.per_token == "q" else "kv"].append(array.argument_name)
-    return {"rule": rule.name, "line_arrays": of_tokens, **dict(zip(from_line, values, strict=True))}
+    of_line = dict(zip(from_line, values, strict=True))
+    if not of_line["range_functions"]:
+        line_by = "elements"
+    else:
+        line_by = "either" if of_line["line_runs"] else "ranges"
+    return {"rule": rule.name, "line_by": line_by, "line_arrays": of_tokens, **of_line}
 
 
 def _in_order(form: Variant) -> bool:

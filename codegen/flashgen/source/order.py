@@ -2,8 +2,8 @@
 
 A template writes each device function once, before its first use. The filter `from_the_top` brings the text
 into the order in which a kernel is read: constants and types, a prototype of each function, the roles and the
-kernel, then the functions and the assertions. A prototype has the first sentence of the function's comment.
-The order does not change the machine code.
+kernel, then the functions and the assertions. A prototype has the first sentence of the function's comment,
+and the function has the comment if it says more. The order does not change the machine code.
 
 A section begins with a line ``// ==== name: what it is`` and ends with a line ``// ====``. Its prototypes
 stay together, and so do its functions, both under its heading.
@@ -89,7 +89,7 @@ def from_the_top(text: str, *roles: str) -> str:
                 del first[last_prototype:]  # the blank lines between two prototypes
             first += _prototype(signature, unit)
             last_prototype = len(first)
-            part += ["", *unit.comment, *_without_defaults(unit)]
+            part += ["", *_longer_comment(unit), *_without_defaults(unit)]
         elif begin.startswith(_PTX_BEGIN):
             part += ["", *whole]
         elif begin.startswith("static_assert("):
@@ -246,6 +246,12 @@ def _first_sentence(comment: list[str]) -> str:
     text = " ".join(_bare(line).removeprefix("//").strip() for line in comment)
     match = _SENTENCE.match(text)
     return match[1] if match else text
+
+
+def _longer_comment(unit: _Unit) -> list[str]:
+    """The comment of a function, unless all of it is with the prototype."""
+    text = " ".join(_bare(line).removeprefix("//").strip() for line in unit.comment)
+    return [] if text.removesuffix(".") == _first_sentence(unit.comment) else unit.comment
 
 
 def _without_defaults(unit: _Unit) -> list[str]:

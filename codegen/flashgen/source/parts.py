@@ -23,6 +23,13 @@ STAGED = "flashgen/staged.cuh"  # copies of elements of a score modification to 
 SOME_HEADERS = (HALF, DROPOUT, STAGED)
 
 _MMAS = {"fp32": "tf32x3", "e4m3": "fp8"}
+# By whether thread blocks take turns to add dQ, and whether a mask is dense.
+_BARRIERS = {
+    (False, False): "plain",
+    (True, False): "turns",
+    (False, True): "mask",
+    (True, True): "turns_and_mask",
+}
 _VISITS = {"dense": "dense", "blocks": "listed"}
 
 
@@ -33,19 +40,46 @@ class Parts(NamedTuple):
     mma: str  # the MMAs of a dtype: f16, tf32x3 or fp8
     rows: str  # what a row of a tile is: a query, or where heads are packed a pair of query and head
     heads_of_grid: str  # the parameter that counts them: heads of keys where query heads are packed
-    derivative: str  # of a backward step: whether scores have a derivative to multiply by
     score_offset: str  # whether a part of a score modification is left to the row: some or none
     elements: str  # how elements of a score modification come: loaded, or staged in shared memory
-    loop: str  # of mma.sync's forward kernels
+    key_rows: str  # where the keys of calls with lengths are: sequences or pages
+    visits: str  # which KV blocks a kernel visits: of a range, a list, or a dense mask
+
+    # Of mma.sync's forward kernels.
+    loop: str
     copy: str  # how they copy K and V: rows, rows of pages, or codes
     lane_address: str  # how a lane's addresses are computed: a sum after the XOR of the swizzle, or none
-    query_steps: str  # of backward kernels: by lists, or by the order of dQ and the heads of a step
-    visits: str  # which KV blocks Hopper's forward kernels visit: of a range, a list, or a dense mask
-    schedule: str  # of Hopper's consumers
-    store: str  # how O leaves Hopper's consumers
-    release_q: str  # when Hopper's consumers release Q
-    key_rows: str  # where keys of calls with lengths are, for Hopper's producers: sequences or pages
-    score_scale: str  # of what Hopper's scores of codes have a scale: none, a tile, rows or keys
+
+    # Of Hopper's consumers in forward kernels.
+    schedule: str
+    store: str  # how O leaves them
+    release_q: str  # when they release Q
+    score_scale: str  # of what scores of codes have a scale: none, a tile, rows or keys
+
+    # Of split KV.
+    pieces: str  # what the tiles of a sequence are cut into: splits or blocks; batch if all tiles are alike
+    shares: str  # what a thread block has a share of: splits or blocks
+    fetch: str  # where its keys come from: a batch, sequences or pages, and the scales of these
+    sequences: str  # which KV blocks of sequences it fetches: all, or by a line the ones that rows may see
+    cluster: str  # the same for the thread blocks of a cluster
+
+    # Of backward kernels.
+    derivative: str  # whether dP - delta has the derivative of scores as a factor: derivative or plain
+    modification: str  # how a step modifies scores; none if it does not
+    query_steps: str  # the steps of a block of keys: by lists, or by the order of dQ and the heads of a step
+    step_heads: str  # how a step names its query head: mha, gqa_sm80 or gqa_sm90
+    cleared: str  # when dq_accum is cleared: ahead, by thread blocks of the main kernel, or before it
+    queries: str  # how the queries of a key are found on Hopper
+    masking: str  # the mask type whose apply_mask() a kernel has
+    mask_bounds: str  # how a consumer on Hopper knows what to mask: by words, held bounds, a range, a start
+    turn_threads: str  # how many threads on Hopper keep turns to add dQ: none, one or two
+    turn_counters: str  # how many counters of turns a block of queries has: none, one or two
+    barriers: str  # mbarriers beside those of loads, on Hopper: plain, turns, mask or turns_and_mask
+    gradient_rows: str  # whose dK and dV a thread block computes: of a batch, of groups, of sequences
+    stored_rows: str  # which it writes: these, the rows of entries of a cache, or fp32 sums
+    head_of_block: str  # the member of a block of keys that is its head, or its part of a group
+
+    codes: str  # whose scale the codes have that append writes: of a token, a sequence, or a fp8dsmla row
 
 
 def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
@@ -55,10 +89,23 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
     axes, features = form.axis_values, form.features
     mask_type = axes.get("mask_type")
     packed = axes.get("gqa") == "packed"
+    scored = form.score is not None
+    dense = mask_type == "dense"
+    ordered = axes.get("dq_order") == "ordered"
+    # With a score modification queries past the last are masked as well, as a window masks them.
+    to_last = scored and mask_type in ("none", "causal")
     visits = _VISITS.get(str(mask_type), "range")
     # fp32 adds nothing after the XOR. With plain addresses ptxas would write other code for it, which has not
     # been timed.
     with_offset = dict(form.tile).get("loop") in ("halves", "turns") or form.dtype == "fp32"
+    if form.has_lengths:
+        gradient_rows = "sequences"
+    else:
+        gradient_rows = "groups" if axes.get("gqa") == "gqa" else "batch"
+    family = "sm90" if form.target == "sm90" else "sm80"
+    shares = "splits" if "fixed_splits" in features else "blocks"
+    by_line = "_by_line" if skips_by_line(form) else ""
+    key_rows = "pages" if form.has_lengths and axes.get("pages") == "paged" else "sequences"
     by_tma = "tma_stores" in features
     if visits != "range":
         schedule = visits
@@ -71,20 +118,108 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         mma=_MMAS.get(form.dtype, "f16"),
         rows="pairs" if packed else "queries",
         heads_of_grid="num_heads_kv" if packed else "num_heads_q",
-        derivative="derivative" if has_derivative else "plain",
+        derivative="derivative" if has_derivative and not _has_two_roles(form) else "plain",
         score_offset="some" if has_offset else "none",
         elements="staged" if _stages(form) else "loaded",
         loop=_loop(form),
         copy=_copy(form),
         lane_address="with_offset" if with_offset else "plain",
+        modification=_modification(form, has_derivative),
+        step_heads="mha" if axes.get("gqa") == "mha" else f"gqa_{family}",
+        cleared="ahead" if "clears_ahead" in features else "before",
+        queries=f"{mask_type}_to_last" if to_last else str(mask_type),
+        masking="local" if to_last else str(mask_type),
+        mask_bounds=_mask_bounds(form),
+        turn_threads=("one" if dense else "two") if ordered else "none",
+        turn_counters=("two" if _clusters(form) else "one") if ordered else "none",
+        gradient_rows=gradient_rows,
+        stored_rows=_stored_rows(form, gradient_rows),
+        head_of_block="group_part" if gradient_rows == "groups" else "kv_head",
+        barriers=_BARRIERS[ordered, dense],
         query_steps="listed" if visits == "listed" else f"{axes.get('dq_order')}_{axes.get('gqa')}",
         visits=visits,
         schedule=schedule,
         store="by_tma" if by_tma else "from_registers",
         release_q="after_store" if by_tma else "after_qk",
-        key_rows="pages" if form.has_lengths and axes.get("pages") == "paged" else "sequences",
+        codes=_codes(form),
+        pieces=shares if form.has_lengths else "batch",
+        shares=shares,
+        fetch=_fetch(form, key_rows, by_line),
+        sequences=f"sequences{by_line}",
+        cluster=f"cluster{by_line}",
+        key_rows=key_rows,
         score_scale=_score_scale(form),
     )
+
+
+def _has_two_roles(form: Variant) -> bool:
+    """Whether one consumer of a backward kernel has S and another dP: head dims above 128 on Hopper."""
+    return "dq" in dict(form.tile)
+
+
+def _clusters(form: Variant) -> bool:
+    """Whether thread blocks of the main backward kernel form clusters, whose halves of dQ have turns each."""
+    return form.target == "sm90" and dict(form.tile).get("cluster") == 2
+
+
+def _modification(form: Variant, has_derivative: bool) -> str:
+    """How a backward step modifies scores. With two roles the one that has S hands over P times the
+    derivative; else the derivative goes into dP at once, for want of registers.
+    """
+    if form.score is None:
+        return "none"
+    elements = "staged" if _stages(form) else "loaded"
+    if not has_derivative:
+        return elements
+    return f"{elements}_weights" if _has_two_roles(form) else f"{elements}_derivative"
+
+
+def _mask_bounds(form: Variant) -> str:
+    """By what a backward step on Hopper knows which blocks of queries it masks."""
+    mask_type = form.axis_values.get("mask_type")
+    if mask_type == "dense":
+        return "words"
+    if form.score is not None:
+        return "range"
+    if dict(form.tile).get("mask_bounds") == "held":
+        return "held"
+    return "range" if mask_type in ("local", "tree", "blocks") else "start"
+
+
+def _stored_rows(form: Variant, gradient_rows: str) -> str:
+    """Which rows of dK and dV a thread block of the main backward kernel writes."""
+    axes = form.axis_values
+    if axes.get("dkv_dtype") == "fp32dkv":
+        return "sums"
+    return "entries" if axes.get("kv_starts") == "starts" else gradient_rows
+
+
+def _codes(form: Variant) -> str:
+    """As what append writes elements into a cache: none if it has elements."""
+    axes = form.axis_values
+    if axes.get("kv_dtype", "none") == "none":
+        return "none"
+    if axes.get("kv_scales") == "token":
+        return "token"
+    return "fp8dsmla" if axes.get("kv_dtype") == "fp8dsmla" else "sequence"
+
+
+def _fetch(form: Variant, key_rows: str, by_line: str) -> str:
+    """From where decoding fetches keys across the tiles of a share."""
+    if not form.has_lengths:
+        return "batch"
+    if form.axis_values.get("kv_scales") == "token":
+        return f"{key_rows}_and_scales"
+    return key_rows if key_rows == "pages" else f"{key_rows}{by_line}"
+
+
+def skips_by_line(form: Variant) -> bool:
+    """Whether a kernel with lengths has verdicts of KV blocks by the line of a mask: if rows of a tile are of
+    one query head, or the line is the same for all.
+    """
+    if form.rule is None or not form.has_lengths:
+        return False
+    return form.axis_values.get("gqa") != "packed" or "h" not in form.rule.tree.reads()
 
 
 def _score_scale(form: Variant) -> str:
