@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def context(form: Variant, header: str) -> dict[str, Any]:
-    of_score = _of_score(form)
+    of_score, of_rule = _of_score(form), _of_rule(form)
     return {
         "score": None,
         "cluster": 1,  # of kernels whose tiles say nothing of clusters
@@ -47,8 +47,13 @@ def context(form: Variant, header: str) -> dict[str, Any]:
         **_of_tree(form),
         **dict(form.tile),
         **of_score,
-        "parts": parts_of(form, of_score["score_has_derivative"], of_score["score_has_offset"]),
-        **_of_rule(form),
+        "parts": parts_of(
+            form,
+            of_score["score_has_derivative"],
+            of_score["score_has_offset"],
+            bool(of_rule["skips_by_line"]),
+        ),
+        **of_rule,
         "variant": form,
         "name": form.name,
         "has_lengths": form.has_lengths,

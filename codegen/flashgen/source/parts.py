@@ -41,16 +41,21 @@ class Parts(NamedTuple):
     lane_address: str  # how a lane's addresses are computed: a sum after the XOR of the swizzle, or none
     query_steps: str  # of backward kernels: by lists, or by the order of dQ and the heads of a step
     visits: str  # which KV blocks Hopper's forward kernels visit: of a range, a list, or a dense mask
+    plan: str  # the map and the shared memory of Hopper's forward kernels
     schedule: str  # of Hopper's consumers
+    tiles_from: str  # the row that tiles of a sequence are counted from: the first or the last
     store: str  # how O leaves Hopper's consumers
     release_q: str  # when Hopper's consumers release Q
     key_rows: str  # where keys of calls with lengths are, for Hopper's producers: sequences or pages
+    operands: str  # of Hopper's MMAs: 16 bits, e4m3 with V in rows, or e4m3 with V transposed
+    turns: str  # when Hopper's consumers issue MMAs: in turns, or at will
     score_scale: str  # of what Hopper's scores of codes have a scale: none, a tile, rows or keys
 
 
-def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
+def parts_of(form: Variant, has_derivative: bool, has_offset: bool, skips_by_line: bool) -> Parts:
     """The parts of a kernel. ``has_derivative`` is whether scores have a derivative to multiply by,
-    ``has_offset`` whether a part of the score modification is left to the row.
+    ``has_offset`` whether a part of the score modification is left to the row, ``skips_by_line`` whether the
+    kernel skips KV blocks that a line hides.
     """
     axes, features = form.axis_values, form.features
     mask_type = axes.get("mask_type")
@@ -60,12 +65,6 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
     # been timed.
     with_offset = dict(form.tile).get("loop") in ("halves", "turns") or form.dtype == "fp32"
     by_tma = "tma_stores" in features
-    if visits != "range":
-        schedule = visits
-    elif "overlapped" in features:
-        schedule = "overlapped"
-    else:
-        schedule = "diagonal" if "from_last_row" in features else "tiles"
     return Parts(
         headers="\n".join(f'#include "{name}"' for name in (form.header, *some_headers(form))),
         mma=_MMAS.get(form.dtype, "f16"),
@@ -79,10 +78,14 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         lane_address="with_offset" if with_offset else "plain",
         query_steps="listed" if visits == "listed" else f"{axes.get('dq_order')}_{axes.get('gqa')}",
         visits=visits,
-        schedule=schedule,
+        plan=_plan(form, visits),
+        schedule=_schedule(form, visits, skips_by_line),
+        tiles_from="last" if "from_last_row" in features else "first",
         store="by_tma" if by_tma else "from_registers",
         release_q="after_store" if by_tma else "after_qk",
-        key_rows="pages" if form.has_lengths and axes.get("pages") == "paged" else "sequences",
+        key_rows=_key_rows(form),
+        operands=_operands(form),
+        turns=_turns(form),
         score_scale=_score_scale(form),
     )
 
@@ -95,6 +98,56 @@ def _score_scale(form: Variant) -> str:
     if CONVERTS_CODES in form.features:
         return "keys" if axes.get("kv_scales") == "token" else "tile"
     return "none"
+
+
+def _key_rows(form: Variant) -> str:
+    paged = form.has_lengths and form.axis_values.get("pages") == "paged"
+    return "pages" if paged else "sequences"
+
+
+def _plan(form: Variant, visits: str) -> str:
+    """The map and the shared memory of Hopper's forward kernels: by the roles of their warps, and by what
+    these pass on to each other.
+    """
+    codes = form.dtype == "e4m3"
+    if "by_sequence" in form.features:
+        if CONVERTS_CODES in form.features:
+            return "codes"
+        return f"e4m3_{_key_rows(form)}" if codes else _key_rows(form)
+    if visits == "dense":
+        return "e4m3_dense" if codes else "dense"
+    return f"of_{_operands(form)}"
+
+
+def _schedule(form: Variant, visits: str, skips_by_line: bool) -> str:
+    """The order of work of Hopper's consumers: what they visit, and which MMAs run beside a softmax."""
+    features = form.features
+    diagonal = "from_last_row" in features
+    if visits != "range":
+        return visits
+    if "wide" in features:
+        return "wide"
+    if "shares" in features:
+        return "shares"
+    if "by_sequence" in features:
+        mask = "causal" if form.axis_values.get("mask_type") == "causal" else "local"
+        return f"sequences_{mask}" if diagonal and not skips_by_line else "sequences"
+    if "overlapped" in features:
+        return "overlapped"
+    return "diagonal" if diagonal else "tiles"
+
+
+def _operands(form: Variant) -> str:
+    """What Hopper's forward kernels multiply: elements of 16 bits, or codes, with V in rows or transposed."""
+    if form.dtype != "e4m3":
+        return "f16"
+    return "e4m3_vt" if form.axis_values.get("v_layout") == "vt" else "e4m3"
+
+
+def _turns(form: Variant) -> str:
+    """Whether Hopper's consumers, several warpgroups, take turns at issuing MMAs."""
+    several = int(dict(form.tile).get("block_m", 0)) > 64
+    return "in_turns" if several and "without_turns" not in form.features else "at_will"
 
 
 def _loop(form: Variant) -> str:
