@@ -48,7 +48,10 @@ class Parts(NamedTuple):
     release_q: str  # when Hopper's consumers release Q
     key_rows: str  # where keys of calls with lengths are, for Hopper's producers: sequences or pages
     operands: str  # of Hopper's MMAs: 16 bits, e4m3 with V in rows, or e4m3 with V transposed
-    turns: str  # when Hopper's consumers issue MMAs: in turns, or at will
+    turns: str  # whether Hopper's consumers take turns at issuing MMAs: taken or none
+    score: str  # of Hopper's consumers: q . k, or modified
+    finish: str  # what their rows see: all keys, a range of keys, or keys by a dense mask
+    sums: str  # of their P V: added to O by the MMAs, or promoted to fp32 first
     score_scale: str  # of what Hopper's scores of codes have a scale: none, a tile, rows or keys
 
 
@@ -86,6 +89,9 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool, skips_by_lin
         key_rows=_key_rows(form),
         operands=_operands(form),
         turns=_turns(form),
+        score="modified" if form.score else "plain",
+        finish={"none": "none", "dense": "dense"}.get(str(mask_type), "range"),
+        sums="promoted" if "promoted" in features else "added",
         score_scale=_score_scale(form),
     )
 
@@ -147,7 +153,7 @@ def _operands(form: Variant) -> str:
 def _turns(form: Variant) -> str:
     """Whether Hopper's consumers, several warpgroups, take turns at issuing MMAs."""
     several = int(dict(form.tile).get("block_m", 0)) > 64
-    return "in_turns" if several and "without_turns" not in form.features else "at_will"
+    return "taken" if several and "without_turns" not in form.features else "none"
 
 
 def _loop(form: Variant) -> str:
