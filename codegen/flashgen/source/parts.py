@@ -52,7 +52,9 @@ class Parts(NamedTuple):
     score: str  # of Hopper's consumers: q . k, or modified
     finish: str  # what their rows see: all keys, a range of keys, or keys by a dense mask
     sums: str  # of their P V: added to O by the MMAs, or promoted to fp32 first
-    score_scale: str  # of what Hopper's scores of codes have a scale: none, a tile, rows or keys
+    score_scale: str  # of what scores of codes have a scale: none, a tile, rows or keys
+    softmax: str  # what softmax multiplies scores by: by_scale, or by_row_scales
+    softmax_step: str  # of Hopper's consumers: the same, or with_offset, where a part of the score is left to the row
 
 
 def parts_of(form: Variant, has_derivative: bool, has_offset: bool, skips_by_line: bool) -> Parts:
@@ -68,6 +70,8 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool, skips_by_lin
     # been timed.
     with_offset = dict(form.tile).get("loop") in ("halves", "turns") or form.dtype == "fp32"
     by_tma = "tma_stores" in features
+    # Modified scores have the scales of their codes in them.
+    softmax = "by_row_scales" if _score_scale(form) == "rows" and form.score is None else "by_scale"
     return Parts(
         headers="\n".join(f'#include "{name}"' for name in (form.header, *some_headers(form))),
         mma=_MMAS.get(form.dtype, "f16"),
@@ -93,11 +97,13 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool, skips_by_lin
         finish={"none": "none", "dense": "dense"}.get(str(mask_type), "range"),
         sums="promoted" if "promoted" in features else "added",
         score_scale=_score_scale(form),
+        softmax=softmax,
+        softmax_step="with_offset" if has_offset else softmax,
     )
 
 
 def _score_scale(form: Variant) -> str:
-    """What Hopper's forward kernels multiply scores of codes by."""
+    """What forward kernels multiply scores of codes by."""
     axes = form.axis_values
     if form.dtype == "e4m3":
         return "rows" if axes.get("gqa") == "packed" else "tile"
