@@ -47,7 +47,7 @@ class Parts(NamedTuple):
     store: str  # how O leaves Hopper's consumers
     release_q: str  # when Hopper's consumers release Q
     key_rows: str  # where keys of calls with lengths are, for Hopper's producers: sequences or pages
-    operands: str  # of Hopper's MMAs: 16 bits, e4m3 with V in rows, or e4m3 with V transposed
+    plan_of: str  # the part of the plan that follows from the operands of the MMAs, and from how O is stored
     turns: str  # whether Hopper's consumers take turns at issuing MMAs: taken or none
     score: str  # of Hopper's consumers: q . k, or modified
     finish: str  # what their rows see: all keys, a range of keys, or keys by a dense mask
@@ -91,7 +91,7 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool, skips_by_lin
         store="by_tma" if by_tma else "from_registers",
         release_q="after_store" if by_tma else "after_qk",
         key_rows=_key_rows(form),
-        operands=_operands(form),
+        plan_of=_plan_of(form),
         turns=_turns(form),
         score="modified" if form.score else "plain",
         finish={"none": "none", "dense": "dense"}.get(str(mask_type), "range"),
@@ -128,7 +128,7 @@ def _plan(form: Variant, visits: str) -> str:
         return f"e4m3_{_key_rows(form)}" if codes else _key_rows(form)
     if visits == "dense":
         return "e4m3_dense" if codes else "dense"
-    return f"of_{_operands(form)}"
+    return f"of_{_plan_of(form)}"
 
 
 def _schedule(form: Variant, visits: str, skips_by_line: bool) -> str:
@@ -149,10 +149,12 @@ def _schedule(form: Variant, visits: str, skips_by_line: bool) -> str:
     return "diagonal" if diagonal else "tiles"
 
 
-def _operands(form: Variant) -> str:
-    """What Hopper's forward kernels multiply: elements of 16 bits, or codes, with V in rows or transposed."""
+def _plan_of(form: Variant) -> str:
+    """The part of the plan that all kernels have: of elements of 16 bits, with O stored by TMA or not, or of
+    codes, with V in rows or transposed.
+    """
     if form.dtype != "e4m3":
-        return "f16"
+        return "f16_by_tma" if "tma_stores" in form.features else "f16"
     return "e4m3_vt" if form.axis_values.get("v_layout") == "vt" else "e4m3"
 
 
