@@ -6,7 +6,7 @@ first comment), ``params_struct`` (the C struct), ``param_names`` (the names of 
 a part of names of templates), ``computes_gradients``, ``target``, ``element_bytes``, ``kv_element`` (the C++
 type of K and V in global memory), ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its
 family), ``features`` (the names of its features), ``parts`` (the files of which one of several is taken,
-`source.parts`) and ``variant``; of a score modification ``score`` (its
+`source.parts`), ``pv_columns`` (of a P V of wgmma) and ``variant``; of a score modification ``score`` (its
 name, or None), ``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`),
 ``gradient_dtype`` (of the array that it is differentiated by), ``score_has_offset``, whether a part of it is
 left to the row, and ``score_has_derivative``, whether the kernel has a derivative of it to multiply by
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.families.variant import ELEMENT_STAGES
 from flashgen.operators import OPERATORS
 from flashgen.source.params import struct_text
-from flashgen.source.parts import parts_of
+from flashgen.source.parts import parts_of, pv_columns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,6 +54,7 @@ def context(form: Variant, header: str) -> dict[str, Any]:
             bool(of_rule["skips_by_line"]),
         ),
         **of_rule,
+        "pv_columns": pv_columns(form),
         "variant": form,
         "name": form.name,
         "has_lengths": form.has_lengths,

@@ -43,6 +43,7 @@ class Parts(NamedTuple):
     visits: str  # which KV blocks Hopper's forward kernels visit: of a range, a list, or a dense mask
     plan: str  # the map and the shared memory of Hopper's forward kernels
     schedule: str  # of Hopper's consumers
+    walk: str  # which KV blocks of a tile they visit: all, or those seen by a line
     tiles_from: str  # the row that tiles of a sequence are counted from: the first or the last
     store: str  # how O leaves Hopper's consumers
     release_q: str  # when Hopper's consumers release Q
@@ -51,6 +52,7 @@ class Parts(NamedTuple):
     turns: str  # whether Hopper's consumers take turns at issuing MMAs: taken or none
     score: str  # of Hopper's consumers: q . k, or modified
     finish: str  # what their rows see: all keys, a range of keys, or keys by a dense mask
+    pv: str  # their MMAs of codes: the same as `sums`, or whole, where P V follows its softmax at once
     sums: str  # of their P V: added to O by the MMAs, or promoted to fp32 first
     score_scale: str  # of what scores of codes have a scale: none, a tile, rows or keys
     softmax: str  # what softmax multiplies scores by: by_scale, or by_row_scales
@@ -69,6 +71,7 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool, skips_by_lin
     # fp32 adds nothing after the XOR. With plain addresses ptxas would write other code for it, which has not
     # been timed.
     with_offset = dict(form.tile).get("loop") in ("halves", "turns") or form.dtype == "fp32"
+    sums = "promoted" if "promoted" in features else "added"
     by_tma = "tma_stores" in features
     # Modified scores have the scales of their codes in them.
     softmax = "by_row_scales" if _score_scale(form) == "rows" and form.score is None else "by_scale"
@@ -87,6 +90,7 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool, skips_by_lin
         visits=visits,
         plan=_plan(form, visits),
         schedule=_schedule(form, visits, skips_by_line),
+        walk="seen" if skips_by_line else "all",
         tiles_from="last" if "from_last_row" in features else "first",
         store="by_tma" if by_tma else "from_registers",
         release_q="after_store" if by_tma else "after_qk",
@@ -95,7 +99,8 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool, skips_by_lin
         turns=_turns(form),
         score="modified" if form.score else "plain",
         finish={"none": "none", "dense": "dense"}.get(str(mask_type), "range"),
-        sums="promoted" if "promoted" in features else "added",
+        pv="whole" if "wide" in features else sums,
+        sums=sums,
         score_scale=_score_scale(form),
         softmax=softmax,
         softmax_step="with_offset" if has_offset else softmax,
@@ -176,6 +181,16 @@ def _copy(form: Variant) -> str:
     if axes.get("kv_dtype", "none") == "e4m3" and form.dtype != "e4m3":
         return "codes"
     return "pages" if form.has_lengths and axes.get("pages") == "paged" else "rows"
+
+
+def pv_columns(form: Variant) -> int:
+    """The columns of O that an MMA of Hopper's forward kernels has."""
+    if "wide" in form.features:
+        return 64  # two such pieces are in registers
+    # Of a thread block with a warpgroup that converts ptxas takes no wgmma of 256 columns: with 512 threads it
+    # counts on 128 registers.
+    dims = int(form.axis_values.get("head_dim_v", 0))
+    return 128 if dims == 256 and CONVERTS_CODES in form.features else dims
 
 
 def some_headers(form: Variant) -> tuple[str, ...]:
