@@ -43,6 +43,7 @@ def context(form: Variant, header: str) -> dict[str, Any]:
     return {
         "score": None,
         "cluster": 1,  # of kernels whose tiles say nothing of clusters
+        "loop": "stages",  # or of the main loop
         **form.axis_values,
         **_of_tree(form),
         **dict(form.tile),

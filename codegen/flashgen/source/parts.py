@@ -39,6 +39,7 @@ class Parts(NamedTuple):
     loop: str  # of mma.sync's forward kernels
     copy: str  # how they copy K and V: rows, rows of pages, or codes
     lane_address: str  # how a lane's addresses are computed: a sum after the XOR of the swizzle, or none
+    epilogue: str  # how they write O: rows of 16 bits, words of 32, or rows of halves or pairs, by the main loop
     query_steps: str  # of backward kernels: by lists, or by the order of dQ and the heads of a step
     visits: str  # which KV blocks Hopper's forward kernels visit: of a range, a list, or a dense mask
     plan: str  # the map and the shared memory of Hopper's forward kernels
@@ -86,6 +87,7 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool, skips_by_lin
         loop=_loop(form),
         copy=_copy(form),
         lane_address="with_offset" if with_offset else "plain",
+        epilogue=_epilogue(form),
         query_steps="listed" if visits == "listed" else f"{axes.get('dq_order')}_{axes.get('gqa')}",
         visits=visits,
         plan=_plan(form, visits),
@@ -173,6 +175,14 @@ def _loop(form: Variant) -> str:
     """The main loop of mma.sync's forward kernels: of a list, of a dense mask, or the one of the tile."""
     loop = str(dict(form.tile).get("loop"))
     return {"blocks": "listed", "dense": f"{loop}_dense"}.get(str(form.axis_values.get("mask_type")), loop)
+
+
+def _epilogue(form: Variant) -> str:
+    """How mma.sync's forward kernels write O."""
+    loop = str(dict(form.tile).get("loop"))
+    if loop in ("halves", "pairs"):
+        return loop
+    return "words" if form.dtype == "fp32" else "rows"
 
 
 def _copy(form: Variant) -> str:
