@@ -1,8 +1,9 @@
-// flash_bwd_hdim192_bf16_causal_pair_sm90
+// flash_bwd_hdim192_bf16_causal_softcap_pair_sm90
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, dropout none, gqa mha, dq_order none
+// axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, dropout none, gqa mha, dq_order none, score
+//           softcap
 // tile      block_m 64, block_n 64, stages 2, dout_stages 2, cluster 2, dq early, held_k 128, held_v 64,
 //           producer_registers 24, consumer_registers 240 (pair)
 // block     384 threads, 215136 bytes of dynamic shared memory
@@ -132,6 +133,7 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
     float softmax_scale;                  // S is softmax_scale Q K^T
+    float score_constant_0;               // (softmax_scale / cap) * (sign(cap))
 };
 
 // The workspace pads each head to a multiple of kRowUnit rows, so the last block of queries is within the array.
@@ -164,9 +166,51 @@ struct QueryValues {
     __device__ __forceinline__ float2 two(int j) const { return values[j]; }
 };
 
+// ==== score: changes q . k before the mask; its derivative is a factor of dS
+
+// The score modification `softcap`: cap * tanh(score / cap)
+
+// What all rows of a query head share: nothing.
+struct ScoreHead {};
+
+__device__ ScoreHead score_head(const Params&, int, int);
+
+// What all keys of a row share.
+struct ScoreRow {
+    ScoreHead head;
+};
+
+__device__ ScoreRow score_row(const Params&, const ScoreHead& head, int);
+
+struct ModifiedScore {
+    float score;
+    float derivative;  // of the score, all its factors included, by softmax_scale q . k
+};
+
+// The modified score and the derivative of the key `step` past `first_key`, from its q . k, not scaled yet
+__device__ ModifiedScore differentiated_score(const Params& params, const ScoreRow&, int, int, float product);
+
+// What the modification still adds to all scores of a row in a block: nothing.
+struct ScoreOffset {
+    __device__ __forceinline__ float add_to(float score) const { return score; }
+};
+
+__device__ ScoreOffset offset_of_row(const Params&, const ScoreRow&, int);  // The ScoreOffset of a row
+// Replaces q . k by the modified scores of a query head, and the derivative of each into `derivatives`
+__device__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2], float (&derivatives)[kBlockM / 2],
+    int lane_key, int lane_query);
+__device__ void weigh(float (&derivatives)[kBlockM / 2], const float (&p)[kBlockM / 2]);  // Multiplies derivatives of scores by P^T
+// ====
+
 // ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
-__device__ int first_query_of_key(const Params& params, int key);  // The first query that attends to a key
+// Queries [begin, end), none where begin is not less.
+struct QueryRange {
+    int begin;
+    int end;
+};
+
+__device__ QueryRange queries_of_key(const Params& params, int key);  // The queries that attend to a key
 
 // Blocks of kBlockM queries.
 struct QueryBlocks {
@@ -263,28 +307,8 @@ __device__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem);  // Read
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
-
-// Rows of K or V of a consumer warpgroup, operand A. The first kHeld columns are in registers: a wgmma of 64 columns takes 48 clocks with A in
-// shared memory, and 32 with A in registers.
-template <int kHeld>
-struct HeldRows {
-    shared_address smem;
-    uint32_t fragment[kHeld / 16][4];  // of 16 columns, as wgmma takes A
-
-    __device__ __forceinline__ void load(shared_address rows, int lane) {
-        smem = rows;
-        const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // ldmatrix takes the address of a row from each lane
-#pragma unroll
-        for (int column = 0; column < kHeld; column += 16) {
-            const shared_address panel = rows + column / kPanelColumns * kBlockN * kPanelRowBytes;
-            ldmatrix_x4(fragment[column / 16],
-                        panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16));
-        }
-    }
-};
-
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
-template <int kColumns, int kHeld> __device__ void mma_scores(float (&scores)[kBlockM / 2], HeldRows<kHeld>& rows, shared_address b_smem);
+template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
 // P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
 // registers.
@@ -443,10 +467,9 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     Step previous = step;
     float p[kBlockM / 2];  // S^T, then P^T
     QueryValues lse;
-    HeldRows<128> k_rows;
+    const shared_address k_rows = shared;
     if (count > 0) {
         mbarrier_wait(barriers.q_full(0), 0);
-        k_rows.load(shared, lane);
         lse.load(shared + kLseOffset, lane);
         mma_scores<kHeadDim>(p, k_rows, shared + kQOffset);
         wgmma_wait<0>();
@@ -458,14 +481,18 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     for (int i = 0; i < count; ++i) {
         const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
         // 1. P^T from S^T.
+        float derivatives[kBlockM / 2];  // of the scores, then times P^T
+        modify_scores(params, block.batch, head_of(params, block, step), p, derivatives, block.first_key + warp_row + lane / 4,
+                      step.block * kBlockM + lane % 4 * 2);
         if (needs_mask(params, block.first_key + warp_row, step.block * kBlockM)) {
             apply_mask(params, p, block.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
         compute_p(p, lse, params.scale_log2);
         // 2. Write P for the dK consumer. Wait first until it has read P of the previous step. In the first step the wait returns at once: the phase
         // before the first one of a new mbarrier counts as complete.
+        weigh(derivatives, p);
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
-        store_p(p, shared + kPOffset);
+        store_p(derivatives, shared + kPOffset);
         __syncwarp();  // all lanes have written their P, and read LSE of the stage
         release(barriers.p_full());
         PackedScores<kBlockM> packed_p;
@@ -543,10 +570,9 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     Step previous = step;
     float ds[kBlockM / 2];  // dP^T, then dS^T
     QueryValues delta;
-    HeldRows<64> v_rows;
+    const shared_address v_rows = shared + kVOffset;
     if (count > 0) {
         mbarrier_wait(barriers.dout_full(0), 0);
-        v_rows.load(shared + kVOffset, lane);
         delta.load(shared + kDeltaOffset, lane);
         mma_scores<kHeadDimV>(ds, v_rows, shared + kDoutOffset);
         wgmma_wait<0>();
@@ -601,8 +627,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
             mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
             delta.load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, lane);
         }
-        if (is_last) v_rows.smem = shared;
-        mma_scores<kHeadDimV>(ds, v_rows, is_last ? shared : shared + kDoutOffset + dout_ring.stage * kDoutBytes);
+        mma_scores<kHeadDimV>(ds, is_last ? shared : v_rows, is_last ? shared : shared + kDoutOffset + dout_ring.stage * kDoutBytes);
         // 7. Wait for dK, release Q and dO. Wait for dP^T.
         wgmma_wait<1>();
         pin_registers(dk);
@@ -638,7 +663,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
-flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
+flash_bwd_hdim192_bf16_causal_softcap_pair_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
     const Barriers barriers = {shared_address(shared + offsetof(SharedStorage, mbarriers))};
@@ -710,12 +735,66 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
+// ==== score: changes q . k before the mask; its derivative is a factor of dS
+
+__device__ __forceinline__ ScoreHead score_head(const Params&, int, int) {
+    return {};
+}
+
+__device__ __forceinline__ ScoreRow score_row(const Params&, const ScoreHead& head, int) {
+    ScoreRow row;
+    row.head = head;
+    return row;
+}
+
+// The modified score and the derivative of the key `step` past `first_key`, from its q . k, not scaled yet.
+// What makes P of it multiplies it further, by scale_log2.
+__device__ __forceinline__ ModifiedScore differentiated_score(const Params& params, const ScoreRow&, int, int, float product) {
+    const float tanh_0 = tanh_approx(product * params.score_constant_0);
+    ModifiedScore modified;
+    modified.score = tanh_0;
+    modified.derivative = 1.0f - (tanh_0 * tanh_0);
+    return modified;
+}
+
+// The ScoreOffset of a row. `lane_key` is the lane's first key of the block.
+__device__ __forceinline__ ScoreOffset offset_of_row(const Params&, const ScoreRow&, int) { return {}; }
+
+// Replaces q . k by the modified scores of a query head, and the derivative of each into `derivatives`. `lane_key` and `lane_query` are the
+// lane's first key and first query.
+__device__ __forceinline__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2],
+                                              float (&derivatives)[kBlockM / 2], int lane_key, int lane_query) {
+    const ScoreHead of_head = score_head(params, batch, head);
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const ScoreRow of_query = score_row(params, of_head, min(lane_query + 8 * j + e, params.seqlen_q - 1));
+            const ScoreOffset offset = offset_of_row(params, of_query, lane_key);
+#pragma unroll
+            for (int key8 = 0; key8 < 2; ++key8) {
+                float& score = scores[4 * j + 2 * key8 + e];
+                const ModifiedScore modified = differentiated_score(params, of_query, lane_key, 8 * key8, score);
+                score = offset.add_to(modified.score);
+                derivatives[4 * j + 2 * key8 + e] = modified.derivative;
+            }
+        }
+    }
+}
+
+// Multiplies derivatives of scores by P^T. Where a key is hidden they may be infinite or NaN.
+__device__ __forceinline__ void weigh(float (&derivatives)[kBlockM / 2], const float (&p)[kBlockM / 2]) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; ++i) derivatives[i] = p[i] == 0.0f ? 0.0f : p[i] * derivatives[i];
+}
+// ====
+
 // ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
-// The first query that attends to a key: the query on its diagonal. No query attends to a key past the last one.
-__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
+// The queries that attend to a key: from its diagonal on; no queries for a key past the last.
+__device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
     const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return max(diagonal, 0);
+    return {max(diagonal, 0), params.seqlen_q};
 }
 
 // The blocks with a query that attends to a key of [first_key, first_key + kBlockN).
@@ -726,12 +805,12 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
     return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
-// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first key and first query. Queries
-// past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first key and first query.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
+    const QueryRange ranges[2] = {queries_of_key(params, lane_key), queries_of_key(params, lane_key + 8)};
     for_each_score(scores, [&](int key, int query, float& score) {
-        if (query < begin[key / 8]) score = -INFINITY;
+        const QueryRange& range = ranges[key / 8];
+        if (query < range.begin - lane_query || query >= range.end - lane_query) score = -INFINITY;
     });
 }
 // ====
@@ -859,23 +938,6 @@ __device__ __forceinline__ void wgmma_m64n32k16_bf16_ss_mn(float (&d)[16], uint6
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// wgmma.mma_async.m64n64k16. A from registers, in the layout of the accumulator, packed; b with the K dimension contiguous.
-__device__ __forceinline__ void wgmma_m64n64k16_bf16_rs_k(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {"
-        "%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-        :
-          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
 // wgmma.mma_async.m64n192k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
 // columns 8 further: the accumulator layout, packed. b is MN-major.
 __device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const uint32_t (&a)[4], uint64_t b, int accumulate) {
@@ -919,25 +981,20 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
 // Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
-// Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B: S^T = K Q^T, dP^T = V dO^T. B has kBlockM rows. Both operands are
-// K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the swizzled row.
-template <int kColumns, int kHeld>
-__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], HeldRows<kHeld>& rows, shared_address b_smem) {
-    const uint64_t a = descriptor(rows.smem, 8 * kPanelRowBytes);
+// Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
+// swizzled row.
+template <int kColumns>
+__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
+    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
     pin_registers(scores);
-#pragma unroll
-    for (int step = 0; step < kHeld / 16; ++step) pin_registers(rows.fragment[step]);
     wgmma_fence();
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
         const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
-        const uint64_t b_step = b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4);
-        if (column < kHeld) {
-            wgmma_m64n64k16_bf16_rs_k(scores, rows.fragment[column / 16], b_step, column > 0);
-        } else {
-            wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), b_step, column > 0);
-        }
+        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
+                                 b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
     }
     wgmma_commit();
 }
@@ -1153,7 +1210,8 @@ __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock
 // Whether the block that begins with `first_query` has a query that does not attend to all of a warp's 16 keys.
 __device__ __forceinline__ bool needs_mask(const Params& params, int first_key, int first_query) {
     opaque(first_key);  // the compiler would compute the ranges before the loop and hold them in registers
-    return first_query < first_query_of_key(params, first_key + 15);
+    if (first_query + kBlockM > queries_of_key(params, first_key).end) return true;
+    return first_query < queries_of_key(params, first_key + 15).begin;
 }
 
 // The rank of a thread block in its cluster. A head has an even number of blocks of keys in the grid, so the parity of a block's index is its
@@ -1239,6 +1297,6 @@ static_assert(offsetof(Params, num_heads_kv) == 812 && offsetof(Params, seqlen_q
 static_assert(offsetof(Params, num_row_blocks) == 824 && offsetof(Params, batch_size) == 828);
 static_assert(offsetof(Params, heads_per_l2_group) == 832 && offsetof(Params, clear_distance) == 836);
 static_assert(offsetof(Params, diagonal_offset) == 840 && offsetof(Params, scale_log2) == 844);
-static_assert(offsetof(Params, softmax_scale) == 848);
+static_assert(offsetof(Params, softmax_scale) == 848 && offsetof(Params, score_constant_0) == 852);
 static_assert(kRowUnit % kBlockM == 0, "LSE and delta have the rows of a step");
 static_assert(kDqColumnsOfDv > 0 && kPanelColumns % kDqColumnsOfDv == 0, "the columns of a consumer are in one panel");

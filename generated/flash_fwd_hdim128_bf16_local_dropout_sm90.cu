@@ -1,8 +1,8 @@
-// flash_fwd_hdim128_bf16_causal_dropout_sm90
+// flash_fwd_hdim128_bf16_local_dropout_sm90
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, sinks none, dropout dropout, gqa mha
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type local, sinks none, dropout dropout, gqa mha
 // tile      block_m 192, block_n 64, q_stages 2, stages 3, panel 64, producer_registers 32
 // block     512 threads, 197760 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
@@ -118,6 +118,8 @@ struct SharedAddresses {
     }
 };
 
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
+
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
@@ -135,6 +137,8 @@ struct Params {
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t num_l2_groups;                // the last group has the remaining heads
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    int32_t window_left;                  // keys before the diagonal that a query attends to
+    int32_t window_right;                 // and after it
     float scale_log2;                     // softmax_scale * log2(e), above 0
     int32_t dropout_row;                  // the row of random numbers of query 0; a multiple of 16
     int32_t keep_threshold;               // the largest random byte of a score that counts
@@ -166,7 +170,7 @@ struct KeyRange {
     int end;
 };
 
-__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys that a query attends to
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys in the range of a query
 // The union of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
 // The intersection of the key ranges of rows [first_row, first_row + count)
@@ -195,8 +199,6 @@ struct RingPosition {
     }
 };
 
-__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
-
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
     int first;
@@ -222,7 +224,7 @@ struct TileSequence {
     }
 };
 
-__device__ int mapped_row(const Params&, int key);  // The row of a key in the tensor maps of K and V
+__device__ int mapped_row(const Params& params, int key);  // The row of a key in the tensor maps of K and V
 // Loads kBlockN rows of K or V of one head, panel by panel
 template <int kPanelCount> __device__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
     int first_key, int head, int batch, int row_bytes = kPanelRowBytes);
@@ -409,7 +411,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
         // Finishes the scores of a KV block: once for each KV block, between Q K^T and softmax.
         auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
-            const bool whole = (kv_block + 1) * kBlockN <= seen_by_all.end;
+            const bool whole = kv_block * kBlockN >= seen_by_all.begin && (kv_block + 1) * kBlockN <= seen_by_all.end;
             if (!whole) apply_mask(params, scores, first_row, kv_block * kBlockN, lane);
         };
 
@@ -430,7 +432,6 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             PackedScores<kBlockN> p;
             p.set(scores);
             drop(p, dropout, params.keep_threshold, params.dropout_row + first_row, kv_block * kBlockN);
-
             for (--kv_block; kv_block >= first_block; --kv_block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
@@ -468,6 +469,9 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             release(shared.v_empty(v_ring.stage));
             v_ring.advance();
         }
+        // Skips KV blocks before the first key that these rows see.
+#pragma unroll 1
+        for (; kv_block >= blocks.first; --kv_block) skip_block();
         release_previous_q();  // not yet released if the tile had no visible KV block
         store_tile(params, tile, output, rows, first_row, lane, q_smem, consumer);
         store_in_flight = true;
@@ -479,7 +483,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-flash_fwd_hdim128_bf16_causal_dropout_sm90(const __grid_constant__ Params params) {
+flash_fwd_hdim128_bf16_local_dropout_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const SharedAddresses shared((to_shared(shared_memory) + 1023) / 1024 * 1024);
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
@@ -508,6 +512,20 @@ flash_fwd_hdim128_bf16_causal_dropout_sm90(const __grid_constant__ Params params
     }
 }
 
+// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_full(stage), 1);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+}
+
 // The tile with number `index` in launch order.
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
@@ -523,8 +541,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 
     Tile tile;
     tile.batch = head_of_batch / num_heads;
-    tile.head = head_of_batch - tile.batch * num_heads;
-    tile.kv_head = tile.head;
+    const int head = head_of_batch - tile.batch * num_heads;  // of the grid
+    tile.head = head;
+    tile.kv_head = head;
     // If rows_ahead is not 0, the last tile ends with the last unit of 64 rows that has a query, and the first tile is the partial one: its rows
     // attend to the fewest keys.
     tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM - params.rows_ahead;
@@ -559,9 +578,10 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
 
 // ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
-// The keys that a query attends to: those up to its diagonal.
+// The keys in the range of a query: a window around its diagonal. A side without a bound is past every key.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
-    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+    const int diagonal = query + params.diagonal_offset;
+    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
 }
 
 // The union of the key ranges of rows [first_row, first_row + count). A range never begins or ends before the range of the previous row. KV
@@ -601,27 +621,13 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const KeyRange keys = keys_of_query(params, query_of_row(params, first_row + lane / 4 + 8 * i));
-        hidden[i] = bits_from(keys.end, first_key, lane);
+        hidden[i] = bits_from(keys.end, first_key, lane) | ~bits_from(keys.begin, first_key, lane);
     }
     for_each_score(scores, [&](int row, int key, float& score) {
         if (hidden[row / 8] & key_bit(key)) score = -INFINITY;
     });
 }
 // ====
-
-// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
-__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
-    for (int stage = 0; stage < kQStages; ++stage) {
-        mbarrier_init(shared.q_full(stage), 1);
-        mbarrier_init(shared.q_empty(stage), kConsumers);
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(shared.k_full(stage), 1);
-        mbarrier_init(shared.v_full(stage), 1);
-        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
-        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
-    }
-}
 
 // The KV blocks that rows [first_row, first_row + count) attend to.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
@@ -640,9 +646,9 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// The row of a key in the tensor maps of K and V. The maps end with the last key that any query attends to. For later keys TMA fills in zeros,
-// because 0 times a NaN in memory would be NaN.
-__device__ __forceinline__ int mapped_row(const Params&, int key) { return key; }
+// The row of a key in the tensor maps of K and V. The maps have the keys that some query sees. For other keys TMA brings zeros, since a NaN in
+// memory would give 0 * NaN, which is NaN.
+__device__ __forceinline__ int mapped_row(const Params& params, int key) { return key - keys_of_query(params, 0).begin; }
 
 // Loads kBlockN rows of K or V of one head, panel by panel. Rows and columns outside of the array become zeros.
 template <int kPanelCount>
@@ -948,7 +954,8 @@ static_assert(offsetof(Params, batch_size) == 528 && offsetof(Params, num_heads_
 static_assert(offsetof(Params, seqlen_kv) == 540 && offsetof(Params, num_tiles) == 544);
 static_assert(offsetof(Params, num_row_blocks) == 548 && offsetof(Params, rows_ahead) == 552);
 static_assert(offsetof(Params, heads_per_l2_group) == 556 && offsetof(Params, num_l2_groups) == 560);
-static_assert(offsetof(Params, diagonal_offset) == 564 && offsetof(Params, scale_log2) == 568);
-static_assert(offsetof(Params, dropout_row) == 572 && offsetof(Params, keep_threshold) == 576);
-static_assert(offsetof(Params, keep_scale) == 580);
+static_assert(offsetof(Params, diagonal_offset) == 564 && offsetof(Params, window_left) == 568);
+static_assert(offsetof(Params, window_right) == 572 && offsetof(Params, scale_log2) == 576);
+static_assert(offsetof(Params, dropout_row) == 580 && offsetof(Params, keep_threshold) == 584);
+static_assert(offsetof(Params, keep_scale) == 588);
 static_assert(kBlockN % 32 == 0, "a KV block has whole blocks of random numbers");

@@ -1,10 +1,10 @@
-// flash_fwd_hdim64_fp32_sm80
+// flash_fwd_hdim64_fp32_dense_sm80
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 64, head_dim_v 64, dtype fp32, mask_type none, sinks none, dropout none, gqa mha
-// tile      block_m 128, block_n 32, warps 4, loop stages, min_blocks 2
-// block     128 threads, 49168 bytes of dynamic shared memory
+// axes      head_dim 64, head_dim_v 64, dtype fp32, mask_type dense, sinks none, dropout none, gqa mha
+// tile      block_m 64, block_n 32, warps 4, loop stages, min_blocks 2
+// block     128 threads, 34832 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -19,7 +19,7 @@
 //
 // Map
 //   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
-//   shared memory     SharedStorage, 49168 bytes: Q, kBlockM = 128 rows of kRowBytes = 256; blocks of K and V, kStageBytes = 8192 each.
+//   shared memory     SharedStorage, 34832 bytes: Q, kBlockM = 64 rows of kRowBytes = 256; blocks of K and V, kStageBytes = 8192 each.
 //                     O is staged in the rows of Q
 //   barrier           barrier_sync(kThreads): all warps, before they read data that other warps copied, and before it is overwritten
 
@@ -27,7 +27,7 @@ using element = fp32;
 
 constexpr int kHeadDim = 64;  // of Q and K
 constexpr int kHeadDimV = 64;  // of V and O
-constexpr int kBlockM = 128;  // query rows of a tile
+constexpr int kBlockM = 64;  // query rows of a tile
 constexpr int kBlockN = 32;  // keys of a KV block
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
@@ -47,12 +47,14 @@ struct SharedStorage {
     element q[kBlockM][kHeadDim];
     element k[kKStages][kBlockN][kHeadDim];
     element v[kVStages][kBlockN][kHeadDim];
+    uint8_t mask[kBlockM][kBlockN];
     int32_t tile[4];  // the Tile: stash_tile()
 };
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kKOffset = offsetof(SharedStorage, k);
 constexpr int kVOffset = offsetof(SharedStorage, v);
+constexpr int kMaskOffset = offsetof(SharedStorage, mask);
 constexpr int kTileOffset = offsetof(SharedStorage, tile);
 
 struct Params {
@@ -61,6 +63,7 @@ struct Params {
     const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v); rows 16-byte aligned
     element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v); rows 16-byte aligned
     float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
+    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); not 0 = hidden
     int64_t q_batch_stride;               // strides are in elements
     int64_t q_row_stride;
     int64_t q_head_stride;
@@ -73,6 +76,9 @@ struct Params {
     int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
     int64_t out_head_stride;
+    int64_t mask_batch_stride;            // strides are in bytes, 0 where broadcast
+    int64_t mask_row_stride;
+    int64_t mask_head_stride;
     int32_t batch_size;                   // sequences
     int32_t num_heads_q;
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
@@ -86,6 +92,10 @@ struct Params {
     uint64_t l2_group_tiles_divisor;      // of the tiles of an L2 group; see divide()
     uint64_t l2_group_heads_divisor;      // of heads_per_l2_group; see divide()
     uint64_t last_l2_group_heads_divisor; // of the heads of the last L2 group; see divide()
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    int32_t window_left;                  // keys before the diagonal that a query attends to
+    int32_t window_right;                 // and after it
+    int32_t mask_vector_width;            // bytes to which its rows are aligned: 16, 8, 4 or 1
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
@@ -116,19 +126,98 @@ struct KeyRange {
     int end;
 };
 
-__device__ KeyRange keys_of_query(const Params& params, int);  // The keys that a query attends to
+__device__ KeyRange keys_of_query(const Params& params, int query);  // The keys in the range of a query
 // The union of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_some(const Params& params, int first_row, int count);
-// The intersection of the key ranges of rows [first_row, first_row + count)
-__device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
-// Masks the keys outside the range of their row
-template <int kTiles> __device__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
-    int first_key, int lane);
+__device__ uint32_t nonzero_bytes(uint32_t word);  // The top bit of each byte that is not 0
+// Starts the copy of kBytes of a row of the mask, of which the array has `left`
+template <int kBytes> __device__ void copy_mask_bytes(shared_address destination, const uint8_t* source, int left, bool valid);
+
+// The mask tile of a warp goes through shared memory in bytes, by copies that run beside the copies of K, and is then packed
+// to one bit an element: a lane holds kLaneKeys keys of one row (of small tiles two lanes hold the same).
+constexpr int kLaneKeys = kBlockN * kWarpRows > 16 * 32 ? kBlockN * kWarpRows / 32 : 16;
+constexpr int kLanesPerRow = kBlockN / kLaneKeys;
+constexpr int kMaskWords = (kLaneKeys + 31) / 32;
+
+// Byte offset of a 16-byte chunk of the warp's mask tile; permuted so that lanes which read a chunk each of different rows meet in no bank
+__device__ int mask_chunk_offset(int row, int chunk);
+// Starts the copy of the warp's rows of the mask, kBytes at a time
+template <int kBytes> __device__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask, int warp, int lane,
+    int first_key);
+// The widest copy that the alignment of the mask's rows allows
+__device__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask, int warp, int lane, int first_key);
+__device__ uint32_t pack_bytes(uint4 bytes);  // One bit for each of 16 bytes
+
+struct WarpMask {
+    uint32_t words[kMaskWords];  // this lane's keys of its row; bit set = hidden
+
+    // Packs the warp's mask tile, which begins at `first_key`, and hides the keys outside of the range of their row as well.
+    __device__ __forceinline__ void load(const Params& params, const Tile& tile, shared_address warp_mask, int warp,
+                                         int lane, int first_key) {
+        const int row = lane / kLanesPerRow % kWarpRows;
+        const int lane_key = lane % kLanesPerRow * kLaneKeys;
+        const int tile_row = tile.first_row + warp * kWarpRows + row;
+        const KeyRange keys = keys_of_query(params, query_of_row(params, tile_row));
+        const int keys_before = keys.begin - first_key - lane_key;
+        const int keys_left = tile_row < num_rows(params) ? keys.end - first_key - lane_key : 0;
+#pragma unroll
+        for (int word = 0; word < kMaskWords; ++word) {
+            words[word] = 0;
+#pragma unroll
+            for (int chunk = 0; chunk < min(32, kLaneKeys) / 16; ++chunk) {
+                const int key = lane_key + 32 * word + 16 * chunk;
+                words[word] |= pack_bytes(load_shared_128(warp_mask + mask_chunk_offset(row, key / 16))) << 16 * chunk;
+            }
+            const int word_keys_left = min(32, max(0, keys_left - 32 * word));
+            if (word_keys_left < 32) words[word] |= 0xffffffffu << word_keys_left;
+            const int word_keys_before = min(32, max(0, keys_before - 32 * word));
+            if (word_keys_before > 0) words[word] |= 0xffffffffu >> 32 - word_keys_before;
+        }
+    }
+
+    // Whether some row attends to a key of the tile.
+    __device__ __forceinline__ bool some_visible() const {
+        bool any = false;
+#pragma unroll
+        for (int word = 0; word < kMaskWords; ++word) any |= (~words[word] & kWordBits) != 0;
+        return __any_sync(0xffffffff, any);
+    }
+
+    // Whether a key of the tile is hidden from some row.
+    __device__ __forceinline__ bool some_hidden() const {
+        bool any = false;
+#pragma unroll
+        for (int word = 0; word < kMaskWords; ++word) any |= (words[word] & kWordBits) != 0;
+        return __any_sync(0xffffffff, any);
+    }
+
+    static constexpr uint32_t kWordBits = kLaneKeys < 32 ? (1u << kLaneKeys % 32) - 1 : 0xffffffffu;
+};
+
+// The warp's row `row` of its mask tile, as one lane of the row's quad needs it: bit 8 j + e of the words is key 8 j + 2 (lane % 4) + e.
+struct RowMask {
+    static constexpr int kKeysPerWord = kLaneKeys < 32 ? kLaneKeys : 32;
+    uint32_t words[kBlockN / kKeysPerWord];
+
+    __device__ __forceinline__ RowMask(const WarpMask& mask, int row, int lane) {
+#pragma unroll
+        for (int i = 0; i < kBlockN / kKeysPerWord; ++i) {
+            const int owner = row * kLanesPerRow + i * kKeysPerWord / kLaneKeys;
+            words[i] = __shfl_sync(0xffffffff, mask.words[i * kKeysPerWord % kLaneKeys / 32], owner) >> 2 * (lane % 4);
+        }
+    }
+
+    __device__ __forceinline__ bool hides(int step) const { return words[step / kKeysPerWord] >> step % kKeysPerWord & 1; }
+};
+
+// Masks the keys that the mask hides from their row
+template <int kTiles> __device__ void apply_mask(const WarpMask& mask, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+    int lane);
 // ====
 
 // Finishes the scores of a KV block between Q K^T and softmax
 template <int kTiles> __device__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
-    int row_in_tile, int first_key, int lane);
+    const WarpMask& mask, int row_in_tile, int first_key, int lane);
 
 // KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
 struct KvBlocks {
@@ -139,17 +228,18 @@ struct KvBlocks {
 // The KV blocks that rows [first_row, first_row + count) attend to
 __device__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count);
 
-// The rows of a block of keys that at least one query of the sequence attends to: the rows before `end`.
+// The rows of a block of keys that at least one query of the sequence attends to: [begin, end).
 struct SeenRows {
+    int begin;
     int end;
 
-    __device__ __forceinline__ bool has(int row) const { return row < end; }
+    __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
 
     // The same rows, counted from `row`.
-    __device__ __forceinline__ SeenRows from(int row) const { return {end - row}; }
+    __device__ __forceinline__ SeenRows from(int row) const { return {begin - row, end - row}; }
 
     // Only the rows before `count`.
-    __device__ __forceinline__ SeenRows among(int count) const { return {min(end, count)}; }
+    __device__ __forceinline__ SeenRows among(int count) const { return {begin, min(end, count)}; }
 };
 
 __device__ SeenRows seen_rows(const Params& params, int first_key);  // The rows of the block that begins at `first_key`
@@ -302,15 +392,18 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
     const LaneAddress k_lane = k_lane_address(k_stage, lane);
     const VAddress v_lane = v_address(v_stage, lane);
+    const shared_address mask_tile = smem + kMaskOffset + warp * (kWarpRows * kBlockN);
+    WarpMask warp_mask;
 
     auto fetch_k = [&](int block) {
         copy_k(params, k, k_stage, block);
+        copy_mask(params, tile, mask_tile, warp, lane, block * kBlockN);
         cp_async_commit();
     };
     auto compute_p = [&](P<kRowTiles>& p, int block) {
         float scores[kRowTiles][kKeyTiles][4];
         mma_qk(scores, q_lane, k_lane);
-        finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN, lane);
+        finish_scores(params, tile, scores, warp_mask, first_row_of(warp), block * kBlockN, lane);
         softmax_step(scores, rows, params.scale_log2, p);
     };
 
@@ -330,7 +423,9 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
 
         // 2. S = Q K^T, softmax, while V is copied. A warp whose rows see no key of the block skips it.
         P<kRowTiles> p;
-        compute_p(p, block);
+        warp_mask.load(params, tile, mask_tile, warp, lane, block * kBlockN);
+        const bool sees = warp_mask.some_visible();
+        if (sees) compute_p(p, block);
 
         // 3. Wait for V, and for every warp to finish with K. Start the copy of the next K.
         cp_async_wait<0>();
@@ -338,12 +433,12 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
         if (block > blocks.first) fetch_k(block - 1);
 
         // 4. O += P V, while the next K is copied.
-        mma_pv(rows, p, v_lane);
+        if (sees) mma_pv(rows, p, v_lane);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-flash_fwd_hdim64_fp32_sm80(const __grid_constant__ Params params) {
+flash_fwd_hdim64_fp32_dense_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address smem = to_shared(shared_memory);
     const int warp = threadIdx.x / 32;
@@ -389,9 +484,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 
     Tile tile;
     tile.batch = divide(head_of_batch, params.num_heads_divisor);
-    tile.head = head_of_batch - tile.batch * num_heads;
-    tile.kv_head = tile.head;
-    tile.first_row = row_block * kBlockM;
+    const int head = head_of_batch - tile.batch * num_heads;  // of the grid
+    tile.head = head;
+    tile.kv_head = head;
+    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
     return tile;
 }
 
@@ -429,8 +525,11 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
 
 // ==== visible: which keys a row attends to, and which blocks of keys need a mask
 
-// The keys that a query attends to: all.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
+// The keys in the range of a query: a window around its diagonal. A side without a bound is past every key.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    const int diagonal = query + params.diagonal_offset;
+    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
+}
 
 // The union of the key ranges of rows [first_row, first_row + count). A range never begins or ends before the range of the previous row. KV
 // blocks outside of the union are not visited.
@@ -440,26 +539,85 @@ __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The intersection of the key ranges of rows [first_row, first_row + count). A KV block within it needs no mask.
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
+// The top bit of each byte that is not 0.
+__device__ __forceinline__ uint32_t nonzero_bytes(uint32_t word) {
+    // The sum carries into a byte's top bit exactly when one of its lower seven bits is set, and never out of it.
+    return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080;
 }
 
-// Masks the keys outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
-template <int kTiles>
-__device__ __forceinline__ void apply_mask(const Params& params, const Tile&, float (&scores)[kTiles][kKeyTiles][4], int first_row,
-                                           int first_key, int lane) {
-    const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), kRowTileStep * (kTiles - 1) + 16);
-    if (first_key + 8 * kKeyTiles > every.end) {
-        for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
-            const int end = keys_of_query(params, query_of_row(params, row)).end - lane_key;
-            return [=](int step, float& score) {
-                if (step >= end) score = -INFINITY;
-            };
-        });
+// Starts the copy of kBytes of a row of the mask, of which the array has `left`: the others become zeros, as all do unless `valid`.
+template <int kBytes>
+__device__ __forceinline__ void copy_mask_bytes(shared_address destination, const uint8_t* source, int left, bool valid) {
+    // A copy that begins before the last key may not read past it.
+    const int bytes = valid ? min(kBytes, left) : 0;
+    if constexpr (kBytes == 16) {
+        cp_async_16(destination, source, bytes);
+    } else if constexpr (kBytes == 4) {
+        cp_async_4(destination, source, bytes);
+    } else {
+        store_shared_8(destination, valid ? load_global_8(source) : 0);
     }
+}
+
+// Byte offset of a 16-byte chunk of the warp's mask tile; permuted so that lanes which read a chunk each of different
+// rows meet in no bank.
+__device__ __forceinline__ int mask_chunk_offset(int row, int chunk) {
+    constexpr int kChunks = kBlockN / 16;
+    constexpr int kRowsPerLine = kChunks < 8 ? 8 / kChunks : 1;  // rows in the 128 bytes that span all banks
+    return row * kBlockN + 16 * (chunk ^ (row / kRowsPerLine % kChunks));
+}
+
+// Starts the copy of the warp's rows of the mask, kBytes at a time. Bytes past the ends are hidden keys or are rows that
+// nobody reads; they are filled with zeros here and hidden when the tile is packed.
+template <int kBytes>
+__device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask,
+                                          int warp, int lane, int first_key) {
+    constexpr int kUnitsPerRow = kBlockN / kBytes;
+    const uint8_t* mask = params.mask + tile.batch * params.mask_batch_stride;
+#pragma unroll 4
+    for (int unit = lane; unit < kWarpRows * kUnitsPerRow; unit += 32) {
+        const int row = unit / kUnitsPerRow;
+        const int key = unit % kUnitsPerRow * kBytes;
+        const int tile_row = tile.first_row + warp * kWarpRows + row;
+        const bool valid = tile_row < num_rows(params) && first_key + key < params.seqlen_kv;
+        const uint8_t* source =
+            valid ? mask + row_offset(params, tile, tile_row, params.mask_row_stride, params.mask_head_stride) + first_key + key : mask;
+        const shared_address destination = warp_mask + mask_chunk_offset(row, key / 16) + key % 16;
+        copy_mask_bytes<kBytes>(destination, source, params.seqlen_kv - first_key - key, valid);
+    }
+}
+
+// The widest copy that the alignment of the mask's rows allows.
+__device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask,
+                                          int warp, int lane, int first_key) {
+    if (params.mask_vector_width >= 16) {
+        copy_mask<16>(params, tile, warp_mask, warp, lane, first_key);
+    } else if (params.mask_vector_width >= 4) {
+        copy_mask<4>(params, tile, warp_mask, warp, lane, first_key);
+    } else {
+        copy_mask<1>(params, tile, warp_mask, warp, lane, first_key);
+    }
+}
+
+// One bit for each of 16 bytes: set where the byte is not 0.
+__device__ __forceinline__ uint32_t pack_bytes(uint4 bytes) {
+    // A byte of 128 times the value of its bit, summed over eight bytes: their bits, 7 places up.
+    const uint32_t low = __dp4a(nonzero_bytes(bytes.y), 0x80402010u, __dp4a(nonzero_bytes(bytes.x), 0x08040201u, 0u));
+    const uint32_t high = __dp4a(nonzero_bytes(bytes.w), 0x80402010u, __dp4a(nonzero_bytes(bytes.z), 0x08040201u, 0u));
+    return low >> 7 | high << 1;
+}
+
+// Masks the keys that the mask hides from their row.
+template <int kTiles>
+__device__ __forceinline__ void apply_mask(const WarpMask& mask, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+                                           int lane) {
+    if (!mask.some_hidden()) return;
+    for_each_score(scores, first_row, first_key, lane, [&](int row, int) {
+        const RowMask row_mask(mask, row - first_row, lane);
+        return [=](int step, float& score) {
+            if (row_mask.hides(step)) score = -INFINITY;
+        };
+    });
 }
 // ====
 
@@ -467,8 +625,8 @@ __device__ __forceinline__ void apply_mask(const Params& params, const Tile&, fl
 // The scores are a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
-                                              int row_in_tile, int first_key, int lane) {
-    apply_mask(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
+                                              const WarpMask& mask, int row_in_tile, int first_key, int lane) {
+    apply_mask(mask, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
 // The KV blocks that rows [first_row, first_row + count) attend to.
@@ -479,8 +637,8 @@ __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first
 
 // The rows of the block that begins at `first_key`. All other rows become zeros, whatever they hold: 0 * NaN would be NaN.
 __device__ __forceinline__ SeenRows seen_rows(const Params& params, int first_key) {
-    const int end = params.seqlen_kv;
-    return {end - first_key};
+    const int end = keys_of_query(params, params.seqlen_q - 1).end;
+    return {keys_of_query(params, 0).begin - first_key, end - first_key};
 }
 
 // The number by which the chunks of a row are permuted.
@@ -885,7 +1043,6 @@ __device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], s
 }
 
 // Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors.
-// Where a pair of warps shares rows, it puts their columns together there, and each warp stores half of the rows.
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
                                              shared_address smem, int warp, int lane) {
     stage_output(rows, smem, warp, lane);
@@ -932,19 +1089,25 @@ static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(sizeof(SharedStorage) == 49168, "launcher and kernel agree on shared memory");
-static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
-static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
-static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
-static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
-static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
-static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
-static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
-static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
-static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
-static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_l2_group) == 164);
-static_assert(offsetof(Params, num_l2_groups) == 168 && offsetof(Params, num_heads_divisor) == 176);
-static_assert(offsetof(Params, l2_group_tiles_divisor) == 184 && offsetof(Params, l2_group_heads_divisor) == 192);
-static_assert(offsetof(Params, last_l2_group_heads_divisor) == 200 && offsetof(Params, scale_log2) == 208);
+static_assert(sizeof(SharedStorage) == 34832, "launcher and kernel agree on shared memory");
+static_assert(kWarpRows <= 32 && kBlockN * kWarpRows <= 32 * 64, "a lane holds its share of a mask tile in 64 bits");
+static_assert((kBlockN & kBlockN - 1) == 0, "words of 32 keys divide a row of the mask tile evenly");
+static_assert(sizeof(Params) == 264 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, mask) == 40);
+static_assert(offsetof(Params, q_batch_stride) == 48 && offsetof(Params, q_row_stride) == 56);
+static_assert(offsetof(Params, q_head_stride) == 64 && offsetof(Params, k_batch_stride) == 72);
+static_assert(offsetof(Params, k_row_stride) == 80 && offsetof(Params, k_head_stride) == 88);
+static_assert(offsetof(Params, v_batch_stride) == 96 && offsetof(Params, v_row_stride) == 104);
+static_assert(offsetof(Params, v_head_stride) == 112 && offsetof(Params, out_batch_stride) == 120);
+static_assert(offsetof(Params, out_row_stride) == 128 && offsetof(Params, out_head_stride) == 136);
+static_assert(offsetof(Params, mask_batch_stride) == 144 && offsetof(Params, mask_row_stride) == 152);
+static_assert(offsetof(Params, mask_head_stride) == 160 && offsetof(Params, batch_size) == 168);
+static_assert(offsetof(Params, num_heads_q) == 172 && offsetof(Params, seqlen_q) == 176 && offsetof(Params, seqlen_kv) == 180);
+static_assert(offsetof(Params, head_dim) == 184 && offsetof(Params, head_dim_v) == 188);
+static_assert(offsetof(Params, num_row_blocks) == 192 && offsetof(Params, heads_per_l2_group) == 196);
+static_assert(offsetof(Params, num_l2_groups) == 200 && offsetof(Params, num_heads_divisor) == 208);
+static_assert(offsetof(Params, l2_group_tiles_divisor) == 216 && offsetof(Params, l2_group_heads_divisor) == 224);
+static_assert(offsetof(Params, last_l2_group_heads_divisor) == 232 && offsetof(Params, diagonal_offset) == 240);
+static_assert(offsetof(Params, window_left) == 244 && offsetof(Params, window_right) == 248);
+static_assert(offsetof(Params, mask_vector_width) == 252 && offsetof(Params, scale_log2) == 256);
 static_assert(kHeadDim % (8 * kStepsPerSum) == 0 && kDimTiles % kTilesPerSum == 0, "sums are of whole steps and tiles");
