@@ -39,7 +39,9 @@ class Parts(NamedTuple):
     loop: str  # of mma.sync's forward kernels
     copy: str  # how they copy K and V: rows, rows of pages, or codes
     lane_address: str  # how a lane's addresses are computed: a sum after the XOR of the swizzle, or none
-    epilogue: str  # how they write O: rows of 16 bits, words of 32, or rows of halves or pairs, by the main loop
+    epilogue: (
+        str  # how they write O: rows of 16 bits, words of 32, or rows of halves or pairs, by the main loop
+    )
     query_steps: str  # of backward kernels: by lists, or by the order of dQ and the heads of a step
     visits: str  # which KV blocks Hopper's forward kernels visit: of a range, a list, or a dense mask
     plan: str  # the map and the shared memory of Hopper's forward kernels
@@ -57,7 +59,7 @@ class Parts(NamedTuple):
     sums: str  # of their P V: added to O by the MMAs, or promoted to fp32 first
     score_scale: str  # of what scores of codes have a scale: none, a tile, rows or keys
     softmax: str  # what softmax multiplies scores by: by_scale, or by_row_scales
-    softmax_step: str  # of Hopper's consumers: the same, or with_offset, where a part of the score is left to the row
+    softmax_step: str  # of Hopper's consumers: the same, or with_offset, where rows add a part of the score
 
 
 def parts_of(form: Variant, has_derivative: bool, has_offset: bool, skips_by_line: bool) -> Parts:
@@ -197,8 +199,8 @@ def pv_columns(form: Variant) -> int:
     """The columns of O that an MMA of Hopper's forward kernels has."""
     if "wide" in form.features:
         return 64  # two such pieces are in registers
-    # Of a thread block with a warpgroup that converts ptxas takes no wgmma of 256 columns: with 512 threads it
-    # counts on 128 registers.
+    # If a warpgroup converts codes, ptxas takes no wgmma of 256 columns: with 512 threads it counts on 128
+    # registers.
     dims = int(form.axis_values.get("head_dim_v", 0))
     return 128 if dims == 256 and CONVERTS_CODES in form.features else dims
 
