@@ -518,11 +518,11 @@ FAULTS = {
         "const float scale = 1.0f;",
     ),
     "scales of scores left out": (
-        ADA, GROUPED_MHA, NUMBERS, "softmax_step(scores, rows, tile_scale, p);",
+        ADA, GROUPED_MHA, NUMBERS, "softmax_step(scores, rows, code_scale, p);",
         "softmax_step(scores, rows, params.scale_log2, p);",
     ),
     "products of codes in a softcap of mma.sync": (
-        ADA_CAPPED, GROUPED, NUMBERS, "scale_scores(scores, tile_scale);", "",
+        ADA_CAPPED, GROUPED, NUMBERS, "scale_scores(scores, code_scale);", "",
     ),
     "scales of a group's first head": (
         HEADS, FEW_QUERIES, NUMBERS,
