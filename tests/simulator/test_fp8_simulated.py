@@ -470,7 +470,7 @@ FAULTS = {
         DENSE, MASKED, PHASES, "kv_block.load(shared.mask(mask_ring.stage)", "kv_block.load(shared.mask(0)",
     ),
     "the warp of V in the mask": (
-        DENSE, MASKED, PHASES, "if (warp > kMaskWarps) {", "if (warp > kMaskWarps + 1) {",
+        DENSE, MASKED, PHASES, "if (warp >= kFirstTransposeWarp) {", "if (warp > kFirstTransposeWarp) {",
     ),
     "a mask complete with the first warp": (
         DENSE, MASKED, PHASES, "mbarrier_init(shared.mask_full(stage), 32 * kMaskWarps);",
