@@ -417,7 +417,6 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         const shared_address staging = q_smem;
         tile = find_tile(params, tiles.index);
         q_ring.advance();
-        
         start_tile();
         store_tile(params, finished, output, rows, finished.first_row + warp_row, lane, staging, consumer);
         store_in_flight = true;
