@@ -303,7 +303,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     const VAddress v_lane = v_address(v_stage, lane);
     // The blocks with a key that some row of this warp attends to.
     const KvBlocks warp_blocks = kv_blocks_of(params, min(tile.first_row + first_row_of(warp), num_rows(params) - 1), kWarpRows);
-    const float tile_scale = scale_of_scores(params, tile);
+    const float code_scale = scale_of_scores(params, tile);
 
     auto fetch_k = [&](int block) {
         copy_k(params, k, k_stage, block);
@@ -313,7 +313,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
         float scores[kRowTiles][kKeyTiles][4];
         mma_qk(scores, q_lane, k_lane);
         finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN, lane);
-        softmax_step(scores, rows, tile_scale, p);
+        softmax_step(scores, rows, code_scale, p);
     };
 
     if (blocks.last >= blocks.first) {
@@ -391,8 +391,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 
     Tile tile;
     tile.batch = divide(head_of_batch, params.num_heads_divisor);
-    tile.head = head_of_batch - tile.batch * num_heads;
-    tile.kv_head = tile.head;
+    const int head = head_of_batch - tile.batch * num_heads;  // of the grid
+    tile.head = head;
+    tile.kv_head = head;
     tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
     return tile;
 }

@@ -24,7 +24,7 @@
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread
 //     thread 0           produce(): loads Q, K and V by TMA
-//     warps 1 to 3       transpose_v(): turns V into V^T, whose rows wgmma can sum over
+//     transposing warps  transpose_v(): turns V into V^T, whose rows wgmma can sum over
 //   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 2, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
@@ -60,6 +60,14 @@ constexpr int kProducerRegisters = 24;
 constexpr int kRegistersLeft = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
 constexpr int kConsumerRegisters = kRegistersLeft < 240 ? kRegistersLeft : 240;
 
+constexpr int kTransposeWarps = 3;  // of the producer warpgroup, warps that transpose V; the other one loads
+constexpr int kFirstTransposeWarp = 1;
+
+enum NamedBarrier : int {  // __syncthreads() has the number 0
+    kTurnBarrier = 1,  // + consumer
+    kLastTurnBarrier = kTurnBarrier + kConsumers - 1,  // of the last consumer
+};
+
 // Shared memory holds panels of 128 columns. TMA swizzles the 128 bytes of each row.
 constexpr int kPanelColumns = 128;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
@@ -67,7 +75,7 @@ constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V before it is transposed
 constexpr int kKeyPanel = 128;  // bytes of a row of V^T: the keys of a KV block. The row is swizzled
 
-// Begins at a multiple of 1024 bytes, where the pattern of a swizzle does.
+// Begins at a multiple of 1024 bytes. The swizzle XORs bits of the address, so its pattern repeats every 1024 bytes.
 struct SharedStorage {
     element q[kQStages][kPanels][kBlockM][kPanelColumns];
     element k[kStages][kPanels][kBlockN][kPanelColumns];
@@ -85,7 +93,6 @@ struct SharedStorage {
 };
 constexpr int kQBytes = sizeof(SharedStorage::q[0]);
 constexpr int kKBytes = sizeof(SharedStorage::k[0]);
-constexpr int kVRowsBytes = sizeof(SharedStorage::v_rows[0]);
 constexpr int kVBytes = sizeof(SharedStorage::v[0]);
 
 // Addresses within the SharedStorage of the thread block.
@@ -98,18 +105,18 @@ struct SharedAddresses {
     // Buffers.
     __device__ __forceinline__ shared_address q(int stage) const { return at(offsetof(SharedStorage, q), stage, kQBytes); }
     __device__ __forceinline__ shared_address k(int stage) const { return at(offsetof(SharedStorage, k), stage, kKBytes); }
-    __device__ __forceinline__ shared_address v_rows(int stage) const { return at(offsetof(SharedStorage, v_rows), stage, kVRowsBytes); }
     __device__ __forceinline__ shared_address v(int stage) const { return at(offsetof(SharedStorage, v), stage, kVBytes); }
+    __device__ __forceinline__ shared_address v_rows(int stage) const { return at(offsetof(SharedStorage, v_rows), stage, sizeof(SharedStorage::v_rows[0])); }
 
     // Barriers.
     __device__ __forceinline__ shared_address q_full(int stage) const { return barrier(offsetof(SharedStorage, q_full), stage); }
     __device__ __forceinline__ shared_address q_empty(int stage) const { return barrier(offsetof(SharedStorage, q_empty), stage); }
     __device__ __forceinline__ shared_address k_full(int stage) const { return barrier(offsetof(SharedStorage, k_full), stage); }
     __device__ __forceinline__ shared_address k_empty(int stage) const { return barrier(offsetof(SharedStorage, k_empty), stage); }
-    __device__ __forceinline__ shared_address v_rows_full(int stage) const { return barrier(offsetof(SharedStorage, v_rows_full), stage); }
-    __device__ __forceinline__ shared_address v_rows_empty(int stage) const { return barrier(offsetof(SharedStorage, v_rows_empty), stage); }
     __device__ __forceinline__ shared_address v_full(int stage) const { return barrier(offsetof(SharedStorage, v_full), stage); }
     __device__ __forceinline__ shared_address v_empty(int stage) const { return barrier(offsetof(SharedStorage, v_empty), stage); }
+    __device__ __forceinline__ shared_address v_rows_full(int stage) const { return barrier(offsetof(SharedStorage, v_rows_full), stage); }
+    __device__ __forceinline__ shared_address v_rows_empty(int stage) const { return barrier(offsetof(SharedStorage, v_rows_empty), stage); }
 
     // Beside them, what v_rows_full says of its buffer.
     __device__ __forceinline__ shared_address ends(int stage) const {
@@ -124,6 +131,8 @@ struct SharedAddresses {
         return barriers + (offset - int(offsetof(SharedStorage, q_full)) + 8 * index);
     }
 };
+
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -211,10 +220,6 @@ struct RingPosition {
         parity ^= stage == 0;
     }
 };
-
-constexpr int kTransposeWarps = 3;  // of the producer warpgroup, warps that transpose V; the other one loads
-
-__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
@@ -332,7 +337,7 @@ __device__ void finish_rows(const Params& params, const Tile& tile, const RowSta
 // Normalises O, rounds it and writes it from registers
 __device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
     int first_row, int lane);
-__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
+__device__ int swizzled(int row, int chunk);  // Where the swizzle puts a 16-byte chunk of a row
 // wgmma reads e4m3 only with the summed dimension contiguous, and for P V that is the keys
 __device__ void transpose_block(shared_address v_rows, shared_address v, int warp);
 
@@ -347,7 +352,7 @@ __device__ __forceinline__ void produce(const Params& params, const SharedAddres
         load_q(params, tile, shared.q(q_ring.stage), shared.q_full(q_ring.stage));
         q_ring.advance();
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
-#pragma unroll 1  // it waits for copies, and unrolled it takes longer to compile
+#pragma unroll 1  // it waits for copies: unrolled it would not be faster, and take longer to compile
         for (int kv_block = blocks.last; kv_block >= blocks.first; --kv_block) produce_kv(params, tile, kv_block, shared, ring);
     }
     announce_end(shared, ring);
@@ -450,7 +455,6 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             p.set(scores);
             float partial[kHeadDimV / 2];
             float factor[2] = {1.0f, 1.0f};  // of O, when P V of the block in `p` is added
-
             for (--kv_block; kv_block >= first_block; --kv_block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
@@ -521,10 +525,27 @@ flash_fwd_fp8_hdim128_e4m3_promoted_causal_sm90(const __grid_constant__ Params p
         setmaxnreg_dec<kProducerRegisters>();
         const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
         if (threadIdx.x == 0) produce(params, shared);
-        if (warp > 0) transpose_v(shared, warp - 1);
+        if (warp >= kFirstTransposeWarp) transpose_v(shared, warp - kFirstTransposeWarp);
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
         consume(params, shared, warpgroup - 1);
+    }
+}
+
+// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_rows_full(stage), 1);
+        mbarrier_init(shared.v_rows_empty(stage), kTransposeWarps);
+        mbarrier_init(shared.v_full(stage), kTransposeWarps);
+        store_shared_32(shared.ends(stage), 0);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
     }
 }
 
@@ -542,8 +563,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 
     Tile tile;
     tile.batch = head_of_batch / num_heads;
-    tile.head = head_of_batch - tile.batch * num_heads;
-    tile.kv_head = tile.head;
+    const int head = head_of_batch - tile.batch * num_heads;  // of the grid
+    tile.head = head;
+    tile.kv_head = head;
     // If rows_ahead is not 0, the last tile ends with the last unit of 64 rows that has a query, and the first tile is the partial one: its rows
     // attend to the fewest keys.
     tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM - params.rows_ahead;
@@ -621,23 +643,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 // ====
-
-// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
-__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
-    for (int stage = 0; stage < kQStages; ++stage) {
-        mbarrier_init(shared.q_full(stage), 1);
-        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(shared.k_full(stage), 1);
-        mbarrier_init(shared.v_rows_full(stage), 1);
-        mbarrier_init(shared.v_rows_empty(stage), kTransposeWarps);
-        mbarrier_init(shared.v_full(stage), kTransposeWarps);
-        store_shared_32(shared.ends(stage), 0);
-        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
-        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
-    }
-}
 
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const int skipped = max(-first_row, 0);
@@ -763,7 +768,6 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_addr
     wgmma_commit();
 }
 
-// Starts P . V of one KV block, 64 x kHeadDimV: into `output`, or added to it, as the first step says.
 __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedScores<kBlockN>& p, shared_address v_smem) {
     const uint64_t v = descriptor<kKeyPanel>(v_smem);
     pin_registers(output);
@@ -920,7 +924,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
 }
 
-__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row / (128 / kPanelRowBytes) % (kPanelRowBytes / 16); }
 
 // wgmma reads e4m3 only with the summed dimension contiguous, and for P V that is the keys. So a KV block's V, whose rows are keys, becomes
 // V^T, whose rows are columns of V. Within every 16 keys V^T has the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, in which P is in

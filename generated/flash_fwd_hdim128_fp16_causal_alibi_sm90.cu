@@ -117,6 +117,8 @@ struct SharedAddresses {
     }
 };
 
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
+
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
@@ -231,8 +233,6 @@ struct RingPosition {
         parity ^= stage == 0;
     }
 };
-
-__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
@@ -427,12 +427,13 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         const LaneScoreRows score_rows(params, tile, first_row + lane / 4);
         // The keys that all 16 rows of the warp see: KV blocks within them need no mask. All rows of a warp may be past the last one, so clamp first_row.
         const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
+        // A score is modified before it is masked, so that what is hidden stays hidden.
         auto modify = [&](float (&scores)[kBlockN / 2], int kv_block) {
             const int lane_key = kv_block * kBlockN + lane % 4 * 2;
             modify_scores(params, score_rows, scores, lane_key);
             for (int i = 0; i < 2; ++i) rows.offset[i] = score_offset(params, score_rows.rows[i], lane_key) * params.scale_log2;
         };
-        // A score is modified before it is masked, so that what is hidden stays hidden.
+        // Finishes the scores of a KV block: once for each KV block, between Q K^T and softmax.
         auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
             modify(scores, kv_block);
             const bool whole = (kv_block + 1) * kBlockN <= seen_by_all.end;
@@ -455,7 +456,6 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
-
             for (--kv_block; kv_block >= first_block; --kv_block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
@@ -532,6 +532,20 @@ flash_fwd_hdim128_fp16_causal_alibi_sm90(const __grid_constant__ Params params) 
     }
 }
 
+// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_full(stage), 1);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+}
+
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
     // row block of each head comes first. Under a diagonal it is the longest, so the grid ends with short tiles and few SMs are idle.
@@ -546,8 +560,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 
     Tile tile;
     tile.batch = head_of_batch / num_heads;
-    tile.head = head_of_batch - tile.batch * num_heads;
-    tile.kv_head = tile.head;
+    const int head = head_of_batch - tile.batch * num_heads;  // of the grid
+    tile.head = head;
+    tile.kv_head = head;
     // If rows_ahead is not 0, the last tile ends with the last unit of 64 rows that has a query, and the first tile is the partial one: its rows
     // attend to the fewest keys.
     tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM - params.rows_ahead;
@@ -663,20 +678,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 // ====
-
-// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
-__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
-    for (int stage = 0; stage < kQStages; ++stage) {
-        mbarrier_init(shared.q_full(stage), 1);
-        mbarrier_init(shared.q_empty(stage), kConsumers);
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(shared.k_full(stage), 1);
-        mbarrier_init(shared.v_full(stage), 1);
-        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
-        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
-    }
-}
 
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const int skipped = max(-first_row, 0);

@@ -20,7 +20,7 @@
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 88 a thread
 //     thread 0           produce(): loads Q, K and V by TMA
-//     warps 1 to 3       read_mask(): packs the mask into bits
+//     masking warps      read_mask(): packs the mask into bits
 //   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 2, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
@@ -134,6 +134,8 @@ struct SharedAddresses {
         return barriers + (offset - int(offsetof(SharedStorage, q_full)) + 8 * index);
     }
 };
+
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -326,8 +328,6 @@ struct RingPosition {
         parity ^= stage == 0;
     }
 };
-
-__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
@@ -550,7 +550,6 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
-
             for (kv_block = next_block(); kv_block.index >= 0; kv_block = next_block()) {
                 // 1. S = Q K^T of this block: wait for K, issue.
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
@@ -625,6 +624,24 @@ flash_fwd_hdim128_fp16_dense_sm90(const __grid_constant__ Params params) {
     }
 }
 
+// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_full(stage), 1);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kMaskStages; ++stage) {
+        mbarrier_init(shared.mask_full(stage), 32 * kMaskWarps);
+        mbarrier_init(shared.mask_empty(stage), 128 * kConsumers + 1);
+    }
+}
+
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
     // row block of each head comes first. Under a diagonal it is the longest, so the grid ends with short tiles and few SMs are idle.
@@ -639,8 +656,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 
     Tile tile;
     tile.batch = head_of_batch / num_heads;
-    tile.head = head_of_batch - tile.batch * num_heads;
-    tile.kv_head = tile.head;
+    const int head = head_of_batch - tile.batch * num_heads;  // of the grid
+    tile.head = head;
+    tile.kv_head = head;
     tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
     return tile;
 }
@@ -745,24 +763,6 @@ __device__ __forceinline__ bool pack_mask(const Params& params, const Tile& tile
     return visible;
 }
 // ====
-
-// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
-__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
-    for (int stage = 0; stage < kQStages; ++stage) {
-        mbarrier_init(shared.q_full(stage), 1);
-        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(shared.k_full(stage), 1);
-        mbarrier_init(shared.v_full(stage), 1);
-        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
-        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
-    }
-    for (int stage = 0; stage < kMaskStages; ++stage) {
-        mbarrier_init(shared.mask_full(stage), 32 * kMaskWarps);
-        mbarrier_init(shared.mask_empty(stage), 128 * kConsumers + 1);
-    }
-}
 
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);

@@ -117,6 +117,8 @@ struct SharedAddresses {
     }
 };
 
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
+
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
@@ -185,8 +187,6 @@ struct RingPosition {
         parity ^= stage == 0;
     }
 };
-
-__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
@@ -374,7 +374,6 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         softmax_step(scores, rows, params.scale_log2);
         PackedScores<kBlockN> p;
         p.set(scores);
-
         release_previous_q();
         for (--kv_block; kv_block >= 0; --kv_block) {
             // 1. S = Q K^T of this block: wait for K, issue.
@@ -464,6 +463,20 @@ flash_fwd_hdim128_fp16_sm90(const __grid_constant__ Params params) {
     }
 }
 
+// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_full(stage), 1);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+}
+
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in L2 groups, so that tiles of a head run at about the same time and share its K and V in L2. Within an L2 group the last
     // row block of each head comes first. Under a diagonal it is the longest, so the grid ends with short tiles and few SMs are idle.
@@ -478,8 +491,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 
     Tile tile;
     tile.batch = head_of_batch / num_heads;
-    tile.head = head_of_batch - tile.batch * num_heads;
-    tile.kv_head = tile.head;
+    const int head = head_of_batch - tile.batch * num_heads;  // of the grid
+    tile.head = head;
+    tile.kv_head = head;
     tile.first_row = row_block * kBlockM;
     return tile;
 }
@@ -545,20 +559,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     }
 }
 // ====
-
-// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
-__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
-    for (int stage = 0; stage < kQStages; ++stage) {
-        mbarrier_init(shared.q_full(stage), 1);
-        mbarrier_init(shared.q_empty(stage), kConsumers);
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(shared.k_full(stage), 1);
-        mbarrier_init(shared.v_full(stage), 1);
-        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
-        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
-    }
-}
 
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);

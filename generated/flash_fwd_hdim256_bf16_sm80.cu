@@ -413,8 +413,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 
     Tile tile;
     tile.batch = divide(head_of_batch, params.num_heads_divisor);
-    tile.head = head_of_batch - tile.batch * num_heads;
-    tile.kv_head = tile.head;
+    const int head = head_of_batch - tile.batch * num_heads;  // of the grid
+    tile.head = head;
+    tile.kv_head = head;
     tile.first_row = row_block * kBlockM;
     return tile;
 }
@@ -913,7 +914,6 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
 // Rounds O and puts it into the Q tile: all reads of Q precede the last barrier of the loop.
 __device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane) {
     const shared_address warp_rows = smem + first_row_of(warp) * kRowBytes;
-    const int part = warp / kPairs;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -923,6 +923,7 @@ __device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], s
             for (int n = 0; n < kDimTiles; ++n) {
                 const float low = rows[i].output[n][2 * row8];
                 const float high = rows[i].output[n][2 * row8 + 1];
+                const int part = warp / kPairs;
                 const int chunk = part * kPartDims / kChunkElements + n;
                 store_shared_32(warp_rows + row * kRowBytes + 16 * (chunk ^ swizzle_key(row)) + lane % 4 * 4,
                                 pack<element>(low, high));
@@ -931,8 +932,6 @@ __device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], s
     }
 }
 
-// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors.
-// Where a pair of warps shares rows, it puts their columns together there, and each warp stores half of the rows.
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
                                              shared_address smem, int warp, int lane) {
     stage_output(rows, smem, warp, lane);

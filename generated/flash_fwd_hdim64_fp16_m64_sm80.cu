@@ -365,8 +365,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 
     Tile tile;
     tile.batch = divide(head_of_batch, params.num_heads_divisor);
-    tile.head = head_of_batch - tile.batch * num_heads;
-    tile.kv_head = tile.head;
+    const int head = head_of_batch - tile.batch * num_heads;  // of the grid
+    tile.head = head;
+    tile.kv_head = head;
     tile.first_row = row_block * kBlockM;
     return tile;
 }
@@ -786,8 +787,6 @@ __device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], s
     }
 }
 
-// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors.
-// Where a pair of warps shares rows, it puts their columns together there, and each warp stores half of the rows.
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
                                              shared_address smem, int warp, int lane) {
     stage_output(rows, smem, warp, lane);

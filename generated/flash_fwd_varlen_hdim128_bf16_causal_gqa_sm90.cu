@@ -107,6 +107,7 @@ constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and O
+constexpr int kProducers = 1;  // warps that load
 constexpr int kTileWords = (sizeof(SequenceTile) + 15) / 16 * 4;  // of a SequenceTile in shared memory
 
 // Begins at a multiple of 1024 bytes. The swizzle XORs bits of the address, so its pattern repeats every 1024 bytes.
@@ -161,6 +162,8 @@ struct SharedAddresses {
         return barriers + (offset - int(offsetof(SharedStorage, q_full)) + 8 * index);
     }
 };
+
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch_q)
@@ -259,8 +262,6 @@ struct RingPosition {
         parity ^= stage == 0;
     }
 };
-
-__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
@@ -594,7 +595,6 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
-
             await_clear_tail(kv_block);
             for (--kv_block; kv_block >= first_block; --kv_block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
@@ -673,6 +673,25 @@ flash_fwd_varlen_hdim128_bf16_causal_gqa_sm90(const __grid_constant__ Params par
     }
 }
 
+// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_full(stage), 1);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+    mbarrier_init(shared.rows_clear(), 4 * kConsumers);
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.tile_full(stage), 1);
+        mbarrier_init(shared.tile_empty(stage), 4 * kConsumers + kProducers);
+    }
+}
+
 // A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
@@ -742,8 +761,9 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const Sequen
 __device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile& found) {
     Tile tile;
     tile.batch = found.sequence;
-    tile.head = found.head;
-    tile.kv_head = found.head / params.group_size;
+    const int head = found.head;
+    tile.head = head;
+    tile.kv_head = head / params.group_size;
     tile.first_row = found.first_row;
     return tile;
 }
@@ -810,25 +830,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 // ====
-
-// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
-__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
-    for (int stage = 0; stage < kQStages; ++stage) {
-        mbarrier_init(shared.q_full(stage), 1);
-        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(shared.k_full(stage), 1);
-        mbarrier_init(shared.v_full(stage), 1);
-        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
-        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
-    }
-    mbarrier_init(shared.rows_clear(), 4 * kConsumers);
-    for (int stage = 0; stage < kQStages; ++stage) {
-        mbarrier_init(shared.tile_full(stage), 1);
-        mbarrier_init(shared.tile_empty(stage), 4 * kConsumers + 1);
-    }
-}
 
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const int skipped = max(-first_row, 0);

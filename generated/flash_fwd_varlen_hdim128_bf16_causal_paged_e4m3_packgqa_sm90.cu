@@ -111,6 +111,7 @@ constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and O
+constexpr int kProducers = 2;  // warps that load
 constexpr int kTileWords = (sizeof(SequenceTile) + 15) / 16 * 4;  // of a SequenceTile in shared memory
 // TMA loads K and V in boxes of 16 keys, all of one page.
 constexpr int kBoxKeys = 16;
@@ -121,7 +122,6 @@ struct Box {
     int32_t row;  // of the page, where the keys of the box begin
 };
 constexpr int kCodeRowBytes = kPanelColumns * sizeof(e4m3);  // of a panel of codes, which TMA swizzles, too
-constexpr int kProducers = 2;  // warps that load
 
 // Begins at a multiple of 1024 bytes. The swizzle XORs bits of the address, so its pattern repeats every 1024 bytes.
 struct SharedStorage {
@@ -195,6 +195,8 @@ struct SharedAddresses {
         return barriers + (offset - int(offsetof(SharedStorage, q_full)) + 8 * index);
     }
 };
+
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch_q)
@@ -300,8 +302,6 @@ struct RingPosition {
         parity ^= stage == 0;
     }
 };
-
-__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
@@ -499,7 +499,7 @@ constexpr int kOwnUnits = kBlockN / 8 / kConverters;
 
 __device__ void store_chunk(shared_address chunk, uint32_t a, uint32_t b, uint32_t c, uint32_t d);  // Writes a chunk of eight elements
 // Converts 16 codes, each once, to the two chunks of elements at `left` and `right`
-__device__ void convert_chunk(const uint4& words, shared_address left, shared_address right);
+template <typename Unpack> __device__ void convert_chunk(const uint4& words, shared_address left, shared_address right, Unpack unpack);
 
 // Where a lane's codes and elements of a KV block are, in the first unit of its warp. Lane 8 c + r has the codes from column 16 c on of row r: eight
 // lanes, which read and write together, have eight rows, whose chunks the swizzles bring to different banks.
@@ -637,7 +637,9 @@ __device__ __forceinline__ void produce_v(const Params& params, const SharedAddr
 __device__ __forceinline__ void convert_codes(const Params& params, const SharedAddresses& shared) {
     const int lane = threadIdx.x % 32;
     const ConverterLane of_lane;
-    auto convert_one = [](const uint4& words, int, shared_address left, shared_address right) { convert_chunk(words, left, right); };
+    auto convert_one = [](const uint4& words, int, shared_address left, shared_address right) {
+        convert_chunk(words, left, right, [](uint32_t codes) { return unpack_e4m3<element>(codes); });
+    };
     // All buffers are empty at first. A wait for parity 1 of a new mbarrier returns at once.
     RingPosition<kStages> ring;
     RingPosition<kCodeStages> code_ring;
@@ -793,7 +795,6 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
             softmax_step(scores, rows, tile_scale);
             PackedScores<kBlockN> p;
             p.set(scores);
-
             await_clear_tail(kv_block);
             for (--kv_block; kv_block >= first_block; --kv_block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
@@ -877,6 +878,31 @@ flash_fwd_varlen_hdim128_bf16_causal_paged_e4m3_packgqa_sm90(const __grid_consta
     }
 }
 
+// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), kConverters);
+        mbarrier_init(shared.v_full(stage), kConverters);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kCodeStages; ++stage) {
+        mbarrier_init(shared.k_codes_full(stage), 1);
+        mbarrier_init(shared.v_codes_full(stage), 1);
+        mbarrier_init(shared.k_codes_empty(stage), kConverters);
+        mbarrier_init(shared.v_codes_empty(stage), kConverters);
+    }
+    mbarrier_init(shared.rows_clear(), 4 * kConsumers);
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.tile_full(stage), 1);
+        mbarrier_init(shared.tile_empty(stage), 4 * kConsumers + kConverters + kProducers);
+    }
+}
+
 // A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
@@ -945,8 +971,9 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const Sequen
 __device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile& found) {
     Tile tile;
     tile.batch = found.sequence;
-    tile.kv_head = found.head;
-    tile.head = found.head * params.group_size;
+    const int head = found.head;
+    tile.kv_head = head;
+    tile.head = head * params.group_size;
     tile.first_row = found.first_row;
     return tile;
 }
@@ -1013,31 +1040,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 // ====
-
-// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
-__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
-    for (int stage = 0; stage < kQStages; ++stage) {
-        mbarrier_init(shared.q_full(stage), 1);
-        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(shared.k_full(stage), kConverters);
-        mbarrier_init(shared.v_full(stage), kConverters);
-        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
-        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
-    }
-    for (int stage = 0; stage < kCodeStages; ++stage) {
-        mbarrier_init(shared.k_codes_full(stage), 1);
-        mbarrier_init(shared.v_codes_full(stage), 1);
-        mbarrier_init(shared.k_codes_empty(stage), kConverters);
-        mbarrier_init(shared.v_codes_empty(stage), kConverters);
-    }
-    mbarrier_init(shared.rows_clear(), 4 * kConsumers);
-    for (int stage = 0; stage < kQStages; ++stage) {
-        mbarrier_init(shared.tile_full(stage), 1);
-        mbarrier_init(shared.tile_empty(stage), 4 * kConsumers + kConverters + kProducers);
-    }
-}
 
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const int skipped = max(-first_row, 0);
@@ -1369,11 +1371,11 @@ __device__ __forceinline__ void store_chunk(shared_address chunk, uint32_t a, ui
     store_shared_128(chunk, __uint_as_float(a), __uint_as_float(b), __uint_as_float(c), __uint_as_float(d));
 }
 
-__device__ __forceinline__ void convert_chunk(const uint4& words, shared_address left, shared_address right) {
-    store_chunk(left, unpack_e4m3<element>(words.x), unpack_e4m3<element>(words.x >> 16), unpack_e4m3<element>(words.y),
-                unpack_e4m3<element>(words.y >> 16));
-    store_chunk(right, unpack_e4m3<element>(words.z), unpack_e4m3<element>(words.z >> 16), unpack_e4m3<element>(words.w),
-                unpack_e4m3<element>(words.w >> 16));
+// Converts 16 codes, each once, to the two chunks of elements at `left` and `right`. unpack(codes) converts the two codes in the lower half of a word.
+template <typename Unpack>
+__device__ __forceinline__ void convert_chunk(const uint4& words, shared_address left, shared_address right, Unpack unpack) {
+    store_chunk(left, unpack(words.x), unpack(words.x >> 16), unpack(words.y), unpack(words.y >> 16));
+    store_chunk(right, unpack(words.z), unpack(words.z >> 16), unpack(words.w), unpack(words.w >> 16));
 }
 
 // Converts a warp's part of a KV block of K or V by convert_one(words, i, left, right), where i is the number of the unit in the panel. The codes of

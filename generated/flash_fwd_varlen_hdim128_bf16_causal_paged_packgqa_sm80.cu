@@ -487,8 +487,9 @@ __device__ __forceinline__ RowBlock find_row_block(const Params& params, int ind
 __device__ __forceinline__ Tile tile_of(const Params& params, const RowBlock& row_block) {
     Tile tile;
     tile.batch = row_block.sequence;
-    tile.kv_head = row_block.head;
-    tile.head = row_block.head * params.group_size;
+    const int head = row_block.head;
+    tile.kv_head = head;
+    tile.head = head * params.group_size;
     tile.first_row = row_block.index * kBlockM;
     return tile;
 }
@@ -918,8 +919,6 @@ __device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], s
     }
 }
 
-// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors.
-// Where a pair of warps shares rows, it puts their columns together there, and each warp stores half of the rows.
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
                                              shared_address smem, int warp, int lane) {
     stage_output(rows, smem, warp, lane);

@@ -951,8 +951,9 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const Sequen
 __device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile& found) {
     Tile tile;
     tile.batch = found.sequence;
-    tile.kv_head = found.head;
-    tile.head = found.head * params.group_size;
+    const int head = found.head;
+    tile.kv_head = head;
+    tile.head = head * params.group_size;
     tile.first_row = found.first_row;
     return tile;
 }

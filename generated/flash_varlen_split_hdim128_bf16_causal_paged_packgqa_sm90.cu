@@ -112,6 +112,7 @@ constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and O
+constexpr int kProducers = 2;  // warps that load
 constexpr int kTileWords = (sizeof(SequenceTile) + 15) / 16 * 4;  // of a SequenceTile in shared memory
 // TMA loads K and V in boxes of 16 keys, all of one page.
 constexpr int kBoxKeys = 16;
@@ -178,6 +179,8 @@ struct SharedAddresses {
         return barriers + (offset - int(offsetof(SharedStorage, q_full)) + 8 * index);
     }
 };
+
+__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch_q)
@@ -338,8 +341,6 @@ struct RingPosition {
         parity ^= stage == 0;
     }
 };
-
-__device__ void init_barriers(const SharedAddresses& shared);  // Initialises each barrier with the number of arrivals that complete a phase
 
 // KV blocks, visited from the last to the first.
 struct KvBlocks {
@@ -639,8 +640,8 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         };
         const KvBlocks blocks = find_kv_blocks(params, found);
         int kv_block = blocks.last;
-        const int first_block = blocks.first;
         const bool visible = blocks.last >= blocks.first;
+        const int first_block = blocks.first;
         const int first_row = tile.first_row + warp_row;
         const shared_address q_smem = shared.q(q_ring.stage) + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
@@ -680,7 +681,6 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
             softmax_step(scores, rows, params.scale_log2);
             PackedScores<kBlockN> p;
             p.set(scores);
-
             await_clear_tail(kv_block);
             for (--kv_block; kv_block >= first_block; --kv_block) {
                 // 1. S = Q K^T of this block: wait for K, issue.
@@ -762,6 +762,25 @@ flash_varlen_split_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_constant_
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
         consume(params, shared, warpgroup - 1);
+    }
+}
+
+// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
+__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.q_full(stage), 1);
+        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(shared.k_full(stage), 1);
+        mbarrier_init(shared.v_full(stage), 1);
+        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
+        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+    mbarrier_init(shared.rows_clear(), 4 * kConsumers);
+    for (int stage = 0; stage < kQStages; ++stage) {
+        mbarrier_init(shared.tile_full(stage), 1);
+        mbarrier_init(shared.tile_empty(stage), 4 * kConsumers + kProducers);
     }
 }
 
@@ -938,8 +957,9 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const Sequen
 __device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile& found) {
     Tile tile;
     tile.batch = found.sequence;
-    tile.kv_head = found.head;
-    tile.head = found.head * params.group_size;
+    const int head = found.head;
+    tile.kv_head = head;
+    tile.head = head * params.group_size;
     tile.first_row = found.first_row;
     return tile;
 }
@@ -1006,25 +1026,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 // ====
-
-// Initialises each barrier with the number of arrivals that complete a phase. One thread calls it, before other threads use the barriers.
-__device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
-    for (int stage = 0; stage < kQStages; ++stage) {
-        mbarrier_init(shared.q_full(stage), 1);
-        mbarrier_init(shared.q_empty(stage), 4 * kConsumers);
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(shared.k_full(stage), 1);
-        mbarrier_init(shared.v_full(stage), 1);
-        mbarrier_init(shared.k_empty(stage), 4 * kConsumers);
-        mbarrier_init(shared.v_empty(stage), 4 * kConsumers);
-    }
-    mbarrier_init(shared.rows_clear(), 4 * kConsumers);
-    for (int stage = 0; stage < kQStages; ++stage) {
-        mbarrier_init(shared.tile_full(stage), 1);
-        mbarrier_init(shared.tile_empty(stage), 4 * kConsumers + 2);
-    }
-}
 
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);

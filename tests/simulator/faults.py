@@ -741,8 +741,8 @@ FAULTS = (
         GQA,
         GROUPED,
         NUMBERS,
-        "tile.kv_head = divide(tile.head, params.group_size_divisor);",
-        "tile.kv_head = tile.head % 2;",
+        "tile.kv_head = divide(head, params.group_size_divisor);",
+        "tile.kv_head = head % 2;",
     ),
     fault(
         "query of a packed row, where keys are hidden",

@@ -83,8 +83,8 @@ FAULTS = {
     ),
     "the left half of a chunk twice": (
         *ROWS,
-        "unpack_e4m3<element>(words.z >> 16)",
-        "unpack_e4m3<element>(words.x >> 16)",
+        "unpack(words.z >> 16)",
+        "unpack(words.x >> 16)",
     ),
     "codes without their swizzle": (*PAGES, "16 * (lane / 8 ^ row / 2 % 4)", "16 * (lane / 8)"),
     "elements without their swizzle": (*WIDE, "16 * (lane / 8 * 2 ^ row % 8)", "16 * (lane / 8 * 2)"),

@@ -470,7 +470,7 @@ FAULTS = {
         DENSE, MASKED, PHASES, "kv_block.load(shared.mask(mask_ring.stage)", "kv_block.load(shared.mask(0)",
     ),
     "the warp of V in the mask": (
-        DENSE, MASKED, PHASES, "if (warp > kMaskWarps) {", "if (warp > kMaskWarps + 1) {",
+        DENSE, MASKED, PHASES, "if (warp >= kFirstTransposeWarp) {", "if (warp > kFirstTransposeWarp) {",
     ),
     "a mask complete with the first warp": (
         DENSE, MASKED, PHASES, "mbarrier_init(shared.mask_full(stage), 32 * kMaskWarps);",
@@ -518,11 +518,11 @@ FAULTS = {
         "const float scale = 1.0f;",
     ),
     "scales of scores left out": (
-        ADA, GROUPED_MHA, NUMBERS, "softmax_step(scores, rows, tile_scale, p);",
+        ADA, GROUPED_MHA, NUMBERS, "softmax_step(scores, rows, code_scale, p);",
         "softmax_step(scores, rows, params.scale_log2, p);",
     ),
     "products of codes in a softcap of mma.sync": (
-        ADA_CAPPED, GROUPED, NUMBERS, "scale_scores(scores, tile_scale);", "",
+        ADA_CAPPED, GROUPED, NUMBERS, "scale_scores(scores, code_scale);", "",
     ),
     "scales of a group's first head": (
         HEADS, FEW_QUERIES, NUMBERS,

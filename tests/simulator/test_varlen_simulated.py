@@ -423,7 +423,7 @@ FAULTS = (
            ("race", *NUMBERS),
            "tile.kv_head, page); } } } __syncwarp();", "tile.kv_head, page); } } }"), {}),
     (fault("one of two producer warps alone lets a tile be overwritten", HOPPER_PAGED, TILES,
-           ("race", "deadlock", "mbarrier"), "tile_empty(stage), 4 * kConsumers + 2);",
+           ("race", "deadlock", "mbarrier"), "tile_empty(stage), 4 * kConsumers + kProducers);",
            "tile_empty(stage), 4 * kConsumers + 1);"), {}),
     (fault("the warp of V stays at one tile", HOPPER_PAGED, TILES, ("race", "deadlock", "mbarrier", WRONG),
            "        tile_ring.advance();\n", ""), {}),

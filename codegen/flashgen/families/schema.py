@@ -64,7 +64,7 @@ _ARCHS = ListOf(ARCH, least=1)
 # Names with a meaning in templates, tile rows or expressions; no axis or tile key may take one.
 RESERVED = frozenset(
     (
-        *("variant", "name", "header", "params_struct", "param_names", "target"),
+        *("variant", "name", "header", "params_struct", "param_names", "pv_columns", "target"),
         *("element_bytes", "threads", "smem_bytes", "max_smem", "min", "max"),
         *("efficiency", "no_spills", "tile", "step", "features", "parts"),
         *("score", "score_functions", "score_has_offset", "score_has_derivative", "has_tree"),

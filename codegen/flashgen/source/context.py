@@ -7,7 +7,7 @@ backward kernel on Hopper the columns of the MMAs of dQ), ``header`` (the file's
 a part of names of templates), ``computes_gradients``, ``target``, ``element_bytes``, ``kv_element`` (the C++
 type of K and V in global memory), ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its
 family), ``features`` (the names of its features), ``parts`` (the files of which one of several is taken,
-`source.parts`) and ``variant``; of a score modification ``score`` (its
+`source.parts`), ``pv_columns`` (of a P V of wgmma) and ``variant``; of a score modification ``score`` (its
 name, or None), ``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`),
 ``gradient_dtype`` and ``gradient_bytes`` (of the array that it is differentiated by), ``score_has_offset``,
 whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.families.variant import ELEMENT_STAGES
 from flashgen.operators import OPERATORS
 from flashgen.source.params import struct_text
-from flashgen.source.parts import parts_of, skips_by_line
+from flashgen.source.parts import parts_of, pv_columns, skips_by_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,6 +57,7 @@ def context(form: Variant, header: str) -> dict[str, Any]:
         **of_score,
         "parts": parts_of(form, of_score["score_has_derivative"], of_score["score_has_offset"]),
         **_of_rule(form),
+        "pv_columns": pv_columns(form),
         "variant": form,
         "name": form.name,
         "has_lengths": form.has_lengths,

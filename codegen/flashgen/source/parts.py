@@ -50,11 +50,24 @@ class Parts(NamedTuple):
     copy: str  # how they copy K and V: rows, rows of pages, or codes
     lane_address: str  # how a lane's addresses are computed: a sum after the XOR of the swizzle, or none
 
-    # Of Hopper's consumers in forward kernels.
-    schedule: str
-    store: str  # how O leaves them
+    epilogue: str  # how they write O: rows of 16 bits, words of 32, or by the main loop, halves or pairs
+
+    # Of Hopper's forward kernels.
+    plan: str  # the map and the shared memory
+    plan_of: str  # the part of the plan that follows from the operands of the MMAs, and from how O is stored
+    schedule: str  # of consumers
+    walk: str  # which KV blocks of a tile they visit: all, or those seen by a line
+    tiles_from: str  # the row that tiles of a sequence are counted from: the first or the last
+    store: str  # how O leaves consumers
     release_q: str  # when they release Q
+    turns: str  # whether they take turns at issuing MMAs: taken or none
+    score: str  # q . k, or modified
+    finish: str  # what rows see: all keys, a range of keys, or keys by a dense mask
+    pv: str  # MMAs of codes: the same as `sums`, or whole, where P V follows its softmax at once
+    sums: str  # of P V: added to O by the MMAs, or promoted to fp32 first
     score_scale: str  # of what scores of codes have a scale: none, a tile, rows or keys
+    softmax: str  # what softmax multiplies scores by: by_scale, or by_row_scales
+    softmax_step: str  # the same, or with_offset, where rows add a part of the score
 
     # Of split KV.
     pieces: str  # what the tiles of a sequence are cut into: splits or blocks; batch if all tiles are alike
@@ -104,15 +117,13 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         gradient_rows = "groups" if axes.get("gqa") == "gqa" else "batch"
     family = "sm90" if form.target == "sm90" else "sm80"
     shares = "splits" if "fixed_splits" in features else "blocks"
-    by_line = "_by_line" if skips_by_line(form) else ""
-    key_rows = "pages" if form.has_lengths and axes.get("pages") == "paged" else "sequences"
+    skips = skips_by_line(form)
+    by_line = "_by_line" if skips else ""
+    key_rows = _key_rows(form)
+    sums = "promoted" if "promoted" in features else "added"
     by_tma = "tma_stores" in features
-    if visits != "range":
-        schedule = visits
-    elif "overlapped" in features:
-        schedule = "overlapped"
-    else:
-        schedule = "diagonal" if "from_last_row" in features else "tiles"
+    # Modified scores have the scales of their codes in them.
+    softmax = "by_row_scales" if _score_scale(form) == "rows" and form.score is None else "by_scale"
     return Parts(
         headers="\n".join(f'#include "{name}"' for name in (form.header, *some_headers(form))),
         mma=_MMAS.get(form.dtype, "f16"),
@@ -124,6 +135,7 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         loop=_loop(form),
         copy=_copy(form),
         lane_address="with_offset" if with_offset else "plain",
+        epilogue=_epilogue(form),
         modification=_modification(form, has_derivative),
         step_heads="mha" if axes.get("gqa") == "mha" else f"gqa_{family}",
         cleared="ahead" if "clears_ahead" in features else "before",
@@ -138,7 +150,11 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         barriers=_BARRIERS[ordered, dense],
         query_steps="listed" if visits == "listed" else f"{axes.get('dq_order')}_{axes.get('gqa')}",
         visits=visits,
-        schedule=schedule,
+        plan=_plan(form, visits),
+        plan_of=_plan_of(form),
+        schedule=_schedule(form, visits, skips),
+        walk="seen" if skips else "all",
+        tiles_from="last" if "from_last_row" in features else "first",
         store="by_tma" if by_tma else "from_registers",
         release_q="after_store" if by_tma else "after_qk",
         codes=_codes(form),
@@ -148,7 +164,14 @@ def parts_of(form: Variant, has_derivative: bool, has_offset: bool) -> Parts:
         sequences=f"sequences{by_line}",
         cluster=f"cluster{by_line}",
         key_rows=key_rows,
+        turns=_turns(form),
+        score="modified" if form.score else "plain",
+        finish={"none": "none", "dense": "dense"}.get(str(mask_type), "range"),
+        pv="whole" if "wide" in features else sums,
+        sums=sums,
         score_scale=_score_scale(form),
+        softmax=softmax,
+        softmax_step="with_offset" if has_offset else softmax,
     )
 
 
@@ -223,7 +246,7 @@ def skips_by_line(form: Variant) -> bool:
 
 
 def _score_scale(form: Variant) -> str:
-    """What Hopper's forward kernels multiply scores of codes by."""
+    """What forward kernels multiply scores of codes by."""
     axes = form.axis_values
     if form.dtype == "e4m3":
         return "rows" if axes.get("gqa") == "packed" else "tile"
@@ -232,10 +255,70 @@ def _score_scale(form: Variant) -> str:
     return "none"
 
 
+def _key_rows(form: Variant) -> str:
+    paged = form.has_lengths and form.axis_values.get("pages") == "paged"
+    return "pages" if paged else "sequences"
+
+
+def _plan(form: Variant, visits: str) -> str:
+    """The map and the shared memory of Hopper's forward kernels: by the roles of their warps, and by what
+    these pass on to each other.
+    """
+    codes = form.dtype == "e4m3"
+    if "by_sequence" in form.features:
+        if CONVERTS_CODES in form.features:
+            return "codes"
+        return f"e4m3_{_key_rows(form)}" if codes else _key_rows(form)
+    if visits == "dense":
+        return "e4m3_dense" if codes else "dense"
+    return f"of_{_plan_of(form)}"
+
+
+def _schedule(form: Variant, visits: str, skips_by_line: bool) -> str:
+    """The order of work of Hopper's consumers: what they visit, and which MMAs run beside a softmax."""
+    features = form.features
+    diagonal = "from_last_row" in features
+    if visits != "range":
+        return visits
+    if "wide" in features:
+        return "wide"
+    if "shares" in features:
+        return "shares"
+    if "by_sequence" in features:
+        mask = "causal" if form.axis_values.get("mask_type") == "causal" else "local"
+        return f"sequences_{mask}" if diagonal and not skips_by_line else "sequences"
+    if "overlapped" in features:
+        return "overlapped"
+    return "diagonal" if diagonal else "tiles"
+
+
+def _plan_of(form: Variant) -> str:
+    """The part of the plan that all kernels have: of elements of 16 bits, with O stored by TMA or not, or of
+    codes, with V in rows or transposed.
+    """
+    if form.dtype != "e4m3":
+        return "f16_by_tma" if "tma_stores" in form.features else "f16"
+    return "e4m3_vt" if form.axis_values.get("v_layout") == "vt" else "e4m3"
+
+
+def _turns(form: Variant) -> str:
+    """Whether Hopper's consumers, several warpgroups, take turns at issuing MMAs."""
+    several = int(dict(form.tile).get("block_m", 0)) > 64
+    return "taken" if several and "without_turns" not in form.features else "none"
+
+
 def _loop(form: Variant) -> str:
     """The main loop of mma.sync's forward kernels: of a list, of a dense mask, or the one of the tile."""
     loop = str(dict(form.tile).get("loop"))
     return {"blocks": "listed", "dense": f"{loop}_dense"}.get(str(form.axis_values.get("mask_type")), loop)
+
+
+def _epilogue(form: Variant) -> str:
+    """How mma.sync's forward kernels write O."""
+    loop = str(dict(form.tile).get("loop"))
+    if loop in ("halves", "pairs"):
+        return loop
+    return "words" if form.dtype == "fp32" else "rows"
 
 
 def _copy(form: Variant) -> str:
@@ -244,6 +327,16 @@ def _copy(form: Variant) -> str:
     if axes.get("kv_dtype", "none") == "e4m3" and form.dtype != "e4m3":
         return "codes"
     return "pages" if form.has_lengths and axes.get("pages") == "paged" else "rows"
+
+
+def pv_columns(form: Variant) -> int:
+    """The columns of O that an MMA of Hopper's forward kernels has."""
+    if "wide" in form.features:
+        return 64  # two such pieces are in registers
+    # If a warpgroup converts codes, ptxas takes no wgmma of 256 columns: with 512 threads it counts on 128
+    # registers.
+    dims = int(form.axis_values.get("head_dim_v", 0))
+    return 128 if dims == 256 and CONVERTS_CODES in form.features else dims
 
 
 def some_headers(form: Variant) -> tuple[str, ...]:
