@@ -62,6 +62,8 @@ uint32_t load_acquire(const void* address, Location where);
 void store_release(void* address, uint32_t value, Location where);
 // An atomic addition that releases as store_release does.
 void add_release(void* address, uint32_t value, Location where);
+// An atomic addition that returns the value before it, and orders nothing else.
+uint32_t fetch_add(void* address, uint32_t value, Location where);
 
 // Asynchronous copies of a thread, and its groups of them.
 void copy_async(uint32_t destination, const void* source, int size, int source_bytes, Location where);
