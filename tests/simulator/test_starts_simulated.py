@@ -51,9 +51,9 @@ CASES = (
 
 
 def device_of(variant):
-    """A GPU so small that few rows on many keys are split."""
+    """A GPU so small that few rows on many keys are split, and that thread blocks take several tiles."""
     gpu = hardware.pretend_for(variant)
-    if not variant.grid.shares:
+    if not (variant.grid.shares or "tiles_by_keys" in variant.features):
         return gpu
     return dataclasses.replace(gpu, num_sms=MULTIPROCESSORS, smem_per_sm=variant.smem_bytes + 1024)
 
@@ -81,13 +81,31 @@ FAULTS = {
     "the start of the first sequence": (*ROWS, "", START, "load_clamped(params.kv_starts, 0, end)"),
     "a start rounded down to a block": (*ROWS, "", START, f"{START} / kBlockN * kBlockN"),
     "a start that shortens nothing": (*ROWS, "", "return {begin, end - begin};", "return {begin, end};"),
-    "a length without the start": (*HOPPER, "", "return {begin, end - begin};", "return {0, end - begin};"),
+    "a length without the start": (
+        *HOPPER,
+        "main",
+        "return {begin, end - begin};",
+        "return {0, end - begin};",
+    ),
     "pages from row 0": (*PAGES, "", f"own.kv_start = {BEGIN};", "own.kv_start = 0;"),
     "the mask from column 0": (*CASES[2], "", f"own.mask += {BEGIN};", ""),
     "a mask read in words": (*CASES[2], "", "own.mask_vector_width = 1;", ""),
+    "a tile that is taken before the first one": (
+        *HOPPER,
+        "count",
+        "store_global_32(params.tiles_taken, 0u);",
+        "store_global_32(params.tiles_taken, 1u);",
+    ),
+    "row blocks from the first key": (
+        *HOPPER,
+        "main",
+        "row_block - __shfl_sync(0xffffffff, of_lane.begin, found)",
+        "row_block",
+    ),
+    "the first sequence of a row block alone": (*HOPPER, "main", "== of_number", "== 0"),
     "a start of a row that no sequence has": (
         *HOPPER,
-        "",
+        "main",
         "tile.first_key = keys.begin;",
         "tile.first_key = 0;",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import lru_cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Never
@@ -122,7 +123,8 @@ def attention(
         )
     if dropout_p != NO_DROPOUT:
         dropout_seed = _seed(q, k, v, dropout_p, dropout_seed, names)
-    out, lse, *_ = operators.forward(
+    compute = operators.run if operators.is_plain(q, k, v, sinks) else operators.forward
+    out, lse, *_ = compute(
         q,
         k,
         v,
@@ -186,13 +188,15 @@ def _documents(cu_seqlens: Any) -> Tensor | None:
         return None
     if isinstance(cu_seqlens, torch.Tensor):
         return cu_seqlens.cpu()
-    bounds = bounds_of(cu_seqlens)
-    return torch.tensor(bounds) if torch.compiler.is_compiling() else _tensor_of(bounds)
+    if not torch.compiler.is_compiling() and isinstance(cu_seqlens, (list, tuple)):
+        with suppress(TypeError):  # an element that is no number
+            return _tensor_of(tuple(cu_seqlens))
+    return torch.tensor(bounds_of(cu_seqlens))
 
 
 @lru_cache(maxsize=16)
 def _tensor_of(bounds: tuple[int, ...]) -> Tensor:
-    return torch.tensor(bounds)
+    return torch.tensor(bounds_of(bounds))
 
 
 def _method(

@@ -197,23 +197,25 @@ class KeyGradients:
     """The gradients of K and V of the steps of a backward pass, which fill ``dk`` and ``dv``. Each rank adds
     up what its launches give, in fp32 and in order; then ranks are summed, while the next step is computed.
 
-    Sums have a row for each token, so the keys of a launch are a slice of them; or, where documents are
-    ``packed``, for each row of a gathered buffer.
+    Sums have a row for each token, so the keys of a segment are a slice of them; or, where launches have many
+    segments, for each row of a gathered buffer.
     """
 
     def __init__(
-        self, dk: Tensor, dv: Tensor, units: Units, group: Any, *, packed: bool, deterministic: bool
+        self, dk: Tensor, dv: Tensor, units: Units, group: Any, *, by_rows: bool, deterministic: bool
     ) -> None:
         self._dk, self._dv, self._units, self._group = dk, dv, units, group
-        self._packed, self._deterministic = packed, deterministic
+        self._by_rows, self._deterministic = by_rows, deterministic
         self._pending: tuple[slice, Reduction] | None = None
 
-    def empty(self, step: Step) -> Tensor:
-        """Zeros for the gradients of a step."""
+    def zeros(self, step: Step, after: int = 0) -> Tensor:
+        """Memory for the gradients of a step: zeros from row ``after`` on."""
         heads = self._dk[:, :, step.heads].shape[2]
-        rows = self._units.most * len(self._units.runs) if self._packed else self._units.tokens
+        rows = self._units.most * len(self._units.runs) if self._by_rows else self._units.tokens
         width = self._dk.shape[-1] + self._dv.shape[-1]
-        return self._dk.new_zeros((rows, self._dk.shape[0], heads, width), dtype=torch.float32)
+        total = self._dk.new_empty((rows, self._dk.shape[0], heads, width), dtype=torch.float32)
+        total[after:].zero_()
+        return total
 
     def of_launch(self, k: Tensor, v: Tensor, fp32: bool) -> Tensor:
         """Memory for the gradients of a launch with these keys: of k and v beside each other, in fp32 or in
@@ -226,9 +228,13 @@ class KeyGradients:
         """Add the gradients of a launch, as of `of_launch`, to their rows. Rows of one layer are distinct, so
         the order of additions is fixed.
         """
-        if not self._packed:
-            segment = launch.segments[0]
-            total[segment.k_begin : segment.k_end] += of_keys.transpose(0, 1)
+        if not self._by_rows:
+            of_keys = of_keys[:, None] if of_keys.ndim < total.ndim else of_keys.transpose(0, 1)
+            first = 0
+            for segment in launch.segments:
+                count = segment.k_end - segment.k_begin
+                total[segment.k_begin : segment.k_end] += of_keys[first : first + count]
+                first += count
             return
         for some, rows in key_rows(launch, self._units, total.device).layers:
             picked = total.index_select(0, rows)
@@ -242,7 +248,7 @@ class KeyGradients:
             self._keep(step.heads, total)
             return
         size = len(self._units.runs)
-        if not self._packed:
+        if not self._by_rows:
             total = total.index_select(0, row_tokens(self._units, total.device))
         self._pending = step.heads, start_reduction(total, self._group, size, self._deterministic)
 

@@ -23,7 +23,7 @@ from flashgen.runtime.arrays import kind_of
 from flashgen.runtime.plans import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from flashgen.call.record import Call
     from flashgen.call.request import Request
@@ -56,9 +56,11 @@ class Whole(NamedTuple):
     window: tuple[int, int]
 
 
-def attend(call: Call, whole: Whole, shift: int, like: Call | None = None) -> tuple[Any, Any] | None:
+def attend(
+    call: Call, whole: Whole, shift: int, like: Callable[[], Call] | None = None
+) -> tuple[Any, Any] | None:
     """out and lse of a launch; ``call`` has its arrays, and ``shift`` is of its segments. Of a table of
-    segments ``like`` is a call with the arrays that the whole call has; the result is None if no kernel of
+    segments ``like`` gives a call with the arrays that the whole call has; the result is None if no kernel of
     tables has the tile of the whole call's kernel. Raises what ``attention`` raises.
     """
     request = request_of(call)
@@ -83,12 +85,12 @@ def attend(call: Call, whole: Whole, shift: int, like: Call | None = None) -> tu
         raise
 
 
-def _planned(request: Request, whole: Whole, shift: int, like: Call | None) -> Plan | None:
+def _planned(request: Request, whole: Whole, shift: int, like: Callable[[], Call] | None) -> Plan | None:
     """The plan of a launch, with the kernel of the whole call."""
     arrays, views = viewed(request.operator, request.by_name())
     part = problem_of(request, views)
     if like is not None:
-        request = request_of(like)
+        request = request_of(like())
         _, views = viewed(request.operator, request.by_name())
     one = problem_of(request, whole_views(views, whole), whole)
     problem = masked_like(part, one, shift)

@@ -32,8 +32,12 @@ LAYOUTS = ("zigzag", "contiguous", "documents", "whole_documents")
 LAYOUTS_OF_DOCUMENTS = ("documents", "whole_documents")
 # A multiple of the rows that a warp has in any forward kernel, and of a tile or its parts.
 TILE_ROWS = 128
+# What a row costs beside the keys that it sees, in keys: half of its tile is past the diagonal, and a tile
+# takes time to begin.
+_KEYS_OF_A_ROW = 192
 # A rank has at most this share of the mean work and of the mean tokens, if cutting more documents can do it.
-_EVEN = 1.02
+_EVEN = 1.01
+_POWER = 8
 # Documents with more than such a share of a rank's mean work are cut: the first share that leaves even ranks.
 _SHARES_CUT = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
@@ -110,7 +114,7 @@ def unit_of(shards: Sequence[Shard], alone: bool) -> Shard:
 
 
 class _Loads(NamedTuple):
-    """What ranks have so far; ``work`` is twice the (query, key) pairs under a causal mask."""
+    """What ranks have so far; ``work`` as of `_work`."""
 
     runs: list[list[Run]]
     tokens: list[int]
@@ -142,9 +146,16 @@ def _within_documents(documents: Iterable[Run], world: int) -> _Loads:
             rank, after = min(chunk, 2 * world - 1 - chunk), min(end, first + count * TILE_ROWS)
             runs[rank].append(Run(first, after))
             tokens[rank] += after - first
-            work[rank] += (after - first) * (first + after - 2 * begin)
+            work[rank] += _work(first - begin, after - begin)
             first = after
     return _Loads(runs, tokens, work)
+
+
+def _work(first: Any, after: Any) -> Any:
+    """The work of the rows [first, after) of a document under a causal mask: twice its (query, key) pairs,
+    and those that rows cost beside.
+    """
+    return (after - first) * (first + after + 2 * _KEYS_OF_A_ROW)
 
 
 def _whole_documents(cu_seqlens: tuple[int, ...], world: int) -> tuple[Shard, ...]:
@@ -152,9 +163,9 @@ def _whole_documents(cu_seqlens: tuple[int, ...], world: int) -> tuple[Shard, ..
     any number of cut documents does.
     """
     documents = _longest_first(cu_seqlens)
-    total = sum(document.tokens**2 for document in documents)
+    total = sum(_work(0, document.tokens) for document in documents)
     best, least = ((Shard((), ()),) * world), math.inf
-    counts = {sum(x.tokens**2 * world > share * total for x in documents) for share in _SHARES_CUT}
+    counts = {sum(_work(0, x.tokens) * world > share * total for x in documents) for share in _SHARES_CUT}
     counts.add(len(documents) % world)  # of documents of one length
     for count in sorted(counts) if world > 1 else [0]:
         shards, uneven = _with_cut(documents, count, world)
@@ -166,24 +177,23 @@ def _whole_documents(cu_seqlens: tuple[int, ...], world: int) -> tuple[Shard, ..
 
 
 def _with_cut(documents: list[Run], count: int, world: int) -> tuple[tuple[Shard, ...], float]:
-    """The shards with so many documents cut, and the largest work or tokens of a rank over the mean.
-    A whole document goes where it adds least to the sum of squares of both.
+    """The shards if the first ``count`` documents are cut, and the largest work or tokens of a rank over the
+    mean. A whole document goes where it adds least to the sums of a high power of both, in which the largest
+    counts most.
     """
     cut = _within_documents(documents[:count], world)
     lengths = np.array([document.tokens for document in documents], np.float64)
-    parts = np.array([lengths**2, lengths])
+    parts = np.array([_work(0, lengths), lengths])
     parts *= world / parts.sum(1, keepdims=True).clip(1)
-    work, tokens = (np.array(x) * world / max(1, sum(x)) for x in (cut.work, cut.tokens))
-    work *= parts[0, :count].sum() / world
-    tokens *= parts[1, :count].sum() / world
+    have = np.array([cut.work, cut.tokens], np.float64)
+    have *= (parts[:, :count].sum(1) / have.sum(1).clip(1))[:, None]
     whole: list[list[Run]] = [[] for _ in range(world)]
-    for document, more_work, more_tokens in zip(documents[count:], *parts[:, count:].tolist(), strict=True):
-        rank = int((more_work * work + more_tokens * tokens).argmin())
-        work[rank] += more_work
-        tokens[rank] += more_tokens
+    for document, more in zip(documents[count:], parts[:, count:].T, strict=True):
+        rank = int(((have + more[:, None]) ** _POWER - have**_POWER).sum(0).argmin())
+        have[:, rank] += more
         whole[rank].append(document)
     shards = (Shard(joined(some), joined(others)) for some, others in zip(cut.runs, whole, strict=True))
-    return tuple(shards), max(float(work.max()), float(tokens.max()))
+    return tuple(shards), float(have.max())
 
 
 def cuts_whole_tiles(shards: Iterable[Runs], cu_seqlens: tuple[int, ...]) -> bool:

@@ -2,10 +2,11 @@
 group.
 
 The model: a rank computes at the rate of one GPU, and waits for the bytes that it receives at the rate of the
-link, unless it computes meanwhile. A gather runs while the kernels compute the step before, so only the first
-step is exposed, and in the backward pass the last reduction. Documents that a rank has whole hide one of the
-two: their kernels run during the first step of the forward pass, and during the last reduction of the
-backward pass. Exchanges of heads are exposed.
+link, unless it computes meanwhile. Rows cost some keys more than they see, since tiles are whole. A gather
+runs while the kernels compute the step before, so only the first step is exposed, and in the backward pass
+the last reduction. Documents that a rank has whole hide one of the two: their kernels run during the first
+step of the forward pass, and during the last reduction of the backward pass. Exchanges of heads are exposed,
+and so are a rank's own copies before, between and after its kernels, and what the host does before the first.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flashgen.distributed.heads import HeadShares, head_shares
 from flashgen.distributed.layouts import TILE_ROWS, cuts_whole_tiles, shards_of, tokens_of, unit_of
 from flashgen.distributed.parts import parts_of
-from flashgen.distributed.segments import launches_of, pairs_of, visibility, whole_run
+from flashgen.distributed.segments import by_rows, launches_of, pairs_of, pieces_of, visibility, whole_run
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from flashgen.distributed.layouts import Runs
     from flashgen.distributed.parts import Part
+    from flashgen.distributed.segments import Visibility
 
 METHODS = ("auto", "gather", "ulysses")
 # The backward pass has five matrix products, the forward pass two.
@@ -34,6 +37,8 @@ _BACKWARD_WORK = 2.5
 # How much faster than gather another method has to be to be chosen: gather gives the bits of one GPU.
 _WORTH = 1.05
 _MULTIPROCESSORS = 132
+# The rows of a tile, and how long a tile takes to begin, in keys.
+_TILE, _START = 192, 240
 # What a step costs, of both passes together: the gathers and the reduction of its heads, in gathers, and its
 # last tiles, in times of a tile of the forward pass: eight steps took 29 ms longer than one on two H200.
 _EXPOSED, _TAIL = 4.0, 2.5
@@ -43,15 +48,34 @@ _MOST_BYTES = 2 << 30
 
 class Rates(NamedTuple):
     """Rates of one GPU in bf16, and of its links in a direction. The defaults were measured on H200: causal
-    attention of 131,072 tokens, heads 32 and 8 of 128, and an all-gather of 256 MiB on two GPUs.
+    attention of 131,072 tokens, heads 32 and 8 of 128, and collectives of 256 MiB on two GPUs. A GPU that is
+    not yet at its power limit computes at up to the ``cool`` rates, which fade with ``cool_ms``. ``host_us``
+    is how long a GPU waits for the host at the begin of a call, in a row of calls.
     """
 
-    forward_tflops: float = 680.0
-    backward_tflops: float = 613.0
-    inside_gbps: float = 257.0
+    forward_tflops: float = 690.0
+    backward_tflops: float = 605.0
+    inside_gbps: float = 250.0
     between_gbps: float = 50.0
     ranks_per_node: int = 8
     collective_us: float = 30.0
+    cool_forward_tflops: float = 840.0
+    cool_backward_tflops: float = 730.0
+    cool_ms: float = 40.0
+    memory_gbps: float = 3000.0
+    host_us: float = 100.0
+
+    def forward_ms(self, flops: float) -> float:
+        """How long forward kernels compute."""
+        return self._ms(flops, self.forward_tflops, self.cool_forward_tflops)
+
+    def backward_ms(self, flops: float) -> float:
+        """How long backward kernels compute, of the flops of the forward pass."""
+        return self._ms(_BACKWARD_WORK * flops, self.backward_tflops, self.cool_backward_tflops)
+
+    def _ms(self, flops: float, tflops: float, cool_tflops: float) -> float:
+        ms = flops / tflops / 1e9
+        return ms / (1 + max(0.0, cool_tflops / tflops - 1) * math.exp(-ms / self.cool_ms))
 
 
 H200 = Rates()
@@ -241,25 +265,30 @@ def _modelled(method: str, outer: int, inner: int, work: _Work, rates: Rates) ->
         most = max(map(tokens_of, part.runs))
         return heads_per_step(part.cu_seqlens, most, split, head_dims, batch, dtype_bytes, world, rates)
 
-    shares, gather_bytes, reduce_bytes, exchange_bytes, steps, alone = [], 0, 0, [0, 0], 1, math.inf
+    row = batch * split.kv_heads * (dim + dim_v)
+    of_pair = 2.0 * batch * split.q_heads * (dim + dim_v)
+    shares, steps = [], 1
+    most = _Most()
+    alone = math.inf
     for rank in range(world):
         unit = rank // inner
         runs, tokens, of_unit = units[unit].runs, tokens_of(shards[rank].runs), tokens_of(units[unit].runs)
         parts = parts_of(units, unit, cu)
         launches = [x for part in parts for x in launches_of(part.own, part.cu_seqlens, visible, packed)]
         pairs = pairs_of(runs, cu, visible)
-        row = batch * split.kv_heads * (dim + dim_v)
         cut = tokens_of(units[unit].cut)
         gathered = (moved - cut) * row * dtype_bytes
         reduced = (outer - 1) * cut * row * 4
+        local = [0, 0]
         if moved:
             steps = math.ceil(split.kv_heads / (kv_heads_per_step or per_step(parts[0])))
-        alone = min(alone, pairs_of(units[unit].whole, cu, visible))
+            local = copied_bytes(parts[0], visible, packed, row * dtype_bytes, row * 4)
+        alone = min(alone, work_of(units[unit].whole, cu, visible))
         forward, backward = exchanged_bytes(
             split, heads[0], head_dims, batch, dtype_bytes, tokens, of_unit - tokens
         )
-        gather_bytes, reduce_bytes = max(gather_bytes, gathered), max(reduce_bytes, reduced)
-        exchange_bytes = [max(exchange_bytes[0], forward), max(exchange_bytes[1], backward)]
+        work = work_of(runs, cu, visible)
+        most = _Most(*map(max, most, (work, gathered, reduced, forward, backward, *local)))
         shares.append(
             Share(
                 rank,
@@ -267,7 +296,7 @@ def _modelled(method: str, outer: int, inner: int, work: _Work, rates: Rates) ->
                 len(launches),
                 sum(len(x.segments) for x in launches),
                 pairs,
-                2.0 * pairs * batch * split.q_heads * (dim + dim_v),
+                of_pair * pairs,
                 gathered + forward,
                 gathered + reduced + backward,
             )
@@ -276,19 +305,20 @@ def _modelled(method: str, outer: int, inner: int, work: _Work, rates: Rates) ->
     inside = rates.between_gbps if inner > rates.ranks_per_node else rates.inside_gbps
     latency = 1e-3 * rates.collective_us
     gather, reduction = (
-        size / outside / 1e6 + latency * steps * (moved > 0) for size in (gather_bytes, reduce_bytes)
+        size / outside / 1e6 + latency * steps * (moved > 0) for size in (most.gathered, most.reduced)
     )
-    exchange = [size / inside / 1e6 + latency * (inner > 1) for size in exchange_bytes]
-    per_flop = 1 / rates.forward_tflops / 1e9, _BACKWARD_WORK / rates.backward_tflops / 1e9
-    compute, compute_back = (max(share.flops for share in shares) * x for x in per_flop)
+    exchange = [size / inside / 1e6 + latency * (inner > 1) for size in (most.exchanged, most.exchanged_back)]
+    passes = rates.forward_ms, rates.backward_ms
+    compute, compute_back = (of_pass(of_pair * most.work) for of_pass in passes)
     # Of documents that no rank waits for.
-    alone, alone_back = (2.0 * alone * batch * split.q_heads * (dim + dim_v) * x for x in per_flop)
+    alone, alone_back = (of_pass(of_pair * alone) for of_pass in passes)
     first, last = gather / steps, reduction / steps
-    exposed = max(0.0, first - alone) + max(0.0, gather - first - (compute - alone))
-    exposed_back = first + max(0.0, last - alone_back)
+    host = 1e-3 * rates.host_us * (world > 1)
+    exposed = host + max(0.0, first + most.copied / rates.memory_gbps / 1e6 - alone)
+    exposed += max(0.0, gather - first - (compute - alone))
+    exposed_back = host + most.copied_back / rates.memory_gbps / 1e6 + first + max(0.0, last - alone_back)
     exposed_back += max(0.0, gather - first + reduction - last - (compute_back - alone_back))
-    whole = pairs_of(whole_run(cu), cu, visible)
-    one_gpu = 2.0 * whole * batch * heads[0] * (dim + dim_v)
+    one_gpu = 2.0 * work_of(whole_run(cu), cu, visible) * batch * heads[0] * (dim + dim_v)
     return Partition(
         method,
         layout,
@@ -302,8 +332,50 @@ def _modelled(method: str, outer: int, inner: int, work: _Work, rates: Rates) ->
         tuple(shares),
         Times(compute, gather + exchange[0], exposed + exchange[0]),
         Times(compute_back, gather + reduction + exchange[1], exposed_back + exchange[1]),
-        (one_gpu * per_flop[0], one_gpu * per_flop[1]),
+        tuple(of_pass(one_gpu) for of_pass in passes),
     )
+
+
+class _Most(NamedTuple):
+    """The most of any rank: (query, key) pairs with what tiles add, and bytes that it receives or copies in
+    its own memory.
+    """
+
+    work: float = 0.0
+    gathered: int = 0
+    reduced: int = 0
+    exchanged: int = 0
+    exchanged_back: int = 0
+    copied: int = 0
+    copied_back: int = 0
+
+
+def work_of(runs: Runs, cu_seqlens: tuple[int, ...], visible: Visibility) -> float:
+    """The (query, key) pairs of a rank with these runs, and those that whole tiles of `_TILE` rows add: on
+    each diagonal half a tile, `_START` keys for a tile, and rows of the first tile that do not exist.
+    """
+    total = 0.0
+    for x in pieces_of(runs, cu_seqlens):
+        tiles = -(-(x.end - x.begin) // _TILE)
+        beside = _START + _TILE / 2 * ((visible.left is not None) + (visible.right is not None))
+        absent = tiles * _TILE - (x.end - x.begin)
+        total += visible.pairs(x.begin, x.end, x.length) + tiles * _TILE * beside
+        total += absent * visible.pairs(x.begin, x.begin + 1, x.length)
+    return total
+
+
+def copied_bytes(part: Part, visible: Visibility, packed: bool, of_row: int, of_sum: int) -> tuple[int, int]:
+    """The bytes that a rank reads and writes in its own memory beside its kernels, forward and backward:
+    ``of_row`` of K and V of a token, ``of_sum`` of its gradients in fp32.
+    """
+    launches = launches_of(part.own, part.cu_seqlens, visible, packed)
+    tokens, own = part.cu_seqlens[-1], tokens_of(part.own)
+    keys = sorted(x.k_end - x.k_begin for launch in launches for x in launch.segments)
+    ordered = 2 * tokens * of_row
+    added = 9 if by_rows(packed, launches) else 3
+    sums = added * sum(keys if packed else keys[:-1]) + 3 * tokens + own
+    of_keys = 2 * sum(keys) * of_row if packed else ordered
+    return 2 * own * of_row + ordered, 2 * own * of_row + of_keys + sums * of_sum
 
 
 def exchanged_bytes(

@@ -37,6 +37,22 @@ _TENSORS = 7
 _COUNT = _TENSORS + 1  # with the arrays of the mask
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_plain(*inputs: Tensor | None) -> bool:
+    """Whether a function does what its operator does: nothing records gradients, or traces a graph. Calling
+    an operator takes the host some 50 microseconds more, in which the GPU may have nothing to do.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if any(x is not None and type(x) not in _PLAIN for x in inputs):
+        return False
+    return not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs)
+
+
 def _of_unit(
     setting: Setting, arrays: tuple[Tensor, ...], sinks: Any, slopes: Any, dropout_seed: Any, mask: Any
 ) -> Inputs:
@@ -62,13 +78,8 @@ def _batched(x: Tensor, packed: bool) -> Tensor:
     return x[None] if packed else x
 
 
-@torch.library.custom_op(
-    "flashgen::distributed_attention",
-    mutates_args=(),
-    schema=f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 @torch.no_grad()
-def forward(*args: Any) -> tuple[Tensor, ...]:
+def run(*args: Any) -> tuple[Tensor, ...]:
     """out and lse of a shard; then q, k, v, out and lse of the unit, empty without an inner dimension."""
     q, k, v, sinks, slopes, _, dropout_seed, mask_arrays = args[:_COUNT]
     options = Options(*args[_COUNT:])
@@ -99,6 +110,13 @@ def forward(*args: Any) -> tuple[Tensor, ...]:
     return out, lse.contiguous(), *kept
 
 
+forward = torch.library.custom_op(
+    "flashgen::distributed_attention",
+    mutates_args=(),
+    schema=f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)(run)
+
+
 @forward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     q, k, v, _, _, cu_seqlens, *_ = args[:_COUNT]
@@ -125,14 +143,8 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return out, lse, *kept, q.new_empty((batch, split.q_heads, rows), dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "flashgen::distributed_attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, Tensor[] unit, {_OPTIONS}) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-)
 @torch.no_grad()
-def backward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+def run_backward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     """dq, dk and dv of a shard, and what its rows add to dsinks; an empty tensor without sinks."""
     q, k, v, sinks, slopes, _, dropout_seed, mask_arrays = args[:_COUNT]
     out, lse, of_unit, *rest = args[_COUNT:]
@@ -171,6 +183,14 @@ def backward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...
     return (*((x[0] if packed else x) for x in (dq, dk, dv)), dsinks)
 
 
+backward = torch.library.custom_op(
+    "flashgen::distributed_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, Tensor[] unit, {_OPTIONS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+)(run_backward)
+
+
 @backward.register_fake
 def _(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     *gradients, sinks = (None if x is None else x.new_empty(x.shape) for x in args[:4])
@@ -190,7 +210,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) 
     inputs, (out, lse, *of_unit), mask_arrays = saved[:_TENSORS], saved[_TENSORS:end], saved[end:]
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = backward(dout, dlse, *inputs, list(mask_arrays), out, lse, of_unit, *ctx.options)
+    compute = run_backward if is_plain(dout, *inputs[:4]) else backward
+    gradients = compute(dout, dlse, *inputs, list(mask_arrays), out, lse, of_unit, *ctx.options)
     dsinks = None if inputs[3] is None else gradients[3]
     *options, numbers = ctx.options
     # PyTorch takes an empty list for one of tensors, and a list of integers for one argument.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +24,13 @@ from flashgen.distributed.gather import (
 )
 from flashgen.distributed.kernels import attend
 from flashgen.distributed.masks import mask_of
-from flashgen.distributed.segments import launches_of_documents, longest_of, visibility, with_rows_before
+from flashgen.distributed.segments import (
+    by_rows,
+    launches_of_documents,
+    longest_of,
+    visibility,
+    with_rows_before,
+)
 from flashgen.errors import naming
 from flashgen.operators.dropout import LANES, NO_DROPOUT, QUERIES
 from flashgen.runtime.arrays import kind_of
@@ -140,7 +147,7 @@ def _forward_of_tables(
     order = token_rows(part.units, inputs.k.device)[:end]
     keys, values = keys_and_values(step, inputs.k, inputs.v, order)
     for launch in part.tables:
-        table = table_of(launch, order.device)
+        table = table_of(launch, keys.device)
         more = _options(call, _Piece(launch), inputs, heads)
         more["sm_margin"] = options.sm_margin
         if more["alibi_slopes"] is not None:
@@ -150,16 +157,23 @@ def _forward_of_tables(
         bounds = {"cu_seqlens_q": table.cu_seqlens_q, "max_seqlen_q": longest_of(launch)[0]}
         of_table = call_of(AttentionCall, **of_q, k=cache, **bounds, **more, return_lse=True)
         arrays = of_q | {"k": keys[0], "v": values[0]}
-        if setting.packed:
-            arrays |= {f"cu_seqlens_{side}": table.cu_seqlens_q for side in ("q", "kv")}
-        else:
-            arrays = {name: x[None] for name, x in arrays.items()}
-        like = call_of(AttentionCall, **arrays, **more, return_lse=True)
+        like = partial(_like_one_gpu, arrays, more, table.cu_seqlens_q if setting.packed else None)
         result = attend(of_table, setting.whole, launch.shift, like)
         if result is None:
             return False
         lse[0, heads, launch.rows] = result[1]
     return True
+
+
+def _like_one_gpu(
+    arrays: dict[str, Any], options: dict[str, Any], cu_seqlens: Tensor | None
+) -> AttentionCall:
+    """The call of a table with the arrays that the call of one GPU has."""
+    if cu_seqlens is None:
+        arrays = {name: x[None] for name, x in arrays.items()}
+    else:
+        arrays = arrays | {f"cu_seqlens_{side}": cu_seqlens for side in ("q", "kv")}
+    return call_of(AttentionCall, **arrays, **options, return_lse=True)
 
 
 def backward(
@@ -195,7 +209,7 @@ def backward(
                 *of_rows[1:3],
                 part.units,
                 part.group,
-                packed=part.packed,
+                by_rows=by_rows(part.packed, part.launches),
                 deterministic=options.deterministic,
             )
         )
@@ -221,9 +235,16 @@ def _backward_of_step(
     q, k, v = inputs[:3]
     out, lse, dout, dlse = arrays
     heads = _q_heads(step.heads, q, k)
-    total = None if sums is None else sums.empty(step)
+    fp32 = _adds_up(call, q)
+    pieces = list(_launches(call, q))
+    furthest = 0
+    if sums is not None and fp32 and not part.packed and pieces:
+        # What the launch with the most keys writes is the begin of the sums.
+        pieces.sort(key=lambda piece: -piece.launch.segments[0].k_end)
+        furthest = pieces[0].launch.segments[0].k_end
+    total = None if sums is None else sums.zeros(step, furthest)
     whole = _Whole.of(call, step, k, v)
-    for piece in _launches(call, q):
+    for number, piece in enumerate(pieces):
         launch, batch, before = piece.launch, piece.batch, piece.before
         keys, values = whole.keys_and_values(launch)
         rows = launch.rows
@@ -242,7 +263,6 @@ def _backward_of_step(
             if x is not None:
                 of_rows = pad(x[batch, heads, rows], (before, 0)) if before else x[batch, heads, rows]
                 of_launch[name] = _of_launch(part, of_rows).contiguous()
-        fp32 = _adds_up(call, q)
         if fp32 and not part.packed:  # kernels of sequences with lengths write fp32
             of_launch["kv_lengths"] = kv_lengths_of(*keys[batch].shape[:2], q.device)
         of_keys = None
@@ -250,7 +270,10 @@ def _backward_of_step(
             for name, x in (("dk", gradients.dk), ("dv", gradients.dv)):
                 of_launch[name] = _of_launch(part, x[batch, :, step.heads])
         else:
-            of_keys = sums.of_launch(of_launch["k"], of_launch["v"], fp32)
+            if furthest and number == 0:
+                of_keys = total[:furthest].transpose(0, 1)
+            else:
+                of_keys = sums.of_launch(of_launch["k"], of_launch["v"], fp32)
             of_launch |= {"dk": of_keys[..., : k.shape[-1]], "dv": of_keys[..., k.shape[-1] :]}
         record = call_of(
             GradientCall,
@@ -262,7 +285,7 @@ def _backward_of_step(
             _, _, _, *more = compute(gradients_of(record), kind_of(record.q))
         if before:
             dq[...] = of_launch["dq"][..., before:, :, :]
-        if sums is not None:
+        if sums is not None and not (furthest and number == 0):
             sums.add(total[:, batch], of_keys, launch)
         if gradients.dsinks is not None:
             gradients.dsinks[heads] += more[0]

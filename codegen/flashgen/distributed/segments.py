@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 from flashgen.distributed.layouts import Run, Runs
 
+# The most segments whose gradients are added one by one: each takes the host some microseconds.
+_FEW = 32
+
 
 class Visibility(NamedTuple):
     """Query p sees the keys from p - left to p + right of its document; None is no bound."""
@@ -147,6 +150,13 @@ def launches_of(
         launches[-1][1].append(Segment(row, row + rows, piece.first, piece.first + after, layer, piece.begin))
         row += rows
     return tuple(Launch(tuple(segments), shift) for shift, segments in launches)
+
+
+def by_rows(packed: bool, launches: tuple[Launch, ...]) -> bool:
+    """Whether the gradients of keys are added by rows of a gathered buffer, and not segment by segment:
+    where launches have many segments.
+    """
+    return packed and sum(len(launch.segments) for launch in launches) > _FEW
 
 
 def pairs_of(runs: Runs, cu_seqlens: tuple[int, ...], visible: Visibility) -> int:

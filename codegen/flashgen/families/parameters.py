@@ -140,6 +140,7 @@ ARRAYS = {
     "key_blocks": Note(
         "(thread blocks, 8): the block of keys of each thread block of the main kernel", _PLACES_BLOCKS
     ),
+    "tiles_taken": Note("tiles that thread blocks have taken after their first ones", _STARTS, required=True),
     "part_outputs": Note(
         "(parts, kBlockM, kHeadDimV): O, not divided by row_sum; null where no tile is split"
     ),

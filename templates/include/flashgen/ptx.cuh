@@ -275,6 +275,13 @@ __device__ __forceinline__ uint32_t increment_and_wrap(int32_t* counter, int lar
     return before;
 }
 
+// atom.relaxed.gpu.add.u32: an atomic addition that returns the value before it.
+__device__ __forceinline__ uint32_t fetch_add_32(void* destination, uint32_t value) {
+    uint32_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(before) : "l"(destination), "r"(value) : "memory");
+    return before;
+}
+
 // cp.async.cg.shared.global: 16 bytes, past L1. The first `source_bytes` are read, the rest become 0; with 0 the source
 // need not be a valid address.
 __device__ __forceinline__ void cp_async_16(shared_address destination, const void* source, int source_bytes) {

@@ -140,6 +140,15 @@ uint32_t increment_and_wrap(void* address, uint32_t largest, Location where) {
     return before;
 }
 
+uint32_t fetch_add(void* address, uint32_t value, Location where) {
+    Here here;
+    GlobalMemory& memory = here.block.global_to_store(here.thread, where);
+    check(here, memory.load(address, 4, 4), "atom", 4, where);
+    check(here, memory.store(address, 4, 4), "atom", 4, where);
+    memory.synchronise(address);
+    return std::atomic_ref(*static_cast<uint32_t*>(address)).fetch_add(value, std::memory_order_relaxed);
+}
+
 void copy_async(uint32_t destination, const void* source, int size, int source_bytes, Location where) {
     Here here;
     const uint32_t offset = shared_offset(here.block, here.thread, destination, size, "cp.async", where);

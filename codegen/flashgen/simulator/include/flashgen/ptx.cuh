@@ -192,6 +192,11 @@ inline uint32_t increment_and_wrap(int32_t* counter, int largest,
     return flashgen::simulator::increment_and_wrap(counter, largest, where);
 }
 
+inline uint32_t fetch_add_32(void* destination, uint32_t value,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    return flashgen::simulator::fetch_add(destination, value, where);
+}
+
 inline void cp_async_16(shared_address destination, const void* source, int source_bytes,
                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::copy_async(destination, source, 16, source_bytes, where);

@@ -64,6 +64,8 @@ void store_release(void* address, uint32_t value, Location where);
 void add_release(void* address, uint32_t value, Location where);
 // An atomic increment from `largest` to 0. Returns what was there.
 uint32_t increment_and_wrap(void* address, uint32_t largest, Location where);
+// An atomic addition that returns the value before it, and orders nothing else.
+uint32_t fetch_add(void* address, uint32_t value, Location where);
 
 // Asynchronous copies of a thread, and its groups of them.
 void copy_async(uint32_t destination, const void* source, int size, int source_bytes, Location where);
