@@ -4,15 +4,24 @@ keys and values in L2, run at about the same time."""
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from heapq import heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.operators.masks import UNBOUNDED, Band
 from flashgen.schedule.grid import KEYS, ROWS, all_heads, blocks_at_a_time, heads, row_blocks, tiles
+from flashgen.schedule.visited import visited_queries
 
 if TYPE_CHECKING:
     from flashgen.families.arch import Device
     from flashgen.families.variant import Variant
     from flashgen.operators.attention_problem import AttentionProblem
+
+# Grids of tiles of keys of at most so many waves end noticeably later after a small last section.
+_FEW_WAVES = 16
+# Sections of a wave are kept if their grid ends so near to the earliest end. Twice as many heads in a section
+# cost this share of the time, since L2 holds less of their queries. (Measured: docs/log/flash_bwd_sm90.md.)
+_NEAR_END, _DOUBLED = 1.03, 0.08
 
 
 class Sections(NamedTuple):
@@ -46,7 +55,7 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
         running = blocks_at_a_time(variant, device)
         query_heads = problem.num_heads_q // problem.num_heads_kv // parts
         if not variant.grid.in_turns:
-            return _of_keys(problem, total, tiles_of_head, running, query_heads)
+            return _of_keys(problem, variant, total, running, query_heads)
         steps = max(1, query_heads * -(-problem.seqlen_q // variant.grid.step_rows))
         half = 2 * running // (variant.grid.cluster * steps)
         held = device.l2_bytes // 3 // max(1, query_heads * _query_bytes(problem, variant))
@@ -73,18 +82,56 @@ def _are_uneven(problem: AttentionProblem) -> bool:
 
 
 def _of_keys(
-    problem: AttentionProblem, total: int, tiles_of_head: int, running: int, query_heads: int
+    problem: AttentionProblem,
+    variant: Variant,
+    total: int,
+    running: int,
+    query_heads: int,
 ) -> Sections:
     """Sections of tiles of keys that add to dq in any order, each over ``query_heads`` query heads.
 
-    Where tiles differ in length, a section has at most a wave of them, or one head, so that the grid ends
-    with short ones. And it has at most a head for every 16 tiles that run at a time, as L2 holds the queries,
+    Where tiles differ in length, a section has about a wave of them, or one head, so that the grid ends
+    with short ones. And it has about a head for every 16 tiles that run at a time, as L2 holds the queries,
     dout and dq of few heads. Tiles of less than 2,048 query rows end close enough together. (Measured:
     docs/tuning.md.)
+
+    A last section of few heads has too few tiles: some multiprocessors are idle while its longest tiles run.
+    In a grid of few waves this may cost more than larger or smaller sections do.
     """
     if not _are_uneven(problem) or query_heads * problem.seqlen_q < 2048:
         return Sections(1, total)
-    return _even(total, 1, min(running // tiles_of_head, running // 16))
+    of_head = max(1, row_blocks(problem, variant))
+    wave = max(1, min(running // of_head, running // 16))
+    if total <= wave or total * of_head > _FEW_WAVES * running:
+        return _even(total, 1, wave)
+    visited = visited_queries(problem, variant)
+    start = variant.dispatch.start * variant.grid.tile(KEYS) / query_heads
+    longest, shortest = visited.most + start, max(0, 2 * visited.mean - visited.most) + start
+    even = _even(total, 1, wave)
+
+    def time(size: int) -> float:
+        doublings = max(0.0, math.log2(size / even.heads))
+        return _end(total, of_head, running, size, longest, shortest) * (1 + _DOUBLED * doublings)
+
+    times = {size: time(size) for size in range((wave + 1) // 2, min(total, 2 * wave) + 1)}
+    best = min(times, key=times.__getitem__)
+    if times[even.heads] <= _NEAR_END * times[best]:
+        return even
+    return Sections(best, -(-total // best))
+
+
+@lru_cache(maxsize=4096)
+def _end(total: int, of_head: int, running: int, size: int, longest: float, shortest: float) -> float:
+    """When a grid ends whose sections have ``size`` of the ``total`` heads, if the lengths of a head's tiles
+    fall evenly from ``longest`` to ``shortest`` and each tile starts where a tile has ended.
+    """
+    free = [0.0] * running
+    for first in range(0, total, size):
+        for number in range(of_head):
+            length = longest - (longest - shortest) * number / max(1, of_head - 1)
+            for _ in range(min(size, total - first)):
+                heapreplace(free, free[0] + length)
+    return max(free)
 
 
 class KeyTiles(NamedTuple):
