@@ -192,17 +192,20 @@ def test_a_head_has_twice_as_many_steps_as_tiles_of_keys_in_turn(name, batch, se
 
 
 @pytest.mark.parametrize(
-    ("batch", "seqlen", "num_heads", "kv_heads"),
+    ("batch", "seqlen", "num_heads", "kv_heads", "most"),
     [
-        (16, 2048, 16, 16),
-        (4, 4096, 16, 16),
-        (1, 16384, 16, 16),
-        (2, 8192, 32, 8),
-        (2, 8192, 32, 4),
-        (4, 4096, 32, 8),
+        (16, 2048, 16, 16, 1.025),
+        (4, 4096, 16, 16, 1.025),
+        (1, 16384, 16, 16, 1.025),
+        (2, 8192, 32, 8, 1.025),
+        (2, 8192, 32, 4, 1.025),
+        (4, 4096, 32, 8, 1.025),
+        (4, 3000, 64, 8, 1.06),  # 1.25 with sections of five heads, of which the last would have two
+        (4, 2500, 40, 8, 1.07),
+        (3, 5000, 28, 4, 1.06),
     ],
 )
-def test_a_causal_grid_of_tiles_of_keys_ends_evenly(batch, seqlen, num_heads, kv_heads):
+def test_a_causal_grid_of_tiles_of_keys_ends_evenly(batch, seqlen, num_heads, kv_heads, most):
     variant = MAIN[f"flash_bwd_hdim128_bf16_causal_{'' if num_heads == kv_heads else 'gqa_'}sm90"]
     q, k = ((batch, seqlen, count, 128) for count in (num_heads, kv_heads))
     q, k = (view_of_shape(shape, "bf16", 0) for shape in (q, k))
@@ -219,7 +222,7 @@ def test_a_causal_grid_of_tiles_of_keys_ends_evenly(batch, seqlen, num_heads, kv
                 )  # the start and the end of a thread block take three
                 heapq.heappush(free, heapq.heappop(free) + steps)
                 work += steps
-    assert max(free) < 1.025 * work / len(free)  # head by head 1.00 to 1.14
+    assert max(free) < most * work / len(free)  # head by head 1.00 to 1.14
 
 
 @given(

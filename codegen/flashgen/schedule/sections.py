@@ -3,6 +3,9 @@ keys and values in L2, run at about the same time."""
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+from heapq import heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.operators.masks import UNBOUNDED, Band
@@ -17,11 +20,18 @@ from flashgen.schedule.grid import (
     row_blocks,
     tiles,
 )
+from flashgen.schedule.visited import visited_queries
 
 if TYPE_CHECKING:
     from flashgen.families.arch import Device
     from flashgen.families.variant import Variant
     from flashgen.operators.attention_problem import AttentionProblem
+
+# Grids of tiles of keys of at most so many waves end noticeably later after a small last section.
+_FEW_WAVES = 16
+# Sections of a wave are kept if their grid ends so near to the earliest end. Twice as many heads in a section
+# cost this share of the time, since L2 holds less of their queries. (Measured: docs/log/flash_bwd_sm90.md.)
+_NEAR_END, _DOUBLED = 1.03, 0.08
 
 
 class Sections(NamedTuple):
@@ -57,7 +67,9 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
         if not variant.grid.in_turns:
             in_order = any(param.name == "key_order" for param in variant.params)
             at_once = running * (2 if in_order else 1) // tiles_of_head
-            return _of_keys(problem, total, min(at_once, running // 16), query_heads)
+            return _of_keys(
+                problem, variant, total, max(1, min(at_once, running // 16)), query_heads, running
+            )
         steps = max(1, query_heads * -(-problem.seqlen_q // variant.grid.step_rows))
         half = 2 * running // (variant.grid.cluster * steps)
         held = device.l2_bytes // 3 // max(1, query_heads * _query_bytes(problem, variant))
@@ -88,17 +100,57 @@ def _are_uneven(problem: AttentionProblem) -> bool:
     return Band.of(problem).bounded or problem.block_lists is not None or problem.rule is not None
 
 
-def _of_keys(problem: AttentionProblem, total: int, heads_at_once: int, query_heads: int) -> Sections:
+def _of_keys(
+    problem: AttentionProblem,
+    variant: Variant,
+    total: int,
+    heads_at_once: int,
+    query_heads: int,
+    running: int,
+) -> Sections:
     """Sections of tiles of keys that add to dq in any order, each over ``query_heads`` query heads.
 
     Where tiles differ in length, a section has at most a wave of them, two if a table has the longest ones
     first, or one head, so that the grid ends with short ones. And it has at most a head for every 16 tiles
     that run at a time, as L2 holds the queries, dout and dq of few heads. Tiles of less than 2,048 query rows
     end close enough together. (Measured: docs/tuning.md.)
+
+    A last section of few heads has too few tiles: some multiprocessors are idle while its longest tiles run.
+    In a grid of few waves this may cost more than larger or smaller sections do.
     """
     if not _are_uneven(problem) or query_heads * problem.seqlen_q < 2048:
         return Sections(1, total)
-    return _even(total, 1, heads_at_once)
+    even = _even(total, 1, heads_at_once)
+    of_head = max(1, row_blocks(problem, variant))
+    if problem.block_lists is not None or even.count == 1 or total * of_head > _FEW_WAVES * running:
+        return even
+    visited = visited_queries(problem, variant)
+    start = variant.dispatch.start * variant.grid.tile(KEYS) / query_heads
+    longest, shortest = visited.most + start, max(0, 2 * visited.mean - visited.most) + start
+
+    def time(size: int) -> float:
+        doublings = max(0.0, math.log2(size / even.heads))
+        return _end(total, of_head, running, size, longest, shortest) * (1 + _DOUBLED * doublings)
+
+    times = {size: time(size) for size in range((heads_at_once + 1) // 2, min(total, 2 * heads_at_once) + 1)}
+    best = min(times, key=times.__getitem__)
+    if times[even.heads] <= _NEAR_END * times[best]:
+        return even
+    return Sections(best, -(-total // best))
+
+
+@lru_cache(maxsize=4096)
+def _end(total: int, of_head: int, running: int, size: int, longest: float, shortest: float) -> float:
+    """When a grid ends whose sections have ``size`` of the ``total`` heads, if the lengths of a head's tiles
+    fall evenly from ``longest`` to ``shortest`` and each tile starts where a tile has ended.
+    """
+    free = [0.0] * running
+    for first in range(0, total, size):
+        for number in range(of_head):
+            length = longest - (longest - shortest) * number / max(1, of_head - 1)
+            for _ in range(min(size, total - first)):
+                heapreplace(free, free[0] + length)
+    return max(free)
 
 
 class KeyTiles(NamedTuple):
