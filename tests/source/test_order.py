@@ -196,9 +196,11 @@ def test_every_line_of_a_shipped_kernel_is_in_one_section(spec, fresh_seed):
     for step in random.Random(fresh_seed).choice(spec.variants()).steps:
         source = render(step)
         parts = sections(source)
-        assert [part.name for part in parts] == [*SECTIONS]
-        assert "".join(part.text for part in parts) == source
         texts = {part.name: part.text for part in parts}
+        # A kernel of a few lines has no functions.
+        absent = set() if "definitions" in texts else {"verbs", "definitions"}
+        assert [part.name for part in parts] == [name for name in SECTIONS if name not in absent]
+        assert "".join(part.text for part in parts) == source
         assert all(source.splitlines()[part.first_line - 1] in part.text.split("\n")[0] for part in parts)
         assert f"// {step.name}\n" in texts["header"]
         assert texts["header"].endswith('.cuh"\n\n')
@@ -206,7 +208,7 @@ def test_every_line_of_a_shipped_kernel_is_in_one_section(spec, fresh_seed):
         assert texts["params"].startswith("struct Params {\n")
         assert "using element" in texts["constants"] or "constexpr" in texts["constants"]
         assert 'extern "C" __global__' in texts["roles"]
-        assert not re.search(r"^(__device__|template).*\{$", texts["verbs"], re.MULTILINE)
+        assert not re.search(r"^(__device__|template).*\{$", texts.get("verbs", ""), re.MULTILINE)
         assert texts["assertions"].startswith("static_assert(")
 
 
