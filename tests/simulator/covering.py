@@ -10,6 +10,7 @@ from flashgen.families.load import load_specs
 from flashgen.families.params import TENSOR_MAP
 from flashgen.simulator.example import Shape
 from flashgen.simulator.library import supports
+from flashgen.simulator.randomlists import block_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ VARIANTS = {
     for spec in load_specs()
     if spec.operator == "attention" and not spec.has_lengths and not spec.on_request
     for variant in spec.variants()
-    if supports(variant) and variant.is_main
+    if supports(variant) and variant.is_main and (variant.mask_type != "blocks" or block_sizes(variant))
 }
 
 

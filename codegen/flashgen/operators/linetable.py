@@ -74,8 +74,8 @@ class LineTable(NamedTuple):
 
     def of_queries(self, table: np.ndarray) -> np.ndarray:
         """The ranges of queries."""
-        end = self.first_range + 2 * self.ranges * self.listed_queries
-        return table[self.first_range : end].reshape(-1, self.ranges, 2)
+        shape = self.listed_queries, self.ranges, 2
+        return table[self.first_range :][: 2 * self.ranges * self.listed_queries].reshape(shape)
 
     def fill(
         self,

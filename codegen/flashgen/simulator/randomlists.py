@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 _GARBAGE = 1 << 30
 
 
+def block_sizes(variant: Variant) -> list[tuple[int, int]]:
+    """The sizes of a caller's blocks that the tile of a variant divides. A tile of 192 rows divides none: it
+    is for masks by a line, whose blocks are tiles.
+    """
+    return [size for size in itertools.product(SIDES, SIDES) if divides(variant, BlockLists(*size, 1, 1, 0))]
+
+
 def lists_of(
     rng: np.random.Generator, variant: Variant, shape: Shape, kv_heads: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -27,9 +34,7 @@ def lists_of(
     """
     if variant.mask_type != "blocks" or variant.rule is not None:
         return {}, {}
-    fitting = [
-        size for size in itertools.product(SIDES, SIDES) if divides(variant, BlockLists(*size, 1, 1, 0))
-    ]
+    fitting = block_sizes(variant)
     rows, keys = shape.block or fitting[rng.integers(len(fitting))]
     batch, heads = (int(rng.choice([1, count])) for count in (shape.batch, kv_heads))
     listed = rng.random((batch, heads, -(-shape.seqlen_q // rows), -(-shape.seqlen_kv // keys)))
