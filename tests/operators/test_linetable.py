@@ -13,5 +13,6 @@ def test_each_query_has_its_ranges(ranges, queries):
     layout = LineTable(-(-queries // 128), queries, ranges)
     table = np.arange(layout.size, dtype=np.int32)
     found = layout.of_queries(table)
-    assert found.shape[0] >= queries and found.shape[1:] == (ranges, 2)
+    assert found.shape[0] >= queries
+    assert found.shape[1:] == (ranges, 2)
     assert found.ravel().tolist() == list(range(layout.first_range, layout.first_range + found.size))
