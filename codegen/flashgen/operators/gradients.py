@@ -3,9 +3,9 @@ element.
 
 Arrays may be of NumPy, CuPy or PyTorch, on any device, as in `reference`.
 
-The bound. With the names of `backward` and of `reference`, D_i = sum_c |o_ic do_ic|, G_ij = sum_c |do_ic
-v_jc|, u the unit roundoff of the dtype, and ds_ij = p_ij (do_i v_j - delta_i) f'_ij, where f' is the
-derivative of a score modification, 1 without one:
+The bound. With the names of `backward` and of `reference`, D_i = sum_c |o_ic do_ic| + sum_j p_ij |do_i v_j|,
+G_ij = sum_c |do_ic v_jc|, u the unit roundoff of the dtype, and ds_ij = p_ij (do_i v_j - delta_i) f'_ij,
+where f' is the derivative of a score modification, 1 without one:
 
     w_i = exp(sink - lse_i)
     r_i = 2 e_i + 2^-22 (S_i + 3 |lse_i|)
@@ -19,8 +19,8 @@ derivative of a score modification, 1 without one:
     dk_j as dq_i, with sums over i and |q_i|
 
 - u p, u |ds|: both are rounded to the dtype for the products with do, k and q. u |dv|, ...: so is the result.
-- u p D: delta is made from the result of the forward call, which was rounded. An error of P there moves delta
-  by p_ij (do_i v_j), which does not exceed sum_j |ds_ij| + |delta_i|.
+- u p D: delta is made from the result of the forward call. The result was rounded, and so was each P of it:
+  the two sums of D.
 - 1.05: products of two errors, and sums by tensor cores, as in `reference`.
 - r: p = exp(s - lse) is wrong by the errors of s, of the lse of the forward call, and of that of exp. 2^-21
   |lse|: kernels add this much to lse, so that its rounding never makes p too large.
@@ -245,10 +245,12 @@ def _chain_rule(
     visible = xp.ones_like(p) if row.hidden is None else xp.where(row.hidden, 0.0, xp.ones_like(p))
     counted = p * kept
     out = counted @ v
+    products = dout @ v.swapaxes(1, 2) * kept
     size_d = xp.sum(xp.abs(out * dout), axis=-1, keepdims=True)
+    size_d = size_d + xp.sum(p * xp.abs(products), axis=-1, keepdims=True)
     size_g = xp.abs(dout) @ xp.abs(v).swapaxes(1, 2) * kept
     delta = xp.sum(out * dout, axis=-1, keepdims=True) - dlse
-    terms = dout @ v.swapaxes(1, 2) * kept - delta
+    terms = products - delta
     slope, slope_error = xp.ones_like(p), 0.0
     if at is not None:
         with np.errstate(all="ignore"):
