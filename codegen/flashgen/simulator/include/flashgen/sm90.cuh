@@ -37,7 +37,7 @@ inline void tma_load_4d(shared_address destination, const tensor_map& map, share
     flashgen::simulator::tensor_load(destination, &map, barrier, coordinates, 4, where);
 }
 
-inline void tma_prefetch_4d(const tensor_map& map, int, int, int, int,
+inline void tma_prefetch_4d(const tensor_map& map, int c0, int c1, int c2, int c3,
                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::prefetch_tensor_map(&map, where);
 }
