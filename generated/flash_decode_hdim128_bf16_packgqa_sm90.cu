@@ -10,14 +10,14 @@
 // template  flash_decode_sm90.cu.j2
 #include "flashgen/sm90_mma.cuh"
 
-// Few rows of queries on many keys: decoding, bound by reading K and V once. The thread blocks of a cluster share a tile. Each computes a part
+// Decoding: few query rows on many keys. Reading K and V once bounds the time. The thread blocks of a cluster share a tile. Each computes a part
 // of the tile's KV blocks; parts differ by at most one block. For each KV block:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
-// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end each row of the tile is
-// combined by one thread block of the cluster. The others send it their part of the row through shared memory, so no part goes to global
-// memory, and there is no second kernel.
+// row_max tracks the largest score of each row (online softmax). When it rises, row_sum and O are rescaled. At the end one thread
+// block of the cluster combines each row. The others send it their part of the row through shared memory, so no part goes to global memory,
+// and there is no second kernel.
 //
 // Map
 //   warps                kWarps = 4: each copies and computes its keys of each KV block, for all rows of the tile

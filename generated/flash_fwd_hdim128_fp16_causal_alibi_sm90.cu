@@ -251,8 +251,8 @@ struct TileSequence {
 
     __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
 
-    // Under a diagonal the longest of the tiles that are launched together come first. Odd rounds run through the thread blocks backwards: after
-    // a long tile a thread block takes a short one.
+    // Under a causal mask or a window the tiles of an L2 group become shorter from first to last. Thread blocks go back and forth: a short tile
+    // follows a long one.
     __device__ __forceinline__ void advance() {
         index += step;
         step = 2 * gridDim.x - step;
@@ -355,7 +355,7 @@ __device__ __forceinline__ void produce(const Params& params, const SharedAddres
         load_q(params, tile, shared.q(q_ring.stage), shared.q_full(q_ring.stage));
         q_ring.advance();
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
-#pragma unroll 1  // it waits for copies: unrolled it would not be faster, and take longer to compile
+#pragma unroll 1  // the loop waits for copies: unrolling would only lengthen the compile
         for (int kv_block = blocks.last; kv_block >= blocks.first; --kv_block) produce_kv(params, tile, kv_block, shared, ring);
     }
 }

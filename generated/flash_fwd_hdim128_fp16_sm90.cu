@@ -303,7 +303,7 @@ __device__ __forceinline__ void produce(const Params& params, const SharedAddres
         load_q(params, tile, shared.q(q_ring.stage), shared.q_full(q_ring.stage));
         q_ring.advance();
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
-#pragma unroll 1  // it waits for copies: unrolled it would not be faster, and take longer to compile
+#pragma unroll 1  // the loop waits for copies: unrolling would only lengthen the compile
         for (int kv_block = blocks.last; kv_block >= blocks.first; --kv_block) produce_kv(params, tile, kv_block, shared, ring);
     }
 }

@@ -369,8 +369,8 @@ struct TileSequence {
 
     __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
 
-    // Under a diagonal the longest of the tiles that are launched together come first. Odd rounds run through the thread blocks backwards: after
-    // a long tile a thread block takes a short one.
+    // Under a causal mask or a window the tiles of an L2 group become shorter from first to last. Thread blocks go back and forth: a short tile
+    // follows a long one.
     __device__ __forceinline__ void advance() {
         index += step;
         step = 2 * gridDim.x - step;

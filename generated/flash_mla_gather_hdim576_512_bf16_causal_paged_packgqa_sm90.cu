@@ -17,7 +17,7 @@
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
-// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. A thread block that
+// row_max tracks the largest score of each row (online softmax). When it rises, row_sum and O are rescaled. A thread block that
 // has a whole tile divides O by row_sum in the end. Others leave their parts in the workspace, and the next kernel combines them.
 //
 // O of 64 rows takes half of the registers of two warpgroups, so each has kColumns columns of it. One computes S and P for both, and passes P

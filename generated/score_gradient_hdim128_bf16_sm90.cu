@@ -10,11 +10,12 @@
 // template  score_gradient_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// The gradient of an array of a score modification, up to sums over tiles. With f' the derivative of a modified score by the array:
+// Computes the gradient of an array that a score modification reads; later steps sum over tiles. f' is the derivative of a modified score by
+// the array's element:
 //
 //     dS = P * (dP - delta) * f',  S = Q K^T,  P = 2^(scale_log2 S - lse_log2),  dP = dO V^T
 //
-// A tile is kBlockM queries by kBlockN keys of a batch entry and a head that the array tells apart. A thread block computes one tile after
+// A tile is kBlockM queries by kBlockN keys for one batch index and head index of the array. A thread block computes one tile after
 // another. It adds up dS in registers over the batch entries and heads that share an element of the array (the pairs of a tile), one after
 // another, so that the gradient repeats to the bit. Where there are few tiles, thread blocks also split the pairs of a tile.
 //
@@ -93,7 +94,7 @@ struct Params {
     const float* lse_log2;                // (heads, unit_rows): lse in log2 units; inf for a row that attends to no key
     float* dscore;                        // (batch, num_heads_q, seqlen_q, seqlen_kv); the gradient, contiguous
     float* dscore_parts;                  // (pair_parts, dscore_elements): sums of each part; null where there is one part
-    int64_t dscore_batch_step;            // elements to the next batch entry; 0: all have one
+    int64_t dscore_batch_step;            // elements to the next batch entry; 0: all share an element
     int64_t dscore_head_step;             // the same for heads
     int64_t dscore_query_step;            // for queries
     int64_t dscore_key_step;              // for keys
@@ -118,7 +119,7 @@ using SumsOfTile = float[1][kKeyTiles][4];
 // A tile: kBlockM query rows by kBlockN keys, of one batch entry and head after another.
 struct Tile {
     int64_t index;
-    int kept_batch;  // of those that the array tells apart
+    int kept_batch;  // the batch index in the array
     int kept_head;
     int batch;
     int head;
@@ -209,7 +210,7 @@ struct Work {
     Tile tile;
     int part;
     int first_pair;
-    int end_pair;  // not past first_pair for a part without pairs
+    int end_pair;  // at most first_pair if the part has no pairs
 };
 
 __device__ Work find_work(const Params& params, const Pairs& pairs, int index);  // The work with number `index` in launch order
@@ -217,9 +218,10 @@ __device__ Work find_work(const Params& params, const Pairs& pairs, int index); 
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 // Issues products (64 x kBlockN) += A B^T of a warpgroup over `columns` columns of a slice; = if it is the first slice
 __device__ void mma_slice(SumsOfTile& products, shared_address a_smem, shared_address b_smem, int columns, bool is_first);
-template <int kPending> __device__ void await_mma(SumsOfTile& products);  // Waits until at most kPending groups of wgmmas are under way
+// Waits until at most kPending groups of wgmmas are in flight, so `products` is complete
+template <int kPending> __device__ void await_mma(SumsOfTile& products);
 
-// What the two rows of a lane have of the forward pass. A row past the last one has lse_log2 = inf, which makes its P 0.
+// LSE and delta of the lane's two rows, from the forward pass. A row past the last one has lse_log2 = inf, which makes its P 0.
 struct SavedRows {
     float lse_log2[2];
     float delta[2];
@@ -249,7 +251,7 @@ constexpr int kChunkKeys = 4;  // of 16 bytes
 // The chunk of four neighbouring keys that a lane stores, of two groups of 8 keys
 __device__ uint4 chunk_of_lane(const float (&sums)[2][2], int lane);
 __device__ int key_of_chunk(int lane);  // The first key of the chunk, from the first key of its two groups on
-// Stores a chunk of a row whose elements do not follow each other, or that the last key cuts
+// Stores a chunk of a row whose elements are not adjacent, or that the last key ends
 __device__ void store_some(const Params& params, int64_t place, const uint4& chunk, int keys);
 constexpr int kChunkGroups = kChunkKeys / 2;  // groups of 8 keys that the lanes of a quad exchange
 
@@ -305,7 +307,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     };
     if (consumer == 1) end_turn();  // consumer 0 has the first turn
     RingPosition<kStages> ring;     // the next slice
-    // Releases slices, from the one that is `distance` before the next one on.
+    // Releases slices, beginning `distance` slices before the next one.
     auto release = [&](int distance, int slices) {
 #pragma unroll
         for (int i = 0; i < slices; ++i) {
@@ -574,7 +576,6 @@ __device__ __forceinline__ void mma_slice(SumsOfTile& products, shared_address a
     }
 }
 
-// Waits until at most kPending groups of wgmmas are under way: `products` are there.
 template <int kPending>
 __device__ __forceinline__ void await_mma(SumsOfTile& products) {
     wgmma_wait<kPending>();

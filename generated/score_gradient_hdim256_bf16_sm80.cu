@@ -10,12 +10,13 @@
 // template  score_gradient_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
-// The gradient of an array of a score modification, up to sums over tiles. With f' the derivative of a modified score by the array:
+// Computes the gradient of an array that a score modification reads; later steps sum over tiles. f' is the derivative of a modified score by
+// the array's element:
 //
 //     dS = P * (dP - delta) * f',  S = Q K^T,  P = 2^(scale_log2 S - lse_log2),  dP = dO V^T
 //
-// Roles: all warps are alike; a warp has kWarpRows query rows. A thread block owns kBlockM queries and kBlockN keys of a batch entry and a
-// head that the array tells apart. It adds up dS in registers over the batch entries and heads that share an element of the array, one
+// Roles: all warps are alike; a warp has kWarpRows query rows. A thread block owns kBlockM queries and kBlockN keys for one batch index and
+// head index of the array. It adds up dS in registers over the batch entries and heads that share an element of the array, one
 // after another, so that the gradient repeats to the bit. Slices of 128 bytes of rows go through a ring of kStages: Q and K for S, then
 // dO and V for dP.
 
@@ -63,7 +64,7 @@ struct Params {
     int64_t v_batch_stride;               // strides are in elements
     int64_t v_row_stride;
     int64_t v_head_stride;
-    int64_t dscore_batch_step;            // elements to the next batch entry; 0: all have one
+    int64_t dscore_batch_step;            // elements to the next batch entry; 0: all share an element
     int64_t dscore_head_step;             // the same for heads
     int64_t dscore_query_step;            // for queries
     int64_t dscore_key_step;              // for keys
@@ -87,7 +88,7 @@ using SumsOfTile = float[1][kKeyTiles][4];
 // A tile: kBlockM query rows by kBlockN keys, of one batch entry and head after another.
 struct Tile {
     int64_t index;
-    int kept_batch;  // of those that the array tells apart
+    int kept_batch;  // the batch index in the array
     int kept_head;
     int batch;
     int head;
@@ -210,7 +211,7 @@ struct Slices {
 // Adds A B^T over a slice, for this warp's rows of A and the keys of B
 __device__ void add_mma(SumsOfTile& products, shared_address stage, int warp, int lane);
 
-// What the two rows of a lane have of the forward pass. A row past the last one has lse_log2 = inf, which makes its P 0.
+// LSE and delta of the lane's two rows, from the forward pass. A row past the last one has lse_log2 = inf, which makes its P 0.
 struct SavedRows {
     float lse_log2[2];
     float delta[2];

@@ -239,7 +239,7 @@ NUMBERS = {
     "places": Declared("int32_t", "sums of a batch entry and head: of queries, keys, distances, or one"),
     "pair_parts": Declared("int32_t", "parts of the batch entries and heads that share an element"),
     "dscore_elements": Declared("int64_t", "of the gradient"),
-    "dscore_batch_step": Declared("int64_t", "elements to the next batch entry; 0: all have one"),
+    "dscore_batch_step": Declared("int64_t", "elements to the next batch entry; 0: all share an element"),
     "dscore_head_step": Declared("int64_t", "the same for heads"),
     "dscore_query_step": Declared("int64_t", "for queries"),
     "dscore_key_step": Declared("int64_t", "for keys"),
