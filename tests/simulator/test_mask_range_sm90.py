@@ -57,7 +57,7 @@ def mask_functions(mask_type, block_n):
     source = render(dataclasses.replace(variant, tile=tuple(tile.items())))
     types = re.findall(r"^using key_word = .*\n", source, re.MULTILINE)
     visit = source[source.rindex("// Visits the scores that") :]
-    mask = source[source.rindex("// The bit of a key.") :]
+    mask = source[source.rindex("__device__ constexpr key_word key_bit(int key)") :]
     definitions = visit[: visit.index("// ====")] + mask[: mask.index("// ====")]
     return "".join(types) + definitions.replace("const Params&", "const Ranges&")
 
