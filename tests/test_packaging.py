@@ -76,7 +76,7 @@ def test_the_wheel_holds_every_spec_template_module_and_workload_and_nothing_els
     expected.add("flashgen/_data/benchmarks/workloads.yaml")
     assert held == expected
     assert "flashgen/py.typed" in held
-    assert wheel.stat().st_size < 1.7e6, "the README says that the wheel has about 1.6 MB"
+    assert wheel.stat().st_size < 1.9e6, "the README says that the wheel has about 1.8 MB"
 
 
 def files(folder: Path) -> list[Path]:
