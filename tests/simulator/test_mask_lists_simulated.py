@@ -119,7 +119,7 @@ FAULTS_OF_RANGES = (
     ("runs of the nearest keys alone", "if (run.begin == near_begin)", "if (false)"),
     ("a step too far", "begin += (before - 1) * step + 1;", "begin += before * step;"),
     ("elements counted from 0", "- first;\n        const uint32_t after", ";\n        const uint32_t after"),
-    ("ranges of the row before", "line_row(params, head, row);", "line_row(params, head, max(row - 1, 0));"),
+    ("ranges of the row before", "head, min(row, params.seqlen_q - 1));", "head, max(row - 1, 0));"),
     ("one range for two", "* kRanges + i) + 1", "* kRanges + i) + 2 * kRanges - 1 - 2 * i"),
 )  # fmt: skip
 PLANTED = [(OF_HEADS, *x) for x in FAULTS] + [(OF_SCORES, *x) for x in FAULTS_OF_SCORES]
