@@ -3,24 +3,24 @@ element.
 
 Arrays may be of NumPy, CuPy or PyTorch, on any device, as in `reference`.
 
-The bound. With the names of `backward` and of `reference`, D_i = sum_c |o_ic do_ic| + sum_j p_ij |do_i v_j|,
-G_ij = sum_c |do_ic v_jc|, u the unit roundoff of the dtype, and ds_ij = p_ij (do_i v_j - delta_i) f'_ij,
-where f' is the derivative of a score modification, 1 without one:
+The bound. With the names of `backward` and of `reference`, D_i = sum_c |o_ic do_ic|, R_i = D_i +
+sum_j p_ij |do_i v_j|, G_ij = sum_c |do_ic v_jc|, u the unit roundoff of the dtype, and
+ds_ij = p_ij (do_i v_j - delta_i) f'_ij, where f' is the derivative of a score modification, 1 without one:
 
     w_i = exp(sink - lse_i)
     r_i = 2 e_i + 2^-22 (S_i + 3 |lse_i|)
     x_ij = |ds_ij| r_i + |f'_ij| p_ij (2^-21 (G_ij + D_i + |dlse_i|) + e_i sum_j p_ij G_ij)
            + |error of f'_ij| p_ij |do_i v_j - delta_i|
     |error of dv_j| <= 1.05 u (sum_i p_ij |do_i| + |dv_j|) + sum_i (p_ij (r_i + w) + least) |do_i| + least_out
-    |error of dsink| <= sum_i w_i (|delta_i| (r_i + w) + 1.05 u D_i + 2^-21 (D_i + |dlse_i|)
+    |error of dsink| <= sum_i w_i (|delta_i| (r_i + w) + 1.05 u R_i + 2^-21 (D_i + |dlse_i|)
                         + e_i sum_j p_ij G_ij + least sum_c |do_ic|)
-    |error of dq_i| <= 1.05 u (scale sum_j (|ds_ij| + |f'_ij| p_ij D_i) |k_j| + |dq_i|)
+    |error of dq_i| <= 1.05 u (scale sum_j (|ds_ij| + |f'_ij| p_ij R_i) |k_j| + |dq_i|)
                        + scale sum_j (x_ij + |ds_ij| w + least + 2^-126 |f'_ij t_ij|) |k_j| + least_out
     dk_j as dq_i, with sums over i and |q_i|
 
 - u p, u |ds|: both are rounded to the dtype for the products with do, k and q. u |dv|, ...: so is the result.
-- u p D: delta is made from the result of the forward call. The result was rounded, and so was each P of it:
-  the two sums of D.
+- u p R: delta is made from the result of the forward call. The result was rounded, and so was each P of it:
+  the two sums of R.
 - 1.05: products of two errors, and sums by tensor cores, as in `reference`.
 - r: p = exp(s - lse) is wrong by the errors of s, of the lse of the forward call, and of that of exp. 2^-21
   |lse|: kernels add this much to lse, so that its rounding never makes p too large.
@@ -247,7 +247,7 @@ def _chain_rule(
     out = counted @ v
     products = dout @ v.swapaxes(1, 2) * kept
     size_d = xp.sum(xp.abs(out * dout), axis=-1, keepdims=True)
-    size_d = size_d + xp.sum(p * xp.abs(products), axis=-1, keepdims=True)
+    size_r = size_d + xp.sum(p * xp.abs(products), axis=-1, keepdims=True)
     size_g = xp.abs(dout) @ xp.abs(v).swapaxes(1, 2) * kept
     delta = xp.sum(out * dout, axis=-1, keepdims=True) - dlse
     terms = products - delta
@@ -266,7 +266,7 @@ def _chain_rule(
     wrong = 2.0**-21 * (size_g + size_d + abs(dlse))
     wrong = wrong + row.error * xp.sum(p * size_g, axis=-1, keepdims=True)
     wrong_ds = xp.abs(ds) * factor + weight * wrong + slope_error * p * xp.abs(terms)
-    wrong_ds = wrong_ds + 1.05 * u * (xp.abs(ds) + weight * size_d)
+    wrong_ds = wrong_ds + 1.05 * u * (xp.abs(ds) + weight * size_r)
     wrong_ds = wrong_ds + (LEAST_OUT[dtype] + 2.0**-126 * xp.abs(terms * slope)) * visible
     sum_of_keys = 2.0**-19 + 2.0**-24 * k.shape[1] ** 0.5
     sum_of_rows = 2.0**-19 + 2.0**-24 * rows_of_key**0.5
@@ -275,7 +275,7 @@ def _chain_rule(
     of_sinks = None
     if sink is not None:
         weight_of_sink = xp.where(row.sees_nothing, 0.0, xp.exp(sink - lse))
-        wrong_delta = (1.05 * u + 2.0**-21) * size_d + 2.0**-21 * abs(dlse)
+        wrong_delta = 1.05 * u * size_r + 2.0**-21 * (size_d + abs(dlse))
         wrong_delta = wrong_delta + row.error * xp.sum(p * size_g, axis=-1, keepdims=True)
         wrong_delta = wrong_delta + LEAST_OUT[dtype] * xp.sum(xp.abs(dout), axis=-1, keepdims=True)
         wrong_delta = wrong_delta + xp.abs(delta) * (factor + sum_of_rows)

@@ -5,13 +5,13 @@ the element a_n that it reads, ds_ij = p_ij (do_i v_j - delta_i) f'_ij, and m th
 
     |error of ds_ij| <= |ds_ij| r_i + |error of f'_ij| p_ij |t_ij| + 2^-126 (1 + |f'_ij t_ij|)
                         + |f'_ij| p_ij (2^-21 (G_ij + D_i + |dlse_i|) + e_i sum_j p_ij G_ij + w_i)
-    w_i = 1.05 u (D_i + sum_j p_ij |do_i v_j|) + least sum_j |do_i v_j| + least_out sum_c |do_ic|
+    w_i = 1.05 u R_i + least sum_j |do_i v_j| + least_out sum_c |do_ic|
     |error of da_n| <= sum of |error of ds_ij| + (2^-19 + 2^-24 sqrt(m)) sum of |ds_ij|
                        + 1.05 (unit roundoff of a's dtype) |da_n| + least step of that dtype
 
 with t_ij = do_i v_j - delta_i.
 
-- r, e, G, D: as in `gradients`.
+- r, e, G, D, R: as in `gradients`.
 - w: delta comes from the result of the forward call, which was rounded, and whose P were. least and least_out
   are what the forward call loses below the least step of the dtype, as in `reference`.
 - No rounding of P or dS: their product is not an operand of an MMA, but is summed in fp32.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flashgen.families.variant import Variant
     from flashgen.operators.attention_problem import AttentionProblem
 
-# Grids of tiles of keys of at most so many waves end noticeably later after a small last section.
+# In a longer grid of tiles of keys, in waves, the end matters less than the sections' use of L2.
 _FEW_WAVES = 16
 # Sections of a wave are kept if their grid ends so near to the earliest end. Twice as many heads in a section
 # cost this share of the time, since L2 holds less of their queries. (Measured: docs/log/flash_bwd_sm90.md.)
