@@ -48,7 +48,6 @@ def context(form: Variant, header: str) -> dict[str, Any]:
         # Of kernels whose tiles say nothing of these.
         "cluster": 1,
         "loop": "shares",
-        "row_warps": 1,
         "dq_widths": [],
         "held_k": 0,
         **form.axis_values,
