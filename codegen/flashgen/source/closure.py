@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
 from flashgen.host.paths import templates_dir
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from flashgen.families.variant import Variant
 
 # Lines that bring in another template, for example //% include "x" and //% from "x" import y. The name of an
-# included one may print a value: //% include "mask_${ mask_type }.cuh.j2".
+# included one may print values, and names a part of a file after a colon:
+# //% include "masks_${ target }.cuh.j2:of_${ mask_type }".
 REFERENCE = re.compile(r"^[ \t]*//%[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?")
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
 # Headers that the compiler would look for in the current directory.
@@ -54,41 +55,81 @@ def closure(template: str, headers: Sequence[str], spec: str, folders: tuple[str
     """Templates and headers that rendering and compiling a kernel may read, by name. ``headers`` are those
     that it names by `source.parts`, ``spec`` is its file.
     """
-    texts: dict[str, str] = {}
-    included: list[tuple[str, str]] = []
+    read = _read(template, spec, folders)
+    included = read.headers + [(header, spec) for header in headers]
+    return read.texts | headers_of(included, files.including(folders))
+
+
+def parts_read(template: str, spec: str, folders: tuple[str, ...]) -> set[str]:
+    """The parts of files that rendering may read, as ``file:part``, and of main parts the file alone."""
+    return _read(template, spec, folders).parts
+
+
+class _Read(NamedTuple):
+    """What rendering may read: files by name, and parts of them; and the headers that the files include, each
+    with the file and line.
+    """
+
+    texts: dict[str, str]
+    parts: set[str]
+    headers: list[tuple[str, str]]
+
+
+def _read(template: str, spec: str, folders: tuple[str, ...]) -> _Read:
+    """A file is read once, however many of its parts are included."""
+    read = _Read({}, set(), [])
+    paths: dict[str, str] = {}
+    parts: dict[str, dict[str, files.Part]] = {}
     listings: dict[str, list[str]] = {}
     waiting = [(template, "")]
     while waiting:
         name, at = waiting.pop(0)
-        if name in texts:
+        if name in read.parts:
             continue
+        file, _, part = name.partition(":")
         try:
-            path = files.find(name, folders)
-        except files.Outside as error:
+            if file not in parts:
+                path = files.find(file, folders)
+                if path is None:
+                    raise files.missing(file, spec, folders, at)
+                text, paths[file] = files.read(path), str(path)
+                read.texts[file] = text
+                parts[file] = files.parts_of(text, paths[file])
+                read.headers.extend(included_by(text, paths[file]))
+            matching = files.matching(parts[file], part, paths[file])
+        except files.BadName as error:
             raise SpecError(f"{at or spec}: {error}") from error
-        if path is None:
-            raise files.missing(name, spec, folders, at)
-        texts[name] = text = files.read(path)
-        for number, line in enumerate(text.split("\n"), 1):
-            for match in REFERENCE.finditer(line) if "//%" in line else ():  # most lines have none
-                here = f"{path}:{number}"
-                if match[1] is None:
-                    raise files.wrong(here, "the name of an included template must be a plain string")
-                names = _names(match[1][1:-1], folders, listings)
-                waiting += [(included_name, here) for included_name in names]
-        included += included_by(text, str(path))
-    included += [(header, spec) for header in headers]
-    return texts | headers_of(included, files.including(folders))
+        for part in matching:
+            name = f"{file}:{part}" if part else file
+            if name not in read.parts:
+                read.parts.add(name)
+                waiting += _references(parts[file][part], paths[file], folders, listings)
+    return read
+
+
+def _references(
+    part: files.Part, path: str, folders: tuple[str, ...], listings: dict[str, list[str]]
+) -> list[tuple[str, str]]:
+    """The templates that a part includes, each with the file and line."""
+    found = []
+    for number, line in enumerate(part.text.split("\n"), part.first_line):
+        for match in REFERENCE.finditer(line) if "//%" in line else ():  # most lines have none
+            here = f"{path}:{number}"
+            if match[1] is None:
+                raise files.wrong(here, "the name of an included template must be a plain string")
+            found += [(name, here) for name in _names(match[1][1:-1], folders, listings)]
+    return found
 
 
 def _names(name: str, folders: tuple[str, ...], listings: dict[str, list[str]]) -> list[str]:
-    """The templates that an included name may be: one, or all that match where it prints values. ``listings``
-    keeps what is in a folder.
+    """The templates that an included name may be: one, or all that match where it prints values. In the name
+    of a part ``*`` remains for a value. ``listings`` keeps what is in a folder.
     """
-    pattern = PRINTED.sub("*", name)
-    if pattern == name or files.INSIDE_FOLDER.match(pattern) is None:
-        return [name]
-    return sorted({match for folder in folders for match in _matches(pattern, folder, listings)}) or [name]
+    pattern, colon, part = PRINTED.sub("*", name).partition(":")
+    if "*" not in pattern or files.INSIDE_FOLDER.match(pattern) is None:
+        return [pattern + colon + part]
+    matches = {match for folder in folders for match in _matches(pattern, folder, listings)}
+    return [match + colon + part for match in sorted(matches)] or [name]
 
 
 def _matches(pattern: str, folder: str, listings: dict[str, list[str]]) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import FlashgenError, InternalError, SpecError
 from flashgen.host.paths import INSIDE, specs_dir, templates_dir
@@ -14,10 +15,62 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 INSIDE_FOLDER = re.compile(INSIDE)
+# The line that begins a part of a template: //: name, and a comment if need be.
+_PART_LINE = re.compile(r"^[ \t]*//:(.*)\n?", re.MULTILINE)
+_PART_NAME = re.compile(r"[ \t]+(\w+)[ \t]*(?://#.*)?")
+_ONLY_COMMENTS = re.compile(r"(?:[ \t]*(?://#.*)?\n)*")
 
 
-class Outside(SpecError):
-    """A name leads out of the folder that it is looked for in."""
+class BadName(SpecError):
+    """A name leads out of the folder that it is looked for in, or names a part that its file lacks. Who has
+    the name adds its file and line.
+    """
+
+
+class Part(NamedTuple):
+    """The text of one part of a template, and the number of its first line in the file."""
+
+    first_line: int
+    text: str
+
+
+def parts_of(text: str, file: str) -> dict[str, Part]:
+    """The parts of a template, by name. The main part is the text before the first ``//: name``, and its name
+    is "". A file of parts alone has none: only comments come before its first part.
+
+    The blank line before a ``//: name`` belongs to no part. Raises SpecError, or InternalError for a shipped
+    template, for a name that is wrong or occurs twice.
+    """
+    begins = [*_PART_LINE.finditer(text)]
+    if not begins:
+        return {"": Part(1, text)}
+    main = text[: begins[0].start()]
+    parts = {} if _ONLY_COMMENTS.fullmatch(main) else {"": Part(1, _without_blank_line(main))}
+    for begin, after in zip(begins, [*begins[1:], None], strict=True):
+        name, line = _PART_NAME.fullmatch(begin[1]), line_of(begin)
+        if name is None:
+            raise wrong(f"{file}:{line}", f"{begin[0].strip()!r} begins no part; write //: and a name")
+        if name[1] in parts:
+            first = parts[name[1]].first_line - 1
+            raise wrong(f"{file}:{line}", f"a second part {name[1]}; the first one begins in line {first}")
+        body = _without_blank_line(text[begin.end() : after.start()]) if after else text[begin.end() :]
+        parts[name[1]] = Part(line + 1, body)
+    return parts
+
+
+def _without_blank_line(text: str) -> str:
+    return text[:-1] if text.endswith("\n\n") or text == "\n" else text
+
+
+def matching(parts: dict[str, Part], pattern: str, file: str) -> list[str]:
+    """The parts that have this name, in which ``*`` is any text. Raises BadName if the file has none."""
+    if pattern in parts:
+        return [pattern]
+    names = fnmatch.filter(parts, pattern) if "*" in pattern else []
+    if not names:
+        what = f"no part {pattern}" if pattern else "no text before its first part"
+        raise BadName(f"{file} has {what}; its parts are {', '.join(filter(None, parts)) or 'none'}")
+    return names
 
 
 def line_of(match: re.Match[str]) -> int:
@@ -45,7 +98,7 @@ def find(name: str, folders: Sequence[str]) -> Path | None:
     and where the name, or a link, leads out of the folder.
     """
     if INSIDE_FOLDER.match(name) is None:
-        raise Outside(f"{name!r} is not the name of a file below the folders {', '.join(folders)}")
+        raise BadName(f"{name!r} is not the name of a file below the folders {', '.join(folders)}")
     for folder in folders:
         path = Path(folder, name)
         if path.is_file():
@@ -68,7 +121,7 @@ def _check_link(name: str, folder: str) -> None:
             real = os.path.realpath(Path(folder, name))
             inside = Path(real).is_relative_to(os.path.realpath(folder))
             if not inside and Path(folder) not in (templates_dir(), templates_dir() / "include"):
-                raise Outside(f"{path} is a link out of {folder}; put the file itself there")
+                raise BadName(f"{path} is a link out of {folder}; put the file itself there")
 
 
 def read(path: Path) -> str:
@@ -81,7 +134,7 @@ def read(path: Path) -> str:
 def locate(name: str, folders: Sequence[str], at: str) -> Path:
     try:
         path = find(name, folders)
-    except Outside as error:
+    except BadName as error:
         raise SpecError(f"{at}: {error}") from error
     if path is None:
         raise wrong(at, f'#include "{name}": no such header; searched {", ".join(folders) or "no folder"}')

@@ -1,8 +1,9 @@
 """From a Variant to CUDA source.
 
 Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
-and ``${ x }`` prints a value. Undefined names are errors, and so are the usual delimiters of Jinja. What a
-template finds by name is in `source.context`.
+and ``${ x }`` prints a value. A line ``//: name`` begins a part of a file, which others include as
+``file:name``. Undefined names are errors, and so are the usual delimiters of Jinja. What a template finds by
+name is in `source.context`.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def _rendered(variant: Variant, marked: bool) -> str:
     except jinja2.TemplateNotFound as error:
         at = "" if error.name == variant.template else files.template_line(error, folders)
         raise files.missing(error.name, spec_file(variant), folders, at) from error
-    except files.Outside as error:
+    except files.BadName as error:
         raise SpecError(f"{files.template_line(error, folders) or spec_file(variant)}: {error}") from error
     except FlashgenError:
         raise
@@ -233,23 +234,25 @@ def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
     from flashgen.source.order import from_the_top
 
     class Lines(jinja2.BaseLoader):
+        def __init__(self) -> None:
+            self.read: dict[Path, tuple[int, dict[str, files.Part]]] = {}
+
         def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Any]:
-            path = files.find(template, folders)
+            file, _, name = template.partition(":")
+            path = files.find(file, folders)
             if path is None:
-                raise jinja2.TemplateNotFound(template)
+                raise jinja2.TemplateNotFound(file)
             changed = path.stat().st_mtime_ns
-            source = re.sub(_COMMENT_LINE, _BEGIN_COMMENT + _END_COMMENT, files.read(path))
-            source = re.sub(_COMMENT, "", source)
-            refuse_foreign(source, str(path))
-            source = re.sub(_STATEMENT_LINE, _statement, source)
-            if marked:
-                source = _marked(source, str(path))
+            if self.read.get(path, (0,))[0] != changed:
+                self.read[path] = changed, files.parts_of(files.read(path), str(path))
+            parts = self.read[path][1]
+            part = parts[files.matching(parts, name, str(path))[0]]
 
             def is_current() -> bool:
                 # A new file in a user's folder may now come before it.
-                return files.find(template, folders) == path and path.stat().st_mtime_ns == changed
+                return files.find(file, folders) == path and path.stat().st_mtime_ns == changed
 
-            return source, str(path), is_current
+            return _source_of(part, str(path), marked), str(path), is_current
 
     environment = jinja2.Environment(
         loader=Lines(),
@@ -272,7 +275,22 @@ def _environment(folders: tuple[str, ...], marked: bool) -> jinja2.Environment:
     return environment
 
 
-def refuse_foreign(text: str, file: str) -> None:
+def _source_of(part: files.Part, file: str, marked: bool) -> str:
+    """What Jinja reads of a part. A comment before it has as many lines as the file has before the part, so
+    lines have their numbers in the file.
+    """
+    source = re.sub(_COMMENT_LINE, _BEGIN_COMMENT + _END_COMMENT, part.text)
+    source = re.sub(_COMMENT, "", source)
+    refuse_foreign(source, file, part.first_line)
+    source = re.sub(_STATEMENT_LINE, _statement, source)
+    if marked:
+        source = _marked(source, file, part.first_line)
+    if part.first_line == 1:
+        return source
+    return _BEGIN_COMMENT + "\n" * (part.first_line - 2) + _END_COMMENT + "\n" + source
+
+
+def refuse_foreign(text: str, file: str, first_line: int = 1) -> None:
     """That no template has the usual delimiters of Jinja, which would go into the CUDA as they are. Raises
     SpecError, or InternalError for a shipped one.
     """
@@ -280,20 +298,20 @@ def refuse_foreign(text: str, file: str) -> None:
         match = pattern.search(text)
         if match:
             raise files.wrong(
-                f"{file}:{files.line_of(match)}",
+                f"{file}:{first_line - 1 + files.line_of(match)}",
                 f"{match[0].strip()!r} has Jinja's usual delimiters. flashgen has its own: {instead}",
             )
 
 
-def _marked(source: str, file: str) -> str:
+def _marked(source: str, file: str, first_line: int) -> str:
     """A template with a `_MARK` at the end of each line that makes text. One within a value has none."""
     inside = [match.span() for match in re.finditer(_VALUE, source)]
     lines, end = source.split("\n"), -1
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines):
         end += len(line) + 1
         makes_text = line.strip() and not line.lstrip().startswith((_BEGIN, _BEGIN_COMMENT))
         if makes_text and not any(first < end < last for first, last in inside):
-            lines[number - 1] = f"{line}\x04{file}:{number}\x05"
+            lines[number] = f"{line}\x04{file}:{first_line + number}\x05"
     return "\n".join(lines)
 
 
