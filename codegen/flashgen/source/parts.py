@@ -1,8 +1,9 @@
-"""Which of the files below ``templates/lib`` a kernel is made of, where one of several is taken.
+"""Which parts of the files below ``templates/lib`` a kernel is made of, where one of several is taken.
 
-A template names such a part by a field of ``parts``:
+A file has the forms of one purpose, each after a line ``//: name``. A template names the part that it takes
+by a field of ``parts``:
 
-    //% include "lib/forward_sm80/mma_${ parts.mma }.cuh.j2"
+    //% include "lib/forward_sm80/mma.cuh.j2:${ parts.mma }"
 
 So the choice is made here, once, and not in each template that includes the part.
 """
@@ -271,7 +272,7 @@ def _plan(form: Variant, visits: str) -> str:
         return f"e4m3_{_key_rows(form)}" if codes else _key_rows(form)
     if visits == "dense":
         return "e4m3_dense" if codes else "dense"
-    return f"of_{_plan_of(form)}"
+    return "plain"
 
 
 def _schedule(form: Variant, visits: str, skips_by_line: bool) -> str:
