@@ -111,14 +111,14 @@ def _references(
     part: files.Part, path: str, folders: tuple[str, ...], listings: dict[str, list[str]]
 ) -> list[tuple[str, str]]:
     """The templates that a part includes, each with the file and line."""
-    found = []
+    references = []
     for number, line in enumerate(part.text.split("\n"), part.first_line):
         for match in REFERENCE.finditer(line) if "//%" in line else ():  # most lines have none
             here = f"{path}:{number}"
             if match[1] is None:
                 raise files.wrong(here, "the name of an included template must be a plain string")
-            found += [(name, here) for name in _names(match[1][1:-1], folders, listings)]
-    return found
+            references += [(name, here) for name in _names(match[1][1:-1], folders, listings)]
+    return references
 
 
 def _names(name: str, folders: tuple[str, ...], listings: dict[str, list[str]]) -> list[str]:
