@@ -42,6 +42,7 @@ from flashgen.operators.lowering import CONSTANT
 from flashgen.schedule.parameters import parameters
 from flashgen.schedule.shares import shares_of
 from flashgen.simulator import hostcompiler
+from flashgen.source.files import parts_of
 from flashgen.source.scores import score_functions
 from flashgen.toolchain import disassemble
 from flashgen.tools.cli import main
@@ -342,13 +343,18 @@ FILES = [
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_files_that_are_named_in_short_exist(page):
-    """Such as `api/merge.py`, or `merge.py` in the row of its folder: the end of a path outside the tests."""
+    """Such as `api/merge.py`, or `merge.py` in the row of its folder: the end of a path outside the tests. Of
+    a template also its part, as in `produce.cuh.j2:pages`.
+    """
     text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     shipped = [f"/{path}" for path in FILES if not path.startswith("tests/")]
     for named in re.findall(r"`([\w./-]+\.(?:py|j2|cuh|cpp|cu|yaml|md))`", text):
         if named.startswith("tests/") or re.search(r"[A-Z]{3}", named.rpartition("/")[2]):
             continue  # checked above; a placeholder such as NAME_example.py, or README.md
         assert any(path.endswith(f"/{named}") for path in shipped), named
+    for named, part in re.findall(r"`([\w./-]+\.j2):(\w+)`", text):
+        paths = [ROOT / path[1:] for path in shipped if path.endswith(f"/{named}")]
+        assert any(part in parts_of(path.read_text(encoding="utf-8"), named) for path in paths), (named, part)
 
 
 def test_tables_of_earlier_kernels_say_so():
