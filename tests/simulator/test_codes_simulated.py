@@ -149,23 +149,15 @@ FAULTS = {
     "Q past head_dim": (*WIDE, " && chunk * kQChunkElements < params.head_dim", ""),
     "half of a chunk converted twice": (*PROMPT, "first == 0 ? right : left", "left"),
     "codes converted before they are here": (
-        *PROMPT,
-        "cp_async_wait<1>(); convert_codes(k_codes, smem + kKOffset);",
-        "cp_async_wait<2>(); convert_codes(k_codes, smem + kKOffset);",
-    ),
+        *PROMPT, "cp_async_wait<1>(); convert_codes(k_codes, smem + kKOffset);",
+        "cp_async_wait<2>(); convert_codes(k_codes, smem + kKOffset);"),
     "V of a prompt without its scale": (
-        *PROMPT,
-        "scale_output(rows, load_scales(params, stored_tile).v);",
-        "",
-    ),
+        *PROMPT, "scale_output(rows, load_scales(params, stored_tile).v);", ""),
     "codes of K by the scale of V": (
-        *APPEND,
-        "const float* scale = params.k_scale;",
-        "const float* scale = params.v_scale;",
-    ),
+        *APPEND, "const float* scale = params.k_scale;", "const float* scale = params.v_scale;"),
     "codes of V by the scale of head 0": (*APPEND, "head * params.v_scale_head_stride", "0"),
     "codes past head_dim": (*WIDE, " && panel * kPanelElements + chunk * kChunkElements < head_dim", ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

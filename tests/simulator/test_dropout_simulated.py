@@ -81,10 +81,7 @@ SM80, SM90, SEQUENCES_SM80 = BACKWARD[0], BACKWARD[4], BACKWARD[11]
 FAULTS = {
     "six rounds": (*SCORES, "round < 7", "round < 6"),
     "the words of the key swapped": (
-        *SCORES,
-        "{{words[0], words[1]}, offset",
-        "{{words[1], words[0]}, offset",
-    ),
+        *SCORES, "{{words[0], words[1]}, offset", "{{words[1], words[0]}, offset"),
     "the low word of the offset alone": (*SCORES, "uint64_t(words[3]) << 32 | words[2]", "words[2]"),
     "a counter moved by a lane": (*SCORES, "* 32 + lane}", "* 32 + lane + 1}"),
     "the same numbers in each batch entry": (*SCORES, "int64_t(batch) * params.num_heads_q", "int64_t(0)"),
@@ -97,16 +94,10 @@ FAULTS = {
     "the words of key tiles swapped": (*PAIRS, "word_of(words, k8)", "word_of(words, k8 ^ 1)"),
     "bytes of the other query": (*PAIRS, "__byte_perm(word, 0, 0x4342)", "__byte_perm(word, 0, 0x4140)"),
     "a threshold that is one less": (
-        *PAIRS,
-        "threshold << 16 | threshold, pairs",
-        "threshold - 1 << 16 | threshold - 1, pairs",
-    ),
+        *PAIRS, "threshold << 16 | threshold, pairs", "threshold - 1 << 16 | threshold - 1, pairs"),
     "O not scaled": (*PAIRS, "factor[half] *= params.keep_scale;", ""),
     "not transposed": (
-        *SM90,
-        "transpose_matrix(__byte_perm(bytes, 0, 0x3120))",
-        "__byte_perm(bytes, 0, 0x3120)",
-    ),
+        *SM90, "transpose_matrix(__byte_perm(bytes, 0, 0x3120))", "__byte_perm(bytes, 0, 0x3120)"),
     "bytes of a pair not sorted": (*SM90, "__byte_perm(bytes, 0, 0x3120)", "bytes"),
     "the lower keys for the upper": (*SM90, "upper ? words.z : words.x", "words.x"),
     "a carry between bytes": (*SM80, "(word & 0x7f7f7f7f) +", "word +"),
@@ -117,7 +108,7 @@ FAULTS = {
     "dP of a wide kernel not scaled": (*WIDE, "drop(ds, kept, params.keep_scale);", "drop(ds, kept, 1.0f);"),
     "queries of the first step in each": (*WIDE, "first_query / 16 + 4 * i", "4 * i"),
     "the first sequence's numbers": (*SEQUENCES_SM80, "int64_t(batch) * params.num_heads_q", "int64_t(0)"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

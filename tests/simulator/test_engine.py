@@ -452,18 +452,12 @@ def test_a_copy_may_begin_only_when_readers_have_finished():
     [
         ("store_global_32((float*)params.out + 32, 0)", "global bounds", "0 bytes past the end of out"),
         ("store_global_128(params.out + 28 + 4, uint4{})", "global bounds", "past the end of out"),
-        (
-            "load_global_8((const uint8_t*)params.source - 3)",
-            "global bounds",
-            "3 bytes before the start of source",
-        ),
+        ("load_global_8((const uint8_t*)params.source - 3)", "global bounds",
+         "3 bytes before the start of source"),
         ("load_global_8(nullptr)", "global bounds", "null pointer"),
         ("cp_async_16(shared, params.source + 32, 1)", "global bounds", "past the end of source"),
-        (
-            "cp_async_16(shared, params.source + 31 / 4 * 4 + 4, 16)",
-            "global bounds",
-            "past the end of source",
-        ),
+        ("cp_async_16(shared, params.source + 31 / 4 * 4 + 4, 16)", "global bounds",
+         "past the end of source"),
         ("store_global_32((float*)params.source, 0)", "global access", "to source, which is read-only"),
         ("store_global_128(params.out + 2, uint4{})", "alignment", "no multiple of 16"),
         ("store_global_32((float*)((char*)params.out + 2), 0)", "alignment", "no multiple of 4"),
@@ -472,7 +466,7 @@ def test_a_copy_may_begin_only_when_readers_have_finished():
         ("cp_async_4(shared, params.source, 5)", "operand", "5"),
         ("cp_async_16(shared, params.source, -1)", "operand", "-1"),
     ],
-)
+)  # fmt: skip
 def test_global_addresses(access, check, text):
     arrays = aligned(2, 36)
     error = fault(f"if (lane == 11) {access};  // HERE", {"source": arrays[0][:32]}, {"out": arrays[1][:32]})

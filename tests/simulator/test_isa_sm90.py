@@ -467,16 +467,10 @@ def test_an_mbarrier_hands_memory_over_and_back(fresh_seed):
 @pytest.mark.parametrize(
     ("old", "new", "checks"),
     [
-        (
-            "            mbarrier_wait(empty, turn % 2 ^ 1);\n",
-            "",
-            ("race", "mbarrier", "deadlock", "uninitialised shared memory"),
-        ),
-        (
-            "mbarrier_init(full, 32)",
-            "mbarrier_init(full, 31)",
-            ("race", "deadlock", "uninitialised shared memory"),
-        ),
+        ("            mbarrier_wait(empty, turn % 2 ^ 1);\n", "",
+         ("race", "mbarrier", "deadlock", "uninitialised shared memory")),
+        ("mbarrier_init(full, 32)", "mbarrier_init(full, 31)",
+         ("race", "deadlock", "uninitialised shared memory")),
         ("mbarrier_init(empty, 64)", "mbarrier_init(empty, 65)", ("deadlock",)),
         ("mbarrier_init(full, 32)", "mbarrier_init(full, 0)", ("mbarrier",)),
         ("mbarrier_wait(full, turn % 2)", "mbarrier_wait(full, turn)", ("operand",)),
@@ -485,7 +479,7 @@ def test_an_mbarrier_hands_memory_over_and_back(fresh_seed):
         ("full + 8;", "full + 4;", ("alignment",)),
         ("store_shared_32(shared + 4 * lane", "store_shared_32(shared + 900 + 4 * lane", ("mbarrier",)),
     ],
-)
+)  # fmt: skip
 def test_mbarriers_used_wrongly(old, new, checks, fresh_seed):
     assert RING.count(old) == 1
     with pytest.raises(SimulationError) as caught:
@@ -561,28 +555,19 @@ def test_blocks_of_a_cluster_send_each_other_registers(cluster, block, fresh_see
         ("8 * threadIdx.x, next), word", "4096 + 8 * threadIdx.x, next), word", ("shared bounds",)),
         ("8 * threadIdx.x, next), word", "8 * lane, next), word", ("copy in flight", "race")),
         ("word, -word, map_shared(barrier, next)", "word, -word, map_shared(barrier, rank)", ("operand",)),
-        (
-            "word, -word, map_shared(barrier, next)",
-            "word, -word, map_shared(shared + 64, next)",
-            ("mbarrier",),
-        ),
+        ("word, -word, map_shared(barrier, next)", "word, -word, map_shared(shared + 64, next)",
+         ("mbarrier",)),
         ("map_shared(barrier, next));\n    if", "map_shared(barrier, {cluster}));\n    if", ("operand",)),
         # The phase ends before the last word: it is on its way, or has come; or 16 bytes step over the end.
         ("blockDim.x + 512", "blockDim.x + 504", ("copy in flight", "race", "deadlock")),
         ("blockDim.x + 512", "blockDim.x + 520", ("deadlock",)),
         ("wait_cluster(barrier", "wait(barrier", ("race",)),
-        (
-            "    mbarrier_wait_cluster(barrier, 0);\n",
-            "",
-            ("copy in flight", "uninitialised shared memory", "race"),
-        ),
-        (
-            "    mbarrier_wait_cluster(barrier, 0);\n",
-            "    if (rank == 0) return;\n",
-            ("copy in flight", "uninitialised shared memory"),
-        ),
+        ("    mbarrier_wait_cluster(barrier, 0);\n", "",
+         ("copy in flight", "uninitialised shared memory", "race")),
+        ("    mbarrier_wait_cluster(barrier, 0);\n", "    if (rank == 0) return;\n",
+         ("copy in flight", "uninitialised shared memory")),
     ],
-)
+)  # fmt: skip
 def test_sending_registers_wrongly(old, new, checks, fresh_seed):
     assert SEND.count(old) == 1
     body = SEND.replace(old, new).format(cluster=4)

@@ -64,27 +64,18 @@ FAULTS = {
     "keys before the drafts are hidden": (*CLUSTER, "hidden << -shift", "~uint64_t(0)"),
     "bits are turned": (*HOPPER, ": hidden << -shift", ": hidden >> -shift"),
     "the block with the first draft is left out": (
-        *ROWS,
-        END,
-        "params.seqlen_kv - params.seqlen_q - 1 + 0 * kKeyTiles",
-    ),
+        *ROWS, END, "params.seqlen_kv - params.seqlen_q - 1 + 0 * kKeyTiles"),
     "drafts begin where all sequences end": (
-        *DECODE,
-        "const int first_draft = params.seqlen_kv - params.seqlen_q;",
-        "const int first_draft = params.seqlen_kv - 64;",
-    ),
+        *DECODE, "const int first_draft = params.seqlen_kv - params.seqlen_q;",
+        "const int first_draft = params.seqlen_kv - 64;"),
     "the tree of sequence 0": (*DECODE, "own.tree += sequence * params.tree_batch_stride + first_query;", ""),
     "the tree of sequence 0 on Hopper": (
-        *HOPPER,
-        "sequence_params.tree += found.sequence * params.tree_batch_stride + found.first_query;",
-        "",
-    ),
+        *HOPPER, "sequence_params.tree += found.sequence * params.tree_batch_stride + found.first_query;",
+        ""),
     "a half of the rows on Hopper": (
-        *HOPPER,
-        "half < 2; ++half) {\n        const int query",
-        "half < 1; ++half) {\n        const int query",
-    ),
-}
+        *HOPPER, "half < 2; ++half) {\n        const int query",
+        "half < 1; ++half) {\n        const int query"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
