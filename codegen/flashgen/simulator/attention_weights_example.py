@@ -44,9 +44,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
         view_of(lse, "fp32"),
         mask=None if mask is None else view_of(mask, "uint8"),
         weights=view_of(weights, "fp32"),
-        score=variant.score,
-        score_arrays=randomarrays.score_views(score_arrays),
-        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
+        **randomarrays.score_of_call(rng, variant.score, score_arrays),
     )
     problem = masked(problem, variant, shape)
     arrays = (q, k, mask, lse, weights, *score_arrays)
