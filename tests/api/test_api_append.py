@@ -326,11 +326,7 @@ def test_errors_of_a_held_plan_name_what_its_caller_gave():
         (errors.BadParam, "^kv_lengths " + names, {"kv_lengths": total}),
         (errors.BadParam, "^k_cache " + names, {"k_cache": cache.k}),
         (errors.BadParam, "^cu_seqlens_new " + names, {"cu_seqlens_new": total}),
-        (
-            errors.BadTensorStrides,
-            "^out overlaps q_rotated in memory",
-            {"out": shared, "q_rotated": shared},
-        ),
+        (errors.BadTensorStrides, "^out overlaps q_rotated in memory", {"out": shared, "q_rotated": shared}),
         (
             errors.BadTensorStrides,
             "^out overlaps total_lengths in memory",

@@ -10,8 +10,7 @@ import pytest
 from flashgen.families.load import load_specs
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import first_check, simulated
+from simulator.calls import first_check, simulated, with_fault
 from simulator.edits import replace
 from simulator.faults import WRONG
 
@@ -165,11 +164,9 @@ FOUND_BY = {
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     name, shape, step, old, new = FAULTS[fault]
     variant = MAIN[name]
-
-    def planted(of_step):
-        is_it = of_step.step == step or not step
-        return replace(render(of_step), old, new, fault) if is_it else render(of_step)
-
+    planted = with_fault(
+        lambda source: replace(source, old, new, fault), lambda of_step: of_step.step == step or not step
+    )
     seeds = range(fixed_seed, fixed_seed + 8)
     check = first_check(variant, shape, seeds, planted, device=device_of(variant))
     assert check in FOUND_BY

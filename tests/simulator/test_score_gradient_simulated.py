@@ -63,10 +63,7 @@ TWO_ARRAYS = (
 )  # c is staged, and differs from head to head
 ON_HOPPER = {
     "bias": ("bias", "bias", {}, (WGMMA, HOPPER.format(64, "fp16_dense"))),
-    "half bias": (
-        *HALF_BIAS,
-        (WGMMA, HOPPER.format(128, "fp16_causal"), HOPPER.format(96, "bf16_local")),
-    ),
+    "half bias": (*HALF_BIAS, (WGMMA, HOPPER.format(128, "fp16_causal"), HOPPER.format(96, "bf16_local"))),
     "capped bias": (*SCORES["capped bias"][:2], {"a": "bf16"}, (HOPPER.format(64, "fp16_causal"),)),
     "turned bias": (*SCORES["turned bias"][:2], {"a": "f16"}, (WGMMA,)),
     "two arrays": (*TWO_ARRAYS, (WGMMA,)),

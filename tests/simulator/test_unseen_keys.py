@@ -80,10 +80,7 @@ DECODE = (
     ("flash_varlen_decode_hdim64_bf16_local_paged_c2_packgqa_sm90", FEW_SEQUENCES),
     ("flash_varlen_decode_hdim64_fp16_dense_paged_c2_sm90", FEW_MASKED),
 )
-LINEAGE = (
-    ("naive_output_hdim64_fp16_causal_sm80", TOP_LEFT),
-    ("flash_v1_hdim64_fp16_causal_sm80", TOP_LEFT),
-)
+LINEAGE = (("naive_output_hdim64_fp16_causal_sm80", TOP_LEFT), ("flash_v1_hdim64_fp16_causal_sm80", TOP_LEFT))
 FORWARD_SM90 = (
     ("flash_fwd_hdim64_fp16_local_m64_sm90", WINDOW),
     ("flash_fwd_hdim32_bf16_local_sm90", LONG_WINDOW_MHA),

@@ -67,13 +67,7 @@ compile, or with --show the bundle cannot be used.
     multiple=True,
     help="Only for this architecture: sm_90, or native. Repeatable.",
 )
-@click.option(
-    "-o",
-    "--out",
-    type=OutputFile(),
-    metavar="FILE",
-    help="The bundle to write: kernels.zip.",
-)
+@click.option("-o", "--out", type=OutputFile(), metavar="FILE", help="The bundle to write: kernels.zip.")
 @click.option(
     "--wheel",
     type=click.Path(file_okay=False, path_type=Path),
@@ -168,11 +162,7 @@ def command(
 
 
 def _built(
-    selections: Sequence[str],
-    archs: Sequence[str],
-    jobs: int | None,
-    specs: Path | None,
-    score: str | None,
+    selections: Sequence[str], archs: Sequence[str], jobs: int | None, specs: Path | None, score: str | None
 ) -> tuple[list[Built], tuple[Spec, ...]]:
     """Every kernel that a chosen variant launches, compiled; and the specs."""
     from flashgen.families.load import load_specs
