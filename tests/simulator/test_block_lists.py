@@ -7,20 +7,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from simulator.calls import first_check, simulated, with_fault
+from simulator.calls import first_check, main_kernels, simulated, with_fault
 from simulator.edits import replace
 from simulator.faults import WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator.startswith("attention") and "blocks" in spec.axes.get("mask_type", ())
-    for variant in spec.variants()
-    if variant.is_main and variant.mask_type == "blocks"
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator.startswith("attention") and "blocks" in spec.axes.get("mask_type", ()),
+    lambda variant: variant.mask_type == "blocks",
+)
 # Ragged blocks of queries and keys; ranges beside lists; the last 128 keys have one block of 64.
 WHOLE = Shape(200, 300, 4, 4, batch=2)
 GROUPS = dataclasses.replace(WHOLE, kv_heads=2)

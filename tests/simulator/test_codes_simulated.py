@@ -12,23 +12,16 @@ from ml_dtypes import bfloat16, float8_e4m3fn
 
 from codetiles import write_specs
 from flashgen import simulator
-from flashgen.families.load import load_specs
 from flashgen.host import paths
 from flashgen.simulator import hostcompiler
 from flashgen.simulator.example import Shape, make
-from simulator.calls import check_on, first_check, small_gpu_of_shares, with_fault
+from simulator.calls import check_on, first_check, main_kernels, small_gpu_of_shares, with_fault
 from simulator.codes import scaled, two_caches, variants_of_same_bits
 from simulator.edits import replace
 from simulator.faults import ASYNC, BOUNDS, WRONG
 from simulator.kernels import run
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if "e4m3" in spec.axes.get("kv_dtype", ())
-    for variant in spec.select(kv_dtype="e4m3")
-    if variant.is_main
-}
+MAIN = main_kernels(lambda spec: "e4m3" in spec.axes.get("kv_dtype", ()), kv_dtype="e4m3")
 
 # Shares that end within tiles; a group of heads that does not divide a tile.
 TOKENS = Shape(2, 2100, 6, 2, batch=3)

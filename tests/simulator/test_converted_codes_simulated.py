@@ -6,20 +6,16 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from flashgen.families.load import load_specs
 from flashgen.simulator.example import Shape, make
-from simulator.calls import check_on, first_check, small_gpu, with_fault
+from simulator.calls import check_on, first_check, main_kernels, small_gpu, with_fault
 from simulator.codes import scaled, two_caches, variants_of_same_bits
 from simulator.edits import replace
 from simulator.faults import ASYNC, BOUNDS, WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention" and spec.axes.get("kv_dtype") == ("e4m3",)
-    for variant in spec.variants()
-    if variant.is_main and "converts_codes" in variant.features
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator == "attention" and spec.axes.get("kv_dtype") == ("e4m3",),
+    lambda variant: "converts_codes" in variant.features,
+)
 # Several KV blocks and tiles to a thread block; queries that see nothing; head dims that leave columns over.
 SEVERAL = Shape(150, 300, 8, 2, batch=3)
 ROWS = ("flash_fwd_varlen_hdim64_fp16_e4m3_sm90", Shape(200, 150, 2, 2, batch=2))

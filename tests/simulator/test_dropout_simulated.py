@@ -5,20 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
-from simulator.calls import check_on, with_fault, within_the_bound
+from simulator.calls import check_on, main_kernels, with_fault, within_the_bound
 from simulator.edits import replace
 from simulator.faults import WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator in ("attention", "attention_backward")
-    for variant in spec.variants()
-    if variant.is_main and variant.axis("dropout") == "dropout"
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator in ("attention", "attention_backward"),
+    lambda variant: variant.axis("dropout") == "dropout",
+)
 # Ragged blocks of queries and keys; several batch entries; rows that see nothing.
 RAGGED = Shape(70, 100, 2, 2, batch=2)
 GROUPS = Shape(70, 100, 4, 2, batch=2)

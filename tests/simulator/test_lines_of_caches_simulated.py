@@ -8,23 +8,21 @@ import numpy as np
 import pytest
 
 from flashgen.call.mask import rule_of
-from flashgen.families.load import load_specs
 from flashgen.operators.rules import RuleOfCall
 from flashgen.operators.sequences import sequences
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
-from simulator.calls import check_on, first_check, simulated
+from simulator.calls import check_on, first_check, main_kernels, simulated
 from simulator.edits import replace
 from simulator.faults import BOUNDS, WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention" and spec.has_lengths
-    for variant in spec.select(mask_type="local", head_dim=(32, 64))
-    if variant.is_main and variant.line_seam and dict(variant.axes).get("kv_starts", "none") == "none"
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator == "attention" and spec.has_lengths,
+    lambda variant: variant.line_seam and dict(variant.axes).get("kv_starts", "none") == "none",
+    mask_type="local",
+    head_dim=(32, 64),
+)
 
 # Keys of several blocks; a group of heads that does not divide a tile.
 CHUNKS = Shape(70, 300, 6, 2, batch=4)

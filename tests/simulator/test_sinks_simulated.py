@@ -7,20 +7,20 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator.example import Shape, make
-from simulator.calls import check_on, simulated, small_gpu_of_shares, with_fault, within_the_bound
+from simulator.calls import (
+    check_on,
+    main_kernels,
+    simulated,
+    small_gpu_of_shares,
+    with_fault,
+    within_the_bound,
+)
 from simulator.edits import replace
 from simulator.faults import WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator.startswith("attention")
-    for variant in spec.variants()
-    if variant.is_main
-}
+MAIN = main_kernels(lambda spec: spec.operator.startswith("attention"))
 
 # Rows that see nothing; ragged tiles, in groups that do not divide a tile; shares that end within tiles.
 BLIND = Shape(100, 60, 6, 2)

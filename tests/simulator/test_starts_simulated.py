@@ -6,21 +6,17 @@ import dataclasses
 
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from simulator.calls import check_on, first_check, with_fault
+from simulator.calls import check_on, first_check, main_kernels, with_fault
 from simulator.edits import replace
 from simulator.faults import BOUNDS, WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator.startswith("attention") and spec.has_lengths and "kv_starts" in spec.axes
-    for variant in spec.select(kv_starts="starts")
-    if variant.is_main
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator.startswith("attention") and spec.has_lengths and "kv_starts" in spec.axes,
+    kv_starts="starts",
+)
 MULTIPROCESSORS = 3
 
 # Keys of several blocks; a group of heads that does not divide a tile.

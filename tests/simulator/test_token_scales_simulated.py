@@ -5,20 +5,13 @@ import pytest
 from ml_dtypes import bfloat16
 
 from codetiles import write_specs
-from flashgen.families.load import load_specs
 from flashgen.simulator.example import Shape, make
-from simulator.calls import check_on, first_check, small_gpu_of_shares, with_fault
+from simulator.calls import check_on, first_check, main_kernels, small_gpu_of_shares, with_fault
 from simulator.codes import two_caches, variants_of_same_bits
 from simulator.edits import replace
 from simulator.faults import ASYNC, BOUNDS, WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if "token" in spec.axes.get("kv_scales", ())
-    for variant in spec.select(kv_scales="token")
-    if variant.is_main
-}
+MAIN = main_kernels(lambda spec: "token" in spec.axes.get("kv_scales", ()), kv_scales="token")
 # Shares that end within tiles; a group of heads that does not divide a tile.
 TOKENS = Shape(2, 2100, 6, 2, batch=3)
 PAGES = (

@@ -6,19 +6,12 @@ import dataclasses
 
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.simulator.example import Shape, make
-from simulator.calls import check_on, first_check, small_gpu_of_shares, with_fault
+from simulator.calls import check_on, first_check, main_kernels, small_gpu_of_shares, with_fault
 from simulator.edits import replace
 from simulator.faults import BOUNDS, WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention" and spec.has_lengths
-    for variant in spec.select(mask_type="tree")
-    if variant.is_main
-}
+MAIN = main_kernels(lambda spec: spec.operator == "attention" and spec.has_lengths, mask_type="tree")
 
 # Words are random: drafts that do not see themselves, and bits of drafts that do not exist.
 # Keys of several blocks, drafts in two of them; a group of heads that does not divide a tile.

@@ -8,23 +8,16 @@ import numpy as np
 import pytest
 
 from flashgen.errors import BadParam
-from flashgen.families.load import load_specs
 from flashgen.families.params import TENSOR_MAP
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.tensormap import expressible
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
-from simulator.calls import check_on, with_fault
+from simulator.calls import check_on, main_kernels, with_fault
 from simulator.faults import ASYNC, BOUNDS, NUMBERS, WRONG, fault
 
-VARIANTS = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention" and spec.has_lengths
-    for variant in spec.variants()
-    if variant.is_main
-}
+VARIANTS = main_kernels(lambda spec: spec.operator == "attention" and spec.has_lengths)
 # Each mask with rows and pages; grouped heads and packed GQA; both dtypes' MMAs; the tile without a name.
 PLAIN = "flash_fwd_varlen_hdim32_fp16_m64_sm80"
 CAUSAL = "flash_fwd_varlen_hdim32_bf16_causal_m64_sm80"
