@@ -3,9 +3,9 @@
 >>> from flashgen.compat.flash_attn import flash_attn_func
 
 Arrays are as in ``flashgen.attention``: PyTorch, CuPy, NumPy, JAX and others; fp16, bf16, and fp32, which
-flash-attn itself lacks. NotImplementedError names an argument that flashgen does not compute: gradients of
-caches and blocks, and dropout. Other errors are as in
-``flashgen.attention`` and ``flashgen.append``, with this module's names of arguments.
+flash-attn itself lacks. NotImplementedError names what flashgen does not compute, for example gradients of
+caches and blocks. Other errors are as in ``flashgen.attention`` and ``flashgen.append``, with this module's
+names of arguments.
 """
 
 from __future__ import annotations

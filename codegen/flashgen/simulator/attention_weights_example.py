@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     """Normal random q and k for ``variant``, with the LSE of float64; weights, and what is between rows, are
-    NaN. Of ``shape`` head_dim_v, return_lse and splits have
-    no effect.
+    NaN. head_dim_v, return_lse and splits of ``shape`` have no effect.
 
     Raises BadParam for sizes that are not the variant's, and what the contract raises.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +55,6 @@ class Measurement:
     extra_bytes: int | None = None
     moved_bytes: int | None = None
     moved_by: str | None = None
-
-    def with_timing(self, timing: Timing) -> Measurement:
-        """This measurement, timed."""
-        return replace(self, timing=timing)
 
     def tflops(self, case: Case) -> float | None:
         """Rate in TFLOP/s by the case's count of work."""

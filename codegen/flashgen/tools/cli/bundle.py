@@ -11,8 +11,8 @@ import click
 
 from flashgen.tools.cli.calls import calls_option
 from flashgen.tools.cli.options import (
-    Architecture,
     OutputFile,
+    archs_option,
     jobs_option,
     json_option,
     refuse_beside,
@@ -60,13 +60,7 @@ compile, or with --show the bundle cannot be used.
     help="The kernels of common models (Llama, Qwen, Gemma, GPT-OSS, ViT, ...), by default for sm_80, sm_86, "
     "sm_89 and sm_90.",
 )
-@click.option(
-    "--arch",
-    "archs",
-    type=Architecture(),
-    multiple=True,
-    help="Only for this architecture: sm_90, or native. Repeatable.",
-)
+@archs_option
 @click.option("-o", "--out", type=OutputFile(), metavar="FILE", help="The bundle to write: kernels.zip.")
 @click.option(
     "--wheel",

@@ -117,6 +117,15 @@ class Architecture(click.ParamType):
         return f"sm_{match[1]}{match[2]}"
 
 
+archs_option = click.option(
+    "--arch",
+    "archs",
+    type=Architecture(),
+    multiple=True,
+    help="Only for this architecture: sm_90, or native. Repeatable.",
+)
+
+
 class ShapeType(click.ParamType):
     """The shape of an array: `1x4096x16x128`."""
 
