@@ -258,6 +258,18 @@ def tiny_variants(tiny_spec):
     return tiny_spec.variants()
 
 
+@pytest.fixture(scope="session")
+def disassembler():
+    """A test that takes it is skipped where nothing can be compiled, or there is no nvdisasm."""
+    from flashgen.toolchain.disassemble import NoDisassemblerError, nvdisasm
+
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    try:
+        return nvdisasm()
+    except NoDisassemblerError:
+        pytest.skip("there is no nvdisasm")
+
+
 @pytest.fixture
 def driver(monkeypatch):
     """A `fake_gpu.Driver` in the place of CUDA's, under CuPy."""

@@ -4,12 +4,25 @@ import dataclasses
 
 from flashgen.operators import operator_of
 from flashgen.operators.attention_problem import AttentionProblem
+from flashgen.operators.masks import UNBOUNDED
 
+DEFAULTS = {
+    "dtype": "fp16",
+    "mask_type": "none",
+    "diagonal_offset": 0,
+    "window_left": UNBOUNDED,
+    "window_right": UNBOUNDED,
+    "softmax_scale": 0.25,
+    "return_lse": False,
+}
 NAMES = tuple(argument.name for argument in operator_of("attention", has_lengths=False).arguments)
 
 
 def problem(**fields):
-    """A problem whose strides are given as ``q_strides``, ...; ``return_lse`` gives it a contiguous lse."""
+    """A problem whose strides are given as ``q_strides``, ...; ``return_lse`` gives it a contiguous lse. By
+    default it is of fp16, has no mask, no window and no lse, and v has the head dim of q.
+    """
+    fields = DEFAULTS | {"head_dim_v": fields["head_dim"]} | fields
     fields["strides"] = _strides(fields, (None,) * len(NAMES))
     return AttentionProblem(**fields)
 

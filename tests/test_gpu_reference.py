@@ -169,59 +169,33 @@ BF16 = dataclasses.replace(PLAIN, dtype="bf16")
 # What is done, to which case, and what is said of it.
 ERRORS = {
     "the last key left out": (
-        given(k=lambda a: a.k[:, :-1], v=lambda a: a.v[:, :-1]),
-        PLAIN,
-        "is .*, expected .* within",
-    ),
+        given(k=lambda a: a.k[:, :-1], v=lambda a: a.v[:, :-1]), PLAIN, "is .*, expected .* within"),
     "kv heads mixed up": (given(k=lambda a: a.k.flip(2)), PLAIN, "is .*, expected .* within"),
     "the scale of a padded head dim": (
-        given(options=lambda a: {"softmax_scale": 64**-0.5}),
-        PLAIN,
-        "is .*, expected .* within",
-    ),
+        given(options=lambda a: {"softmax_scale": 64**-0.5}), PLAIN, "is .*, expected .* within"),
     "a diagonal off by one": (
-        given(options=lambda a: {"window_size": (-1, 1)}),
-        CAUSAL,
-        "is .*, expected .* within",
-    ),
+        given(options=lambda a: {"window_size": (-1, 1)}), CAUSAL, "is .*, expected .* within"),
     "the other alignment": (given(options=lambda a: {"mask_type": 2}), CAUSAL, "is .*, expected .* within"),
     "a window short of a key": (
-        given(options=lambda a: {"window_size": (8, 3)}),
-        WINDOW,
-        "is .*, expected .* within",
-    ),
+        given(options=lambda a: {"window_size": (8, 3)}), WINDOW, "is .*, expected .* within"),
     "a window with a key more": (
-        given(options=lambda a: {"window_size": (9, 4)}),
-        WINDOW,
-        "is .*, expected .* within",
-    ),
+        given(options=lambda a: {"window_size": (9, 4)}), WINDOW, "is .*, expected .* within"),
     "only 1 hides": (given(mask=lambda a: a.mask == 1), DENSE, "lse is"),
     "the mask of another head": (given(mask=lambda a: a.mask.flip(1)), DENSE, "lse is"),
     "fp16 rounded to bf16": (computed_in(torch.bfloat16), PLAIN, "is .*, expected .* within"),
     "fp32 rounded to fp16": (computed_in(torch.float16), FP32, "is .*, expected .* within"),
     "fp32 through TF32": (
-        given(q=lambda a: tf32(a.q), k=lambda a: tf32(a.k), v=lambda a: tf32(a.v)),
-        FP32,
-        "is .*, expected .* within",
-    ),
+        given(q=lambda a: tf32(a.q), k=lambda a: tf32(a.k), v=lambda a: tf32(a.v)), FP32,
+        "is .*, expected .* within"),
     "fp32 values through TF32": (given(v=lambda a: tf32(a.v)), FP32, "is .*, expected .* within"),
     "large scores rounded": (
-        computed_in(torch.bfloat16),
-        dataclasses.replace(BF16, values="large"),
-        "is .*, expected .* within",
-    ),
+        computed_in(torch.bfloat16), dataclasses.replace(BF16, values="large"), "is .*, expected .* within"),
     "an element left unwritten": (set_to(math.nan, "out", 1, 69, 3, 39), PLAIN, "out is nan in 1 of"),
     "an overflow": (set_to(math.inf, "out", 0, 0, 0, 0), PLAIN, "out is inf in 1 of"),
     "a row without keys that is not 0": (
-        set_to(1e-7, "out", 0, 0, 0, 0),
-        TALL,
-        r"out is 1.19.*e-07, expected 0.0 within 0 in 1 of",
-    ),
+        set_to(1e-7, "out", 0, 0, 0, 0), TALL, r"out is 1.19.*e-07, expected 0.0 within 0 in 1 of"),
     "a row without keys with a finite lse": (
-        set_to(-3e38, "lse", 0, 0, 0),
-        TALL,
-        "expected -inf within 0 in 1 of",
-    ),
+        set_to(-3e38, "lse", 0, 0, 0), TALL, "expected -inf within 0 in 1 of"),
     "a row with keys and lse -inf": (set_to(-math.inf, "lse", 0, 0, 20), TALL, "lse is -inf, expected"),
     "a later tile one percent too large": (after(scaled_tile), PLAIN, "is .*, expected .* within"),
     "two rows swapped": (after(swapped_rows), PLAIN, "is .*, expected .* within"),
@@ -233,7 +207,7 @@ ERRORS = {
     "a write past lse": (stray_write("lse", -1), PLAIN, "wrote outside lse"),
     "a changed input": (after(changed_input), PLAIN, "v was changed"),
     "a bit that varies": (varying(), PLAIN, "other bits"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.families.arch import Device
+from fake_gpu import H200
 from flashgen.schedule.dispatch import runs_on
 from flashgen.schedule.grid import launch_of, tiles
 from flashgen.schedule.plan import plan_steps
@@ -16,17 +16,6 @@ from flashgen.simulator.example import make
 from gpu import sanitized
 from gpu.test_sanitizer_gpu import _CLEAN, _FOUND, TOOLS, chosen
 
-H200 = Device(
-    0,
-    "sm_90",
-    (9, 0),
-    num_sms=132,
-    smem_per_block=232448,
-    smem_per_sm=233472,
-    l2_bytes=50 << 20,
-    memory_gbps=4917,
-    name="H200",
-)
 CHOSEN = chosen(H200)
 
 

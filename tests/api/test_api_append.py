@@ -326,11 +326,7 @@ def test_errors_of_a_held_plan_name_what_its_caller_gave():
         (errors.BadParam, "^kv_lengths " + names, {"kv_lengths": total}),
         (errors.BadParam, "^k_cache " + names, {"k_cache": cache.k}),
         (errors.BadParam, "^cu_seqlens_new " + names, {"cu_seqlens_new": total}),
-        (
-            errors.BadTensorStrides,
-            "^out overlaps q_rotated in memory",
-            {"out": shared, "q_rotated": shared},
-        ),
+        (errors.BadTensorStrides, "^out overlaps q_rotated in memory", {"out": shared, "q_rotated": shared}),
         (
             errors.BadTensorStrides,
             "^out overlaps total_lengths in memory",
@@ -423,24 +419,15 @@ def test_a_page_or_a_position_for_each_sequence_as_a_column():
         ({"causal": "yes"}, errors.BadParam, "causal is 'yes'"),
         ({"max_seqlen_kv": 2}, errors.BadParam, "max_seqlen_kv is 2 but k_new has 3 tokens"),
         ({"q": np.zeros((3, 3, 3, 32), np.float16)}, errors.BadTensorShape, "q has 3 heads"),
-        (
-            {"append": (np.zeros((3, 3, 2, 32), np.float32),) * 2},
-            errors.BadTensorDtype,
-            "^k_new has dtype fp32; expected fp16, as the cache has dtype fp16$",
-        ),
-        (
-            {"q": np.zeros((3, 3, 4, 32), np.float32)},
-            errors.BadTensorDtype,
-            "^q has dtype fp32; expected fp16, as the cache has dtype fp16$",
-        ),
+        ({"append": (np.zeros((3, 3, 2, 32), np.float32),) * 2}, errors.BadTensorDtype,
+         "^k_new has dtype fp32; expected fp16, as the cache has dtype fp16$"),
+        ({"q": np.zeros((3, 3, 4, 32), np.float32)}, errors.BadTensorDtype,
+         "^q has dtype fp32; expected fp16, as the cache has dtype fp16$"),
         ({"out": np.zeros((3, 3, 4, 8), np.float16)}, errors.BadTensorShape, "out has shape"),
-        (
-            {"out": np.lib.stride_tricks.as_strided(np.zeros((3, 3, 4, 32), np.float16), writeable=False)},
-            errors.BadParam,
-            "out is read-only",
-        ),
+        ({"out": np.lib.stride_tricks.as_strided(np.zeros((3, 3, 4, 32), np.float16), writeable=False)},
+         errors.BadParam, "out is read-only"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):
     rng = np.random.default_rng()
     cache = cache_of(rng, pages=False)

@@ -26,10 +26,7 @@ BIAS = RNG.standard_normal((4, 33, 50), np.float32)
 SCORES = {
     "softcap": {"softcap": 2.0},
     "alibi": {"causal": True, "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32)},
-    "formula": {
-        "score": "score + bias[h, q, kv]",
-        "params": {"bias": BIAS},
-    },
+    "formula": {"score": "score + bias[h, q, kv]", "params": {"bias": BIAS}},
 }
 
 

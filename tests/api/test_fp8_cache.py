@@ -137,33 +137,24 @@ def test_jax_arrays(arrays):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (
-            {"k": np.zeros((3, 128, 2, 64), np.float16)},
-            BadTensorDtype,
-            "v has e4m3 codes but k has dtype fp16",
-        ),
-        (
-            {"both": lambda x: x.astype(float8_e5m2)},
-            BadTensorDtype,
-            "k has dtype float8_e5m2; of 8-bit floats",
-        ),
+        ({"k": np.zeros((3, 128, 2, 64), np.float16)}, BadTensorDtype,
+         "v has e4m3 codes but k has dtype fp16"),
+        ({"both": lambda x: x.astype(float8_e5m2)}, BadTensorDtype,
+         "k has dtype float8_e5m2; of 8-bit floats"),
         ({"both": lambda x: x.view(np.uint8)}, BadTensorDtype, r"k has dtype uint8; .*kv_dtype='e4m3'"),
         ({"both": lambda x: x.astype(np.float16)}, BadParam, "k_scale was given, and k and v are not e4m3"),
         ({"both": lambda x: x[..., :40], "q": 40}, BadTensorShape, "head_dim is 40; .* multiple of 16"),
         ({"kv_dtype": "e5m2"}, BadParam, "kv_dtype is 'e5m2'; expected 'e4m3' or None"),
         ({"k_scale": np.ones(3, np.float32)}, BadTensorShape, r"k_scale has shape \(3,\); .* = \(3, 2\)"),
         ({"v_scale": np.ones(2)}, BadTensorDtype, "v_scale has dtype float64; expected fp32"),
-        (
-            {"k_scale": np.float32([-1, 1])},
-            BadParam,
-            "k_scale has an element that is not a finite number above 0",
-        ),
+        ({"k_scale": np.float32([-1, 1])}, BadParam,
+         "k_scale has an element that is not a finite number above 0"),
         ({"v_scale": np.float32([1, np.inf])}, BadParam, "v_scale has an element that is not"),
         ({"q": np.float32}, BadTensorDtype, "q has dtype fp32, and k and v are e4m3; expected fp16 or bf16"),
         ({"q": float8_e4m3fn}, BadTensorDtype, "q has dtype e4m3, and k and v are e4m3"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said(arrays, changes, error, message):
     q, k, v = arrays
     both, of_q = changes.get("both", lambda x: x), changes.get("q")

@@ -192,12 +192,8 @@ def cache_of(k=LATENT, v=None, width=512, **others):
         (cache_of(pages=np.zeros((2, 1), np.int32)), {}, BadTensorShape, "pages is for a batch of 2"),
         (cache_of(pages=np.zeros(1, np.int32)), {}, BadTensorShape, "pages has shape"),
         (cache_of(starts=LENGTHS), {}, BadParam, "starts"),
-        (
-            cache_of(k_scale=np.ones(1, np.float32)),
-            {},
-            BadParam,
-            "k_scale was given, and k and v are not e4m3",
-        ),
+        (cache_of(k_scale=np.ones(1, np.float32)), {}, BadParam,
+         "k_scale was given, and k and v are not e4m3"),
         (cache_of(width=None), {}, NullPointer, "v is None"),
         (cache_of(), {"softmax_scale": None}, BadParam, "softmax_scale is None"),
         (cache_of(), {"window_size": (3, 0)}, BadParam, "window_size"),
@@ -214,16 +210,12 @@ def cache_of(k=LATENT, v=None, width=512, **others):
         (cache_of(), {"q": NOPE, "q_rope": ROPE.astype(np.float32)}, BadTensorDtype, "q_rope has dtype fp32"),
         (cache_of(), {"q": NOPE, "q_rope": ROPE[..., ::-1]}, BadTensorStrides, "q_rope has strides"),
         (cache_of(width=240), {"q": NOPE[..., :240], "q_rope": Q[..., 240:]}, BadTensorShape, "as the value"),
-        (
-            cache_of(),
-            {"q": NOPE, "q_rope": ROPE, "append": (LATENT[:, :1], None), "rotary": ROTARY},
-            BadParam,
-            "q_rope and rotary were given",
-        ),
+        (cache_of(), {"q": NOPE, "q_rope": ROPE, "append": (LATENT[:, :1], None), "rotary": ROTARY}, BadParam,
+         "q_rope and rotary were given"),
         (cache_of(), {"append": (LATENT, LATENT)}, BadParam, "v_new was given, and the cache is latent"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
-)
+)  # fmt: skip
 def test_what_is_refused_and_by_which_name(cache, options, error, words):
     with pytest.raises(error, match=words):
         flashgen.attention(**{"q": Q, "k": cache, "softmax_scale": SCALE} | options)

@@ -228,31 +228,19 @@ def test_it_is_drawn(tmp_path):
     ("make", "error", "says"),
     [
         (lambda: Mask("documens", doc=documents(4)), BadParam, "did you mean documents"),
-        (
-            lambda: Mask("documents"),
-            BadParam,
-            r"^doc is missing; .* needs an int32 array \(batch, seqlen_kv\)",
-        ),
-        (
-            lambda: Mask("documents", docs=documents(4)),
-            BadParam,
-            "no parameter docs; it has doc; did you mean doc",
-        ),
+        (lambda: Mask("documents"), BadParam,
+         r"^doc is missing; .* needs an int32 array \(batch, seqlen_kv\)"),
+        (lambda: Mask("documents", docs=documents(4)), BadParam,
+         "no parameter docs; it has doc; did you mean doc"),
         (lambda: Mask("documents", doc=[1, 2]), BadTensorDtype, "^doc has type list"),
         (lambda: Mask("documents", doc=np.zeros(4)), BadTensorDtype, "^doc has dtype float64"),
         (lambda: Mask("documents", doc=np.zeros(4, np.int64)), BadTensorDtype, "^doc has dtype int64"),
         (lambda: Mask("documents", doc=np.zeros((1, 1, 4), np.int32)), BadTensorShape, "^doc has shape"),
         (lambda: Mask("documents", doc=np.zeros((), np.int32)), BadTensorShape, "^doc has shape"),
-        (
-            lambda: Mask("a[q] < c[kv]", a=documents(4), c=documents(5)[0]),
-            BadTensorShape,
-            r"^a has shape \(2, 4\)",
-        ),
-        (
-            lambda: Mask("a[q] < c[kv]", a=documents(4)[0], c=documents(5)[0]),
-            BadTensorShape,
-            "must have one seqlen_kv",
-        ),
+        (lambda: Mask("a[q] < c[kv]", a=documents(4), c=documents(5)[0]), BadTensorShape,
+         r"^a has shape \(2, 4\)"),
+        (lambda: Mask("a[q] < c[kv]", a=documents(4)[0], c=documents(5)[0]), BadTensorShape,
+         "must have one seqlen_kv"),
         (lambda: Mask("chunks", size=0), BadParam, "^size is 0; .* as it divides"),
         (lambda: Mask("chunks", size=True), BadParam, "^size is True; .* needs an integer"),
         (lambda: Mask("kv <= n", n=2**31), BadParam, "^n is 2147483648"),
@@ -263,7 +251,7 @@ def test_it_is_drawn(tmp_path):
         (lambda: Mask("documents", doc=documents(4)).blocks(seqlen_kv=5), BadParam, "^seqlen_kv is 5"),
         (lambda: Mask("documents", doc=documents(4)).blocks(0), BadParam, "^rows is 0"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_mask_is_named(make, error, says):
     with pytest.raises(error, match=says):
         make()

@@ -1035,43 +1035,22 @@ def test_parts_of_a_cache_that_differ_are_named_with_all_their_entries():
         (NEW | {"cache_seqlens": 1, "window_size": 5}, errors.BadParam, "window_size is 5"),
         (NEW | {"cache_seqlens": 1, "softcap": float("inf")}, errors.BadParam, "softcap is inf"),
         (NEW | {"cache_seqlens": 1, "softmax_scale": float("nan")}, errors.BadParam, "softmax_scale is nan"),
-        (
-            NEW | {"cache_seqlens": 1, "alibi_slopes": np.ones(3, np.float32)},
-            errors.BadTensorShape,
-            "^alibi_slopes has shape",
-        ),
-        (
-            NEW | {"cache_seqlens": np.array([1, 40], np.int32)},
-            errors.BadTensorShape,
-            "sequence 1 has 40 tokens and gets 3",
-        ),
+        (NEW | {"cache_seqlens": 1, "alibi_slopes": np.ones(3, np.float32)}, errors.BadTensorShape,
+         "^alibi_slopes has shape"),
+        (NEW | {"cache_seqlens": np.array([1, 40], np.int32)}, errors.BadTensorShape,
+         "sequence 1 has 40 tokens and gets 3"),
         (NEW | {"cache_seqlens": np.ones(2, np.int64)}, errors.BadTensorDtype, "^cache_seqlens has dtype"),
-        (
-            NEW | {"cache_seqlens": 1, "v": NEW["v"][..., :24]},
-            errors.BadTensorShape,
-            "^v has .* but v_cache has",
-        ),
-        (
-            NEW | COS | {"cache_seqlens": 1, "rotary_sin": COS["rotary_sin"][:, :4]},
-            errors.BadTensorShape,
-            "^rotary_sin has shape",
-        ),
-        (
-            NEW | COS | {"cache_seqlens": 1, "rotary_interleaved": None},
-            errors.BadParam,
-            "^rotary_interleaved is None; expected True or False",
-        ),
-        (
-            {"cache_batch_idx": np.array([0, 1], np.int32), "block_table": np.zeros((2, 1), np.int32)},
-            errors.BadParam,
-            "^block_table and cache_batch_idx were given",
-        ),
+        (NEW | {"cache_seqlens": 1, "v": NEW["v"][..., :24]}, errors.BadTensorShape,
+         "^v has .* but v_cache has"),
+        (NEW | COS | {"cache_seqlens": 1, "rotary_sin": COS["rotary_sin"][:, :4]}, errors.BadTensorShape,
+         "^rotary_sin has shape"),
+        (NEW | COS | {"cache_seqlens": 1, "rotary_interleaved": None}, errors.BadParam,
+         "^rotary_interleaved is None; expected True or False"),
+        ({"cache_batch_idx": np.array([0, 1], np.int32), "block_table": np.zeros((2, 1), np.int32)},
+         errors.BadParam, "^block_table and cache_batch_idx were given"),
         ({"block_table": np.zeros(2, np.int32)}, errors.BadTensorShape, "block_table has shape"),
-        (
-            NEW | COS | {"cache_seqlens": 1, "rotary_cos": COS["rotary_cos"][0]},
-            errors.BadTensorShape,
-            r"^rotary_cos has shape \(8,\); expected \(seqlen_ro, rotary_dim / 2\)",
-        ),
+        (NEW | COS | {"cache_seqlens": 1, "rotary_cos": COS["rotary_cos"][0]}, errors.BadTensorShape,
+         r"^rotary_cos has shape \(8,\); expected \(seqlen_ro, rotary_dim / 2\)"),
         *(
             (
                 COS | {name: NEW[name][:, :2] for name in "kv"} | {"cache_seqlens": 1} | moving,
@@ -1082,7 +1061,7 @@ def test_parts_of_a_cache_that_differ_are_named_with_all_their_entries():
         ),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said_before_the_cache_is_written_to(given, error, message):
     q, k, v = qkv(np.random.default_rng(), seqlen_q=3)
     before = [x.copy() for x in (k, v)]

@@ -57,10 +57,7 @@ def test_results_are_of_the_formula(library, causal, scale, fresh_seed):
 
 def test_tables_and_q_of_any_strides(fresh_seed):
     torch = pytest.importorskip("torch")
-    q, cache, table, lengths = (
-        *map(torch.from_numpy, arrays(fresh_seed)[:3]),
-        torch.from_numpy(LENGTHS),
-    )
+    q, cache, table, lengths = (*map(torch.from_numpy, arrays(fresh_seed)[:3]), torch.from_numpy(LENGTHS))
     right = flash_mla_with_kvcache(q, cache, table, lengths, VALUE, *get_mla_metadata())
     shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
     strided = table.T.contiguous().T, torch.stack((lengths, lengths), 1)[:, 0]

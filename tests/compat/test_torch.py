@@ -324,93 +324,48 @@ QUERY, KEY, VALUE = qkv()
         ({"scale": -0.5}, errors.BadParam, r"^scale is -0\.5; .*\(negate query instead\)$"),
         ({"is_causal": None}, errors.BadParam, "^is_causal is None; expected True or False"),
         ({"enable_gqa": "yes"}, errors.BadParam, "^enable_gqa is 'yes'; expected True or False"),
-        (
-            {"is_causal": True, "attn_mask": torch.zeros(23, 41)},
-            errors.BadParam,
-            "^is_causal is True and attn_mask was given",
-        ),
+        ({"is_causal": True, "attn_mask": torch.zeros(23, 41)}, errors.BadParam,
+         "^is_causal is True and attn_mask was given"),
         ({"value": None}, errors.BadTensorDtype, "^value has type NoneType; expected a torch.Tensor"),
         ({"key": KEY.numpy()}, errors.BadTensorDtype, "^key has type ndarray"),
         ({"key": KEY.half()}, errors.BadTensorDtype, "^key has dtype fp16 but query has fp32"),
-        (
-            {"query": QUERY.int(), "key": KEY.int(), "value": VALUE.int()},
-            errors.BadTensorDtype,
-            r"^query has dtype int32; supported are",
-        ),
-        (
-            {"key": KEY[0]},
-            errors.BadTensorShape,
-            r"^key has shape \(4, 41, 32\) but query has \(2, 4, 23, 32\)",
-        ),
+        ({"query": QUERY.int(), "key": KEY.int(), "value": VALUE.int()}, errors.BadTensorDtype,
+         r"^query has dtype int32; supported are"),
+        ({"key": KEY[0]}, errors.BadTensorShape,
+         r"^key has shape \(4, 41, 32\) but query has \(2, 4, 23, 32\)"),
         ({"key": KEY[..., :24]}, errors.BadTensorShape, "^key has head_dim 24 but query has 32"),
         ({"key": KEY[..., :30]}, errors.BadTensorShape, "^key has head_dim 30 but query has 32"),
-        (
-            {"value": VALUE[:, :, :40]},
-            errors.BadTensorShape,
-            r"^value has shape \(2, 4, 40, 32\) but key has \(2, 4, 41, 32\); expected as many keys",
-        ),
-        (
-            {"key": KEY.repeat(2, 1, 1, 1)[:3]},
-            errors.BadTensorShape,
-            "^key has 3 batch entries but query has 2; they must be the same, or 1",
-        ),
-        (
-            {"value": VALUE.repeat(2, 1, 1, 1)[:3]},
-            errors.BadTensorShape,
-            "^value has 3 batch entries but query has 2",
-        ),
-        (
-            {"key": KEY[:, :3], "value": VALUE[:, :3], "enable_gqa": True},
-            errors.BadTensorShape,
-            "^query has 4 heads, key has 3; the heads of query must be a positive multiple "
-            "of the heads of key",
-        ),
-        (
-            {"key": KEY[:, :2], "value": VALUE[:, :3], "enable_gqa": True},
-            errors.BadTensorShape,
-            "^query has 4 heads, value has 3; the heads of query must be a positive multiple "
-            "of the heads of value$",
-        ),
-        (
-            {"key": KEY[:, :0], "enable_gqa": True},
-            errors.BadTensorShape,
-            "^query has 4 heads, key has 0; the heads of query must be a positive multiple "
-            "of the heads of key$",
-        ),
-        (
-            {name: torch.zeros(1, 1, 2, 301) for name in ("query", "key", "value")},
-            errors.BadTensorShape,
-            "^query has head_dim 301; the largest is 256",
-        ),
-        (
-            {"attn_mask": torch.zeros(23, 40)},
-            errors.BadTensorShape,
-            r"^attn_mask has shape \(23, 40\); it must broadcast to \(batch, heads, seqlen_q, seqlen_kv\) = "
-            r"\(2, 4, 23, 41\)$",
-        ),
-        (
-            {"query": QUERY[0], "key": KEY[0], "value": VALUE[0], "attn_mask": torch.zeros(2, 4, 23, 41)},
-            errors.BadTensorShape,
-            r"^attn_mask has shape .*\(heads, seqlen_q, seqlen_kv\) = \(4, 23, 41\)$",
-        ),
-        (
-            {"attn_mask": torch.ones(2, 41, dtype=torch.bool)},
-            errors.BadTensorShape,
-            r"^attn_mask has shape \(2, 41\).*; one of padding goes in as attn_mask\[:, None, None, :\]$",
-        ),
-        (
-            {"key": KEY.to("meta"), "value": VALUE.to("meta")},
-            errors.DeviceTypeNotSupported,
-            "^key: a tensor is on meta",
-        ),
-        (
-            {"attn_mask": torch.zeros(23, 41, device="meta")},
-            errors.DeviceTypeNotSupported,
-            "^attn_mask: a tensor is on meta",
-        ),
+        ({"value": VALUE[:, :, :40]}, errors.BadTensorShape,
+         r"^value has shape \(2, 4, 40, 32\) but key has \(2, 4, 41, 32\); expected as many keys"),
+        ({"key": KEY.repeat(2, 1, 1, 1)[:3]}, errors.BadTensorShape,
+         "^key has 3 batch entries but query has 2; they must be the same, or 1"),
+        ({"value": VALUE.repeat(2, 1, 1, 1)[:3]}, errors.BadTensorShape,
+         "^value has 3 batch entries but query has 2"),
+        ({"key": KEY[:, :3], "value": VALUE[:, :3], "enable_gqa": True}, errors.BadTensorShape,
+         "^query has 4 heads, key has 3; the heads of query must be a positive multiple "
+         "of the heads of key"),
+        ({"key": KEY[:, :2], "value": VALUE[:, :3], "enable_gqa": True}, errors.BadTensorShape,
+         "^query has 4 heads, value has 3; the heads of query must be a positive multiple "
+         "of the heads of value$"),
+        ({"key": KEY[:, :0], "enable_gqa": True}, errors.BadTensorShape,
+         "^query has 4 heads, key has 0; the heads of query must be a positive multiple "
+         "of the heads of key$"),
+        ({name: torch.zeros(1, 1, 2, 301) for name in ("query", "key", "value")}, errors.BadTensorShape,
+         "^query has head_dim 301; the largest is 256"),
+        ({"attn_mask": torch.zeros(23, 40)}, errors.BadTensorShape,
+         r"^attn_mask has shape \(23, 40\); it must broadcast to \(batch, heads, seqlen_q, seqlen_kv\) = "
+         r"\(2, 4, 23, 41\)$"),
+        ({"query": QUERY[0], "key": KEY[0], "value": VALUE[0], "attn_mask": torch.zeros(2, 4, 23, 41)},
+         errors.BadTensorShape, r"^attn_mask has shape .*\(heads, seqlen_q, seqlen_kv\) = \(4, 23, 41\)$"),
+        ({"attn_mask": torch.ones(2, 41, dtype=torch.bool)}, errors.BadTensorShape,
+         r"^attn_mask has shape \(2, 41\).*; one of padding goes in as attn_mask\[:, None, None, :\]$"),
+        ({"key": KEY.to("meta"), "value": VALUE.to("meta")}, errors.DeviceTypeNotSupported,
+         "^key: a tensor is on meta"),
+        ({"attn_mask": torch.zeros(23, 41, device="meta")}, errors.DeviceTypeNotSupported,
+         "^attn_mask: a tensor is on meta"),
         ({"attn_mask": torch.ones(23, 41).to_sparse()}, errors.BadParam, "^attn_mask: a tensor of layout"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said_of_what_was_given(given, error, message):
     """By the names of PyTorch, with the shapes of the caller."""
     with pytest.raises(error, match=message):

@@ -105,8 +105,7 @@ def test_generated_tokens_are_those_of_eager_attention(name, cache):
     for kind in ("none", "left", "between") if name == "Llama" else ("left",):
         visible = padding(kind)
         right, found = both(
-            model,
-            lambda m, x=visible: m.generate(ids, attention_mask=x, disable_compile=True, **options),
+            model, lambda m, x=visible: m.generate(ids, attention_mask=x, disable_compile=True, **options)
         )
         assert torch.equal(found, right), kind
 

@@ -291,26 +291,18 @@ def test_a_cache_of_bytes_has_codes_by_its_kv_dtype():
     ("fields", "options", "error", "message"),
     [
         ({}, {}, BadTensorDtype, "q has dtype e4m3, .* or e4m3 with q_scale or dtype='e4m3'"),
-        (
-            {"k_scale": np.ones((4, 40, 2), np.float32)},
-            {"q_scale": SCALE},
-            BadTensorShape,
-            r"k_scale has shape \(4, 40, 2\), with scales of rows or tokens",
-        ),
+        ({"k_scale": np.ones((4, 40, 2), np.float32)}, {"q_scale": SCALE}, BadTensorShape,
+         r"k_scale has shape \(4, 40, 2\), with scales of rows or tokens"),
         ({}, {"k_scale": SCALE}, BadParam, "k_scale was given with a KVCache, which has its own scales"),
         ({"starts": np.zeros(3, np.int32)}, {"dtype": "e4m3"}, BadParam, "starts and dtype were given"),
-        (
-            {"v": None, "head_dim_v": 32, "index": None},
-            {"dtype": "e4m3"},
-            BadParam,
-            "k is a latent cache and",
-        ),
+        ({"v": None, "head_dim_v": 32, "index": None}, {"dtype": "e4m3"}, BadParam,
+         "k is a latent cache and"),
         ({}, {"dtype": "e4m3", "splits": 3}, BadParam, "splits is 3 and dtype was given"),
         ({}, {"q_scale": SCALE, "append": (None, None)}, BadParam, "append and q_scale were given; .* first"),
         ({"lengths": None}, {"dtype": "e4m3"}, NullPointer, "lengths of the KVCache is None"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
-)
+)  # fmt: skip
 def test_what_a_cache_of_codes_may_not_have_is_refused_by_name(fields, options, error, message):
     q, cache, *_ = of_cache("rows")
     with pytest.raises(error, match=message):
@@ -350,26 +342,17 @@ BAD = (
     ({"q_scale": SCALE, "accumulate": "slow"}, BadParam, "accumulate is 'slow'"),
     ({"q_scale": SCALE, "out_dtype": "fp32"}, BadParam, "out_dtype is 'fp32'"),
     ({"q_scale": SCALE, "out": np.empty((2, 70, 4, 16), np.float32)}, BadTensorDtype, "out has dtype fp32"),
-    (
-        {"dtype": "e4m3", "kv_lengths": np.array([3, 4], np.int32), "kv_starts": np.zeros(2, np.int32)},
-        BadParam,
-        "kv_starts and dtype were given",
-    ),
+    ({"dtype": "e4m3", "kv_lengths": np.array([3, 4], np.int32), "kv_starts": np.zeros(2, np.int32)},
+     BadParam, "kv_starts and dtype were given"),
     ({"dtype": "e4m3", "kv_lengths": np.array([3, 91], np.int32)}, BadParam, r"kv_lengths\[1\] is 91"),
     ({"q_scale": SCALE, "sinks": np.zeros(3, np.float32)}, BadTensorShape, "sinks has shape"),
     ({"out_scale": SCALE}, BadParam, "out_scale was given, and the result has dtype bf16"),
-    (
-        {"out_scale": np.ones(2, np.float32), "out_dtype": "e4m3"},
-        BadTensorShape,
-        r"out_scale has shape \(2,\)",
-    ),
+    ({"out_scale": np.ones(2, np.float32), "out_dtype": "e4m3"}, BadTensorShape,
+     r"out_scale has shape \(2,\)"),
     ({"q_scale": SCALE, "splits": 2}, BadParam, "splits is 2 and q_scale was given"),
-    (
-        {"dtype": "e4m3", "kv_lengths": np.array([3, 4], np.int32), "mask": flashgen.Mask("kv <= q")},
-        BadParam,
-        "mask is a Mask and kv_lengths was given; no kernel has both",
-    ),
-)
+    ({"dtype": "e4m3", "kv_lengths": np.array([3, 4], np.int32), "mask": flashgen.Mask("kv <= q")}, BadParam,
+     "mask is a Mask and kv_lengths was given; no kernel has both"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "error", "message"), BAD, ids=[message for *_, message in BAD])

@@ -51,18 +51,11 @@ def test_the_problem_has_sizes_and_contiguous_results():
         ({"o1": ((2, 5, 3, 12), "fp16"), "o2": ((2, 5, 3, 12), "fp16")}, BadTensorShape, "head_dim_v is 12"),
         ({"lse2": view_of_shape(LSE, "fp32", 1)}, DeviceTypeNotSupported, "lse2 is on GPU 1 but o1 is"),
         ({"o2": view_of_shape(OUT, "fp16", None)}, DeviceTypeNotSupported, "o2 is in host memory but o1 is"),
-        (
-            {"lse2": ArrayView("shape", 256, LSE, (15, 1, 3), "fp32", 0)},
-            BadTensorStrides,
-            "lse2 has strides",
-        ),
-        (
-            {"o2": ArrayView("shape", 256, OUT, (244, 52, 17, 1), "fp16", 0)},
-            BadTensorStrides,
-            "o2 has strides",
-        ),
+        ({"lse2": ArrayView("shape", 256, LSE, (15, 1, 3), "fp32", 0)}, BadTensorStrides, "lse2 has strides"),
+        ({"o2": ArrayView("shape", 256, OUT, (244, 52, 17, 1), "fp16", 0)}, BadTensorStrides,
+         "o2 has strides"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_named(changes, error, words):
     with pytest.raises(error, match=words):
         normalise(**views(**changes))

@@ -11,7 +11,6 @@ import pytest
 from fake_gpu import H200, Binding
 from flashgen.errors import BadParam
 from flashgen.families.load import load_specs
-from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import dependent, launch, tensormap
 from flashgen.runtime.dependent import LaunchAttribute, LaunchConfig
 from flashgen.schedule.grid import launch_of
@@ -25,19 +24,10 @@ PROBLEM = problem(
     num_heads_q=4,
     num_heads_kv=4,
     head_dim=64,
-    head_dim_v=64,
-    dtype="fp16",
-    mask_type="none",
-    diagonal_offset=0,
-    window_left=UNBOUNDED,
-    window_right=UNBOUNDED,
-    softmax_scale=0.25,
     q_strides=(25600, 256, 64),
     k_strides=(76800, 256, 64),
     v_strides=(76800, 256, 64),
     out_strides=(25600, 256, 64),
-    mask_strides=None,
-    return_lse=False,
 )
 POINTERS = (16, 32, 48, 0, 64, 0)
 SHIPPED = {variant.name: variant for spec in load_specs() for variant in spec.variants()}

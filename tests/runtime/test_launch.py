@@ -14,7 +14,6 @@ from flashgen.errors import BadTensorShape, NoBindingError, SpecError
 from flashgen.families.load import load_spec, load_specs
 from flashgen.families.params import Param, vector_width
 from flashgen.operators.blocklists import BlockLists
-from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import launch, tensormap
 from flashgen.schedule.grid import heads, launch_of, rows, tiles
 from flashgen.schedule.parameters import filled, pack, parameters
@@ -32,13 +31,7 @@ PROBLEM = problem(
     num_heads_q=16,
     num_heads_kv=4,
     head_dim=40,
-    head_dim_v=40,
-    dtype="fp16",
     mask_type="dense",
-    diagonal_offset=0,
-    window_left=UNBOUNDED,
-    window_right=UNBOUNDED,
-    softmax_scale=0.25,
     q_strides=(2**33, -640, 40),
     k_strides=(480000, 160, 40),
     v_strides=(480000, 160, 0),

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from fake_gpu import Binding
 from flashgen.errors import InternalError, NoBindingError, SpecError
 from flashgen.families.params import Box, Param
-from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import tensormap
 from flashgen.runtime.tensormap import encode, move
 from flashgen.schedule.tensormap import TensorMap, describe, expressible
@@ -25,19 +24,11 @@ PROBLEM = problem(
     num_heads_q=6,
     num_heads_kv=2,
     head_dim=40,
-    head_dim_v=40,
-    dtype="fp16",
-    mask_type="none",
-    diagonal_offset=0,
-    window_left=UNBOUNDED,
-    window_right=UNBOUNDED,
     softmax_scale=0.125,
     q_strides=(24000, 240, 40),
     k_strides=(24000, 80, 40),
     v_strides=(24000, 40, 12000),
     out_strides=(24000, 240, 40),
-    mask_strides=None,
-    return_lse=False,
 )
 Q, K, V, OUT = (Param(name, "tensor_map", box=Box(64, 96)) for name in ("q", "k", "v", "out"))
 GQA, PACKED = variant(gqa="gqa", params=(Q, K, V)), variant(gqa="packed", params=(Q, K, V, OUT))

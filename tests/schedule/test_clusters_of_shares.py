@@ -1,10 +1,10 @@
 """Clusters whose thread blocks have one share of neighbouring sets of heads: which calls take them."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
-from test_dispatch import H200
 
+from fake_gpu import H200
 from flashgen.families.load import load_specs
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.latent import normalise
@@ -46,7 +46,7 @@ def test_clusters_of_two_take_pairs_of_groups_of_heads(heads, cluster):
 @pytest.mark.parametrize("num_sms", [1, 2, 131, 132])
 @pytest.mark.parametrize("heads", [128, 256, 384])
 def test_thread_blocks_of_a_cluster_have_the_same_share(heads, num_sms):
-    device = SimpleNamespace(**vars(H200) | {"num_sms": num_sms})
+    device = replace(H200, num_sms=num_sms)
     problem = call(heads, batch=5)
     variant = selected(problem, device)
     shares = shares_of(problem, variant, device)

@@ -2,7 +2,6 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import flashgen
+from fake_gpu import H200
 from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError
 from flashgen.families.load import load_spec, load_specs
 from flashgen.families.model import Spec
@@ -28,28 +28,10 @@ from problems import problem as make_problem
 from problems import replace
 from variants import variant
 
-H200 = SimpleNamespace(
-    name="H200",
-    ordinal=0,
-    arch="sm_90",
-    compute_capability=(9, 0),
-    num_sms=132,
-    smem_per_block=232448,
-    smem_per_sm=233472,
-    l2_bytes=50 << 20,
-    memory_gbps=4917,
+GEFORCE = replace(
+    H200, name="GeForce", arch="sm_89", compute_capability=(8, 9), smem_per_block=101376, smem_per_sm=102400
 )
-GEFORCE = SimpleNamespace(
-    **{
-        **vars(H200),
-        "name": "GeForce",
-        "arch": "sm_89",
-        "compute_capability": (8, 9),
-        "smem_per_block": 101376,
-        "smem_per_sm": 102400,
-    }
-)
-TURING = SimpleNamespace(**{**vars(H200), "name": "Turing", "arch": "sm_75", "compute_capability": (7, 5)})
+TURING = replace(H200, name="Turing", arch="sm_75", compute_capability=(7, 5))
 
 
 def problem(**changes):
@@ -60,19 +42,11 @@ def problem(**changes):
         "num_heads_q": 16,
         "num_heads_kv": 16,
         "head_dim": 64,
-        "head_dim_v": changes.get("head_dim", 64),
-        "dtype": "fp16",
-        "mask_type": "none",
-        "diagonal_offset": 0,
-        "window_left": UNBOUNDED,
-        "window_right": UNBOUNDED,
         "softmax_scale": 0.125,
         "q_strides": (1, 1, 1),
         "k_strides": (1, 1, 1),
         "v_strides": (1, 1, 1),
         "out_strides": (1, 1, 1),
-        "mask_strides": None,
-        "return_lse": False,
     }
     if changes.get("mask_type") == "causal":
         fields["window_right"] = 0
@@ -273,7 +247,7 @@ def test_architectures_of_a_hopper(min_arch, runs):
 
 
 def test_an_arch_specific_kernel_runs_on_that_arch_only():
-    blackwell = SimpleNamespace(**{**vars(H200), "compute_capability": (10, 3)})
+    blackwell = replace(H200, compute_capability=(10, 3))
     assert not runs_on(variant(min_arch="sm_90a"), blackwell)
     assert not runs_on(variant(min_arch="sm_100a"), blackwell)
     assert runs_on(variant(min_arch="sm_100f"), blackwell)
@@ -283,7 +257,7 @@ def test_kernels_for_hopper_run_on_hopper_alone():
     variants = [variant for spec in load_specs() for variant in spec.variants()]
     for name in ("sm_100", "sm_103", "sm_110"):
         number = int(name.removeprefix("sm_"))
-        newer = SimpleNamespace(**{**vars(H200), "arch": name, "compute_capability": divmod(number, 10)})
+        newer = replace(H200, arch=name, compute_capability=divmod(number, 10))
         assert {v.target for v in variants if runs_on(v, newer)} == {"sm80", "sm86", "sm89"}
 
 
@@ -692,7 +666,7 @@ SPLITS = st.one_of(st.integers(1, 9), st.sampled_from([SplitEvery(256), SplitEve
 
 
 def chosen(made, num_sms, **sizes):
-    gpu = SimpleNamespace(**{**vars(H200), "num_sms": num_sms, **sizes})
+    gpu = replace(H200, num_sms=num_sms, **sizes)
     return select(made, gpu, offers(made, gpu, SPECS))
 
 
@@ -833,7 +807,7 @@ def test_a_slice_of_a_gpu_has_clusters_of_every_size():
     assert {v.grid.cluster for v in offered} == {2, 3, 4, 6, 8, 16}
     scores = 2 * 8 * 4096 * 16  # tiles, their keys, their rows
     for num_sms, shared in itertools.product(range(1, 133), offered):
-        gpu = SimpleNamespace(**{**vars(H200), "num_sms": num_sms})
+        gpu = replace(H200, num_sms=num_sms)
         assert cost(made, gpu, shared) > scores / num_sms / shared.dispatch.efficiency
 
 
@@ -847,9 +821,9 @@ def test_a_thread_block_alone_reads_at_its_own_rate():
     shared = next(v for v in offers(made, H200, SPECS) if v.grid.shared_tiles and v.grid.cluster == 8)
     base = cost(made, H200, shared)
     for factor in (0.5, 2):
-        faster = SimpleNamespace(**{**vars(H200), "memory_gbps": H200.memory_gbps * factor})
+        faster = replace(H200, memory_gbps=H200.memory_gbps * factor)
         assert cost(made, faster, shared) == pytest.approx(base * factor)
-        larger = SimpleNamespace(**{**vars(H200), "num_sms": int(H200.num_sms * factor)})
+        larger = replace(H200, num_sms=int(H200.num_sms * factor))
         assert cost(made, larger, shared) == pytest.approx(base / factor)
 
 

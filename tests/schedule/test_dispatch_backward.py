@@ -1,13 +1,13 @@
 """Which of the shipped kernels the backward pass takes on Hopper."""
 
 import struct
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_gpu import H200
 from flashgen.families.load import load_specs
 from flashgen.families.scores import load_scores
 from flashgen.operators.arguments import view_of_shape
@@ -19,18 +19,6 @@ from flashgen.schedule.grid import expected_tiles, launch_of, row_blocks, tiles
 from flashgen.schedule.parameters import parameters
 from flashgen.schedule.plan import plan_steps
 from flashgen.source.params import layout
-
-H200 = SimpleNamespace(
-    name="H200",
-    ordinal=0,
-    arch="sm_90",
-    compute_capability=(9, 0),
-    num_sms=132,
-    smem_per_block=232448,
-    smem_per_sm=233472,
-    l2_bytes=50 << 20,
-    memory_gbps=4917,
-)
 
 SPECS = load_specs()
 PACKED = {

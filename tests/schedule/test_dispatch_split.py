@@ -2,13 +2,13 @@
 
 import dataclasses
 import itertools
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_dispatch import H200
 
+from fake_gpu import H200
 from flashgen.families.load import load_specs
 from flashgen.operators.arguments import Expected, view_of_shape
 from flashgen.operators.attention import normalise
@@ -124,7 +124,7 @@ def test_splits_that_the_call_fixes_are_not_equal_shares(splits):
 
 def test_pages_that_no_box_fits_and_other_gpus():
     assert chosen(chunks(1, 128, 32_768, page_size=8)).spec == "flash_fwd_varlen_sm80"
-    blackwell = SimpleNamespace(**{**vars(H200), "arch": "sm_100", "compute_capability": (10, 0)})
+    blackwell = replace(H200, arch="sm_100", compute_capability=(10, 0))
     assert chosen(chunks(1, 128, 32_768), blackwell).spec == "flash_fwd_varlen_sm80"
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from fake_gpu import H200
 from family_of_steps import MAIN, SPEC
 from flashgen.operators.arguments import WORKSPACE_ALIGNMENT
-from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.plan import plan_steps
 from flashgen.source.params import layout
 from problems import NAMES, problem
@@ -22,10 +21,8 @@ def call(batch=2, seqlen_q=100, heads=3):
         "num_heads_q": heads,
         "num_heads_kv": heads,
     }
-    band = {"diagonal_offset": 0, "window_left": UNBOUNDED, "window_right": UNBOUNDED}
     strides = {f"{name}_strides": (seqlen_q * heads * 64, heads * 64, 64) for name in ("q", "k", "v", "out")}
-    fields = shape | band | strides | {"head_dim": 64, "head_dim_v": 64, "dtype": "fp32", "mask_type": "none"}
-    return problem(**fields, softmax_scale=0.5, return_lse=False)
+    return problem(**shape, **strides, head_dim=64, dtype="fp32", softmax_scale=0.5)
 
 
 def test_a_family_has_a_kernel_for_each_step_and_dispatch_chooses_the_main_one():

@@ -22,19 +22,12 @@ CALL = problem(
     num_heads_q=16,
     num_heads_kv=16,
     head_dim=128,
-    head_dim_v=128,
-    dtype="fp16",
     mask_type="causal",
-    diagonal_offset=0,
-    window_left=UNBOUNDED,
     window_right=0,
-    softmax_scale=0.25,
     q_strides=(4096 * 2048, 2048, 128),
     k_strides=(4096 * 2048, 2048, 128),
     v_strides=(4096 * 2048, 2048, 128),
     out_strides=(4096 * 2048, 2048, 128),
-    mask_strides=None,
-    return_lse=False,
 )
 SHIPPED = [
     variant

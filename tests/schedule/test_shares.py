@@ -1,12 +1,13 @@
 import dataclasses
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_dispatch import CONTIGUOUS, GEFORCE, H200, problem
+from test_dispatch import CONTIGUOUS, GEFORCE, problem
 
+from fake_gpu import H200
 from flashgen.errors import BadTensorShape
 from flashgen.families.features import HEAD_SETS
 from flashgen.families.load import load_specs
@@ -46,7 +47,7 @@ def call(batch=1, heads=1, seqlen_kv=1000, **changes):
 
 
 def device(num_sms):
-    return SimpleNamespace(**{**vars(H200), "num_sms": num_sms})
+    return replace(H200, num_sms=num_sms)
 
 
 calls = st.builds(call, st.integers(0, 40), st.integers(1, 20), st.integers(0, 40_000))
@@ -147,7 +148,7 @@ def test_short_sequences_are_not_split_for_little():
 
 
 def test_thread_blocks_are_no_more_than_shared_memory_has_room_for():
-    small = SimpleNamespace(**{**vars(H200), "smem_per_sm": PLAIN.smem_bytes + 1024})
+    small = replace(H200, smem_per_sm=PLAIN.smem_bytes + 1024)
     assert shares_of(call(heads=8, seqlen_kv=131_072), PLAIN, small).count <= H200.num_sms
 
 

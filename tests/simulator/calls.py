@@ -17,10 +17,11 @@ from simulator.faults import WRONG
 ORDERS = 5
 
 
-def main_variants(operator):
-    """The main variants of every kernel of the operator."""
-    specs = (spec for spec in load_specs() if spec.operator == operator)
-    return [variant for spec in specs for variant in spec.variants() if variant.is_main]
+def main_kernels(of_spec, of_variant=lambda variant: True, **axes):
+    """The shipped main variants of which both functions are true, by name, with these values of axes."""
+    of_specs = (spec.select(**axes) if axes else spec.variants() for spec in load_specs() if of_spec(spec))
+    mains = (variant for variants in of_specs for variant in variants if variant.is_main)
+    return {variant.name: variant for variant in mains if of_variant(variant)}
 
 
 def small_gpu(variant, count=3):

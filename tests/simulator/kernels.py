@@ -126,6 +126,15 @@ def run(
     )
 
 
+def check_of(function: Callable[..., object], *args: object, **options: object) -> str | None:
+    """The check that finds something in a kernel that ``function`` runs, or None."""
+    try:
+        function(*args, **options)
+    except SimulationError as error:
+        return error.check
+    return None
+
+
 def fault(
     body: str, *args: Mapping[str, np.ndarray], functions: str = "", **options: object
 ) -> SimulationError:

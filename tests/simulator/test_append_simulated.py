@@ -9,13 +9,12 @@ import pytest
 from click.testing import CliRunner
 
 import flashgen
-from flashgen.errors import SimulationError
 from flashgen.families.load import load_specs
 from flashgen.simulator.append_example import Choices, make
-from flashgen.simulator.example import Shape, run
-from flashgen.simulator.library import load
+from flashgen.simulator.example import Shape
 from flashgen.source.render import render
 from flashgen.tools.cli import main
+from simulator.calls import check_on, simulated, with_fault
 from simulator.faults import NUMBERS, RACE, WRONG, fault
 
 VARIANTS = {
@@ -108,14 +107,9 @@ FAULTS = (
 )  # fmt: skip
 
 
-def verdict_of(variant, source, shape, seed, choices=None):
+def check_of(variant, shape, seed, choices=None, source_of=render):
     """The check that found something, or None."""
-    example = make(variant, shape, seed, choices)
-    try:
-        run(load(source, variant.name), variant, example, seed=seed)
-    except SimulationError as error:
-        return error.check
-    return None if example.judge().ok else WRONG
+    return check_on(variant, make(variant, shape, seed, choices), seed, source_of)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -126,23 +120,21 @@ def test_within_the_bound_and_nothing_else_touched(name, compiler, fresh_seed):
             widths = (None if x is None else -(-x // 16) * 16 for x in (shape.head_dim, shape.head_dim_v))
             shape = replace(shape, **dict(zip(("head_dim", "head_dim_v"), widths, strict=True)))
         for seed in range(fresh_seed, fresh_seed + 4):
-            assert verdict_of(variant, render(variant), shape, seed) is None, (shape, seed)
+            assert check_of(variant, shape, seed) is None, (shape, seed)
     if name in (PLAIN, CODES):  # they take latent rows as well
         for choices in (LATENT_ROWS, replace(LATENT_ROWS, packed=True, index=True)):
-            assert verdict_of(variant, render(variant), SHAPE, fresh_seed, choices) is None, choices
+            assert check_of(variant, SHAPE, fresh_seed, choices) is None, choices
 
 
 @pytest.mark.parametrize(("choices", "each"), FAULTS, ids=lambda each: getattr(each, "name", ""))
 def test_a_planted_fault_is_found(choices, each, compiler, fixed_seed):
     variant = VARIANTS[each.variant]
-    found = verdict_of(variant, each.plant(render(variant)), each.shape, fixed_seed, choices)
-    assert found in each.caught
+    assert check_of(variant, each.shape, fixed_seed, choices, with_fault(each.plant)) in each.caught
 
 
 def test_without_them_nothing_is_found(compiler, fresh_seed):
     for choices, each in FAULTS:
-        variant = VARIANTS[each.variant]
-        assert verdict_of(variant, render(variant), each.shape, fresh_seed, choices) is None
+        assert check_of(VARIANTS[each.variant], each.shape, fresh_seed, choices) is None
 
 
 def test_two_sequences_of_one_batch_entry_a_thread_each(compiler, fresh_seed):
@@ -151,7 +143,7 @@ def test_two_sequences_of_one_batch_entry_a_thread_each(compiler, fresh_seed):
     example = make(variant, shape, fresh_seed, PACKED)
     named = example.named
     named["cu_seqlens_new"][...] = np.minimum(np.arange(201), 2)
-    run(load(render(variant), variant.name), variant, example, seed=fresh_seed)
+    simulated(variant, example, fresh_seed)
     assert example.judge().ok, example.judge()
 
 

@@ -7,21 +7,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import first_check, simulated
+from simulator.calls import first_check, main_kernels, simulated, with_fault
 from simulator.edits import replace
 from simulator.faults import WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator.startswith("attention") and "blocks" in spec.axes.get("mask_type", ())
-    for variant in spec.variants()
-    if variant.is_main and variant.mask_type == "blocks"
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator.startswith("attention") and "blocks" in spec.axes.get("mask_type", ()),
+    lambda variant: variant.mask_type == "blocks",
+)
 # Ragged blocks of queries and keys; ranges beside lists; the last 128 keys have one block of 64.
 WHOLE = Shape(200, 300, 4, 4, batch=2)
 GROUPS = dataclasses.replace(WHOLE, kv_heads=2)
@@ -107,119 +102,49 @@ FWD80, FWD90, FWD90_ONE, BWD80, BWD80_ORDERED = (
 WIDE, SQUARE = dataclasses.replace(GROUPS, block=(64, 128)), dataclasses.replace(GROUPS, block=(64, 64))
 FAULTS = {
     "the last entry left out": (
-        FWD80,
-        SQUARE,
-        "",
-        "(entries.end << visits_log2(params)) - 1",
-        "((entries.end - 1) << visits_log2(params)) - 1",
-    ),
+        FWD80, SQUARE, "", "(entries.end << visits_log2(params)) - 1",
+        "((entries.end - 1) << visits_log2(params)) - 1"),
     "the first entry left out": (
-        FWD80,
-        SQUARE,
-        "",
-        "{entries.begin << visits_log2(params),",
-        "{(entries.begin + 1) << visits_log2(params),",
-    ),
+        FWD80, SQUARE, "", "{entries.begin << visits_log2(params),",
+        "{(entries.begin + 1) << visits_log2(params),"),
     "the list of the query head": (
-        FWD80,
-        SQUARE,
-        "",
-        "visits_of(params, tile.batch, tile.kv_head,",
-        "visits_of(params, tile.batch, tile.head,",
-    ),
+        FWD80, SQUARE, "", "visits_of(params, tile.batch, tile.kv_head,",
+        "visits_of(params, tile.batch, tile.head,"),
     "the list of the block of queries before": (
-        FWD80,
-        SQUARE,
-        "",
-        "const int row_block = first_row >> params.block_rows_log2;",
-        "const int row_block = max(0, first_row - 64) >> params.block_rows_log2;",
-    ),
+        FWD80, SQUARE, "", "const int row_block = first_row >> params.block_rows_log2;",
+        "const int row_block = max(0, first_row - 64) >> params.block_rows_log2;"),
     "one KV block for an entry of two": (
-        FWD80,
-        WIDE,
-        "",
-        "<< visits_log2(params)) + within;",
-        "<< visits_log2(params));",
-    ),
-    "an empty list that skips a barrier": (
-        FWD80,
-        SQUARE,
-        "",
-        "} else { barrier_sync(kThreads);",
-        "} else {",
-    ),
+        FWD80, WIDE, "", "<< visits_log2(params)) + within;", "<< visits_log2(params));"),
+    "an empty list that skips a barrier": (FWD80, SQUARE, "", "} else { barrier_sync(kThreads);", "} else {"),
     "the block of the diagonal left out": (
-        FWD80,
-        dataclasses.replace(SQUARE, window=(-1, 0)),
-        "",
-        "(keys.end + block_keys - 1) >> params.block_keys_log2",
-        "keys.end >> params.block_keys_log2",
-    ),
+        FWD80, dataclasses.replace(SQUARE, window=(-1, 0)), "",
+        "(keys.end + block_keys - 1) >> params.block_keys_log2", "keys.end >> params.block_keys_log2"),
     "a tile that visits the blocks of fewer rows": (
-        FWD90,
-        dataclasses.replace(GROUPS, window=(20, 0), block=(128, 64)),
-        "",
-        "tile.first_row, kBlockM);\n    last_entry",
-        "tile.first_row, 1);\n    last_entry",
-    ),
+        FWD90, dataclasses.replace(GROUPS, window=(20, 0), block=(128, 64)), "",
+        "tile.first_row, kBlockM);\n    last_entry", "tile.first_row, 1);\n    last_entry"),
     "tiles of the round before": (
-        FWD90,
-        dataclasses.replace(GROUPS, block=(128, 64)),
-        "",
-        "index = round * blocks",
-        "index = (round + 1) * blocks",
-    ),
+        FWD90, dataclasses.replace(GROUPS, block=(128, 64)), "", "index = round * blocks",
+        "index = (round + 1) * blocks"),
     "a tile without its rows": (
-        FWD90,
-        dataclasses.replace(GROUPS, block=(128, 64)),
-        "",
-        "tile.first_row = int(of_tile.w);",
-        "tile.first_row = 0;",
-    ),
+        FWD90, dataclasses.replace(GROUPS, block=(128, 64)), "", "tile.first_row = int(of_tile.w);",
+        "tile.first_row = 0;"),
     "an empty list that keeps Q": (
-        FWD90_ONE,
-        SQUARE,
-        "",
-        "if (!visible) release(shared.q_empty(q_ring.stage));",
-        "",
-    ),
+        FWD90_ONE, SQUARE, "", "if (!visible) release(shared.q_empty(q_ring.stage));", ""),
     "an entry missing by keys": (
-        BWD80,
-        SQUARE,
-        "lists",
-        "place < entries.end && listed_block",
-        "place < entries.end - 1 && listed_block",
-    ),
+        BWD80, SQUARE, "lists", "place < entries.end && listed_block",
+        "place < entries.end - 1 && listed_block"),
     "lists by keys that overlap": (
-        BWD80,
-        SQUARE,
-        "lists",
-        "column.kv_head, 0) + warp_sum(before)",
-        "column.kv_head, 0) + before",
-    ),
+        BWD80, SQUARE, "lists", "column.kv_head, 0) + warp_sum(before)", "column.kv_head, 0) + before"),
     "the lists by keys of the query head": (
-        BWD80,
-        SQUARE,
-        "main",
-        "> 1 ? kv_head_of(params, block) : 0;",
-        "> 1 ? first_head_of(params, block) : 0;",
-    ),
+        BWD80, SQUARE, "main", "> 1 ? kv_head_of(params, block) : 0;",
+        "> 1 ? first_head_of(params, block) : 0;"),
     "the lists of an earlier call": (BWD80, SQUARE, "main", "griddepcontrol_wait();", ""),
     "turns that count entries": (
-        BWD80_ORDERED,
-        WIDE,
-        "lists",
-        "return count * of_block - (has_last ? missing : 0);",
-        "return count;",
-    ),
+        BWD80_ORDERED, WIDE, "lists", "return count * of_block - (has_last ? missing : 0);", "return count;"),
     "turns of thread blocks past the last key": (
-        BWD80_ORDERED,
-        WIDE,
-        "lists",
-        "return count * of_block - (has_last ? missing : 0);",
-        "return count * of_block;",
-    ),
-}
+        BWD80_ORDERED, WIDE, "lists", "return count * of_block - (has_last ? missing : 0);",
+        "return count * of_block;"),
+}  # fmt: skip
 FOUND_BY = {
     WRONG,
     "race",
@@ -235,11 +160,9 @@ FOUND_BY = {
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     name, shape, step, old, new = FAULTS[fault]
     variant = MAIN[name]
-
-    def planted(of_step):
-        is_it = of_step.step == step or not step
-        return replace(render(of_step), old, new, fault) if is_it else render(of_step)
-
+    planted = with_fault(
+        lambda source: replace(source, old, new, fault), lambda of_step: of_step.step == step or not step
+    )
     seeds = range(fixed_seed, fixed_seed + 8)
     check = first_check(variant, shape, seeds, planted, device=device_of(variant))
     assert check in FOUND_BY

@@ -12,23 +12,16 @@ from ml_dtypes import bfloat16, float8_e4m3fn
 
 from codetiles import write_specs
 from flashgen import simulator
-from flashgen.families.load import load_specs
 from flashgen.host import paths
 from flashgen.simulator import hostcompiler
 from flashgen.simulator.example import Shape, make
-from simulator.calls import check_on, first_check, small_gpu_of_shares, with_fault
+from simulator.calls import check_on, first_check, main_kernels, small_gpu_of_shares, with_fault
 from simulator.codes import scaled, two_caches, variants_of_same_bits
 from simulator.edits import replace
 from simulator.faults import ASYNC, BOUNDS, WRONG
 from simulator.kernels import run
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if "e4m3" in spec.axes.get("kv_dtype", ())
-    for variant in spec.select(kv_dtype="e4m3")
-    if variant.is_main
-}
+MAIN = main_kernels(lambda spec: "e4m3" in spec.axes.get("kv_dtype", ()), kv_dtype="e4m3")
 
 # Shares that end within tiles; a group of heads that does not divide a tile.
 TOKENS = Shape(2, 2100, 6, 2, batch=3)
@@ -149,23 +142,15 @@ FAULTS = {
     "Q past head_dim": (*WIDE, " && chunk * kQChunkElements < params.head_dim", ""),
     "half of a chunk converted twice": (*PROMPT, "first == 0 ? right : left", "left"),
     "codes converted before they are here": (
-        *PROMPT,
-        "cp_async_wait<1>(); convert_codes(k_codes, smem + kKOffset);",
-        "cp_async_wait<2>(); convert_codes(k_codes, smem + kKOffset);",
-    ),
+        *PROMPT, "cp_async_wait<1>(); convert_codes(k_codes, smem + kKOffset);",
+        "cp_async_wait<2>(); convert_codes(k_codes, smem + kKOffset);"),
     "V of a prompt without its scale": (
-        *PROMPT,
-        "scale_output(rows, load_scales(params, stored_tile).v);",
-        "",
-    ),
+        *PROMPT, "scale_output(rows, load_scales(params, stored_tile).v);", ""),
     "codes of K by the scale of V": (
-        *APPEND,
-        "const float* scale = params.k_scale;",
-        "const float* scale = params.v_scale;",
-    ),
+        *APPEND, "const float* scale = params.k_scale;", "const float* scale = params.v_scale;"),
     "codes of V by the scale of head 0": (*APPEND, "head * params.v_scale_head_stride", "0"),
     "codes past head_dim": (*WIDE, " && panel * kPanelElements + chunk * kChunkElements < head_dim", ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -6,20 +6,16 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from flashgen.families.load import load_specs
 from flashgen.simulator.example import Shape, make
-from simulator.calls import check_on, first_check, small_gpu, with_fault
+from simulator.calls import check_on, first_check, main_kernels, small_gpu, with_fault
 from simulator.codes import scaled, two_caches, variants_of_same_bits
 from simulator.edits import replace
 from simulator.faults import ASYNC, BOUNDS, WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention" and spec.axes.get("kv_dtype") == ("e4m3",)
-    for variant in spec.variants()
-    if variant.is_main and "converts_codes" in variant.features
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator == "attention" and spec.axes.get("kv_dtype") == ("e4m3",),
+    lambda variant: "converts_codes" in variant.features,
+)
 # Several KV blocks and tiles to a thread block; queries that see nothing; head dims that leave columns over.
 SEVERAL = Shape(150, 300, 8, 2, batch=3)
 ROWS = ("flash_fwd_varlen_hdim64_fp16_e4m3_sm90", Shape(200, 150, 2, 2, batch=2))
@@ -77,15 +73,8 @@ FAULTS = {
     "the scale of V of sequence 0": (*ROWS, "tile.batch * params.v_scale_batch_stride", "0"),
     "no scale of V": (*PAGES, "factor[half] *= value_scale;", ""),
     "no scale of V of a part": (
-        *SHARES,
-        "output[4 * n + 2 * half] * value_scale",
-        "output[4 * n + 2 * half]",
-    ),
-    "the left half of a chunk twice": (
-        *ROWS,
-        "unpack(words.z >> 16)",
-        "unpack(words.x >> 16)",
-    ),
+        *SHARES, "output[4 * n + 2 * half] * value_scale", "output[4 * n + 2 * half]"),
+    "the left half of a chunk twice": (*ROWS, "unpack(words.z >> 16)", "unpack(words.x >> 16)"),
     "codes without their swizzle": (*PAGES, "16 * (lane / 8 ^ row / 2 % 4)", "16 * (lane / 8)"),
     "elements without their swizzle": (*WIDE, "16 * (lane / 8 * 2 ^ row % 8)", "16 * (lane / 8 * 2)"),
     "rows of half of the warps": (*ROWS, "row = 8 * warp + lane % 8;", "row = 8 * (warp / 2) + lane % 8;"),
@@ -93,41 +82,25 @@ FAULTS = {
     "elements that wgmma does not see": (*PAGES, PASS_ON, PASS_ON.replace("fence_proxy_async();", "")),
     "elements of other lanes not awaited": (*ROWS, PASS_ON, PASS_ON.replace("__syncwarp();", "")),
     "K converted before it is here": (
-        *PAGES,
-        "mbarrier_wait(shared.k_codes_full(code_ring.stage), code_ring.parity);",
-        "",
-    ),
+        *PAGES, "mbarrier_wait(shared.k_codes_full(code_ring.stage), code_ring.parity);", ""),
     "V converted into a buffer that is read": (
-        *PAGES,
-        "await_empty(shared.v_empty(ring.stage), ring.parity ^ 1);",
-        "",
-    ),
+        *PAGES, "await_empty(shared.v_empty(ring.stage), ring.parity ^ 1);", ""),
     "codes of K over codes that are read": (
-        *ROWS,
-        "await_empty(shared.k_codes_empty(ring.stage), ring.parity ^ 1);",
-        "",
-    ),
+        *ROWS, "await_empty(shared.k_codes_empty(ring.stage), ring.parity ^ 1);", ""),
     "a tile handed back before all have read it": (
-        *ROWS,
-        "4 * kConsumers + kConverters + kProducers",
-        "4 * kConsumers",
-    ),
+        *ROWS, "4 * kConsumers + kConverters + kProducers", "4 * kConsumers"),
     "K full with the first warp": (
-        *PAGES,
-        "mbarrier_init(shared.k_full(stage), kConverters);",
-        "mbarrier_init(shared.k_full(stage), 1);",
-    ),
+        *PAGES, "mbarrier_init(shared.k_full(stage), kConverters);",
+        "mbarrier_init(shared.k_full(stage), 1);"),
     "the scale of K of the key before": (*TOKENS, "e % 2 == 0 ? scale.x : scale.y", "scale.x"),
     "scales of K over scales that are read": (
-        *TOKENS_IN_PAGES,
-        f"{SCALE_SCORES} __syncwarp(); {RELEASE_K} {FINISH_SCORES} const bool moved",
-        f"{RELEASE_K} {SCALE_SCORES} {FINISH_SCORES} const bool moved",
-    ),
+        *TOKENS_IN_PAGES, f"{SCALE_SCORES} __syncwarp(); {RELEASE_K} {FINISH_SCORES} const bool moved",
+        f"{RELEASE_K} {SCALE_SCORES} {FINISH_SCORES} const bool moved"),
     "the scale of V of another unit": (*TOKENS, "scales.v, 8 * i + lane % 8", "scales.v, lane % 8"),
     "the scales of one block for all": (*TOKENS_IN_PAGES, "scales = next_scales;", ""),
     "the scales of page 0": (*TOKENS_IN_PAGES, "entry * params.k_scale_batch_stride", "0"),
     "the scales of head 0": (*TOKENS_IN_PAGES, "kv_head * params.v_scale_head_stride", "0"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
-from simulator.calls import check_on, with_fault, within_the_bound
+from simulator.calls import check_on, main_kernels, with_fault, within_the_bound
 from simulator.edits import replace
 from simulator.faults import WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator in ("attention", "attention_backward")
-    for variant in spec.variants()
-    if variant.is_main and variant.axis("dropout") == "dropout"
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator in ("attention", "attention_backward"),
+    lambda variant: variant.axis("dropout") == "dropout",
+)
 # Ragged blocks of queries and keys; several batch entries; rows that see nothing.
 RAGGED = Shape(70, 100, 2, 2, batch=2)
 GROUPS = Shape(70, 100, 4, 2, batch=2)
@@ -81,10 +77,7 @@ SM80, SM90, SEQUENCES_SM80 = BACKWARD[0], BACKWARD[4], BACKWARD[11]
 FAULTS = {
     "six rounds": (*SCORES, "round < 7", "round < 6"),
     "the words of the key swapped": (
-        *SCORES,
-        "{{words[0], words[1]}, offset",
-        "{{words[1], words[0]}, offset",
-    ),
+        *SCORES, "{{words[0], words[1]}, offset", "{{words[1], words[0]}, offset"),
     "the low word of the offset alone": (*SCORES, "uint64_t(words[3]) << 32 | words[2]", "words[2]"),
     "a counter moved by a lane": (*SCORES, "* 32 + lane}", "* 32 + lane + 1}"),
     "the same numbers in each batch entry": (*SCORES, "int64_t(batch) * params.num_heads_q", "int64_t(0)"),
@@ -97,16 +90,10 @@ FAULTS = {
     "the words of key tiles swapped": (*PAIRS, "word_of(words, k8)", "word_of(words, k8 ^ 1)"),
     "bytes of the other query": (*PAIRS, "__byte_perm(word, 0, 0x4342)", "__byte_perm(word, 0, 0x4140)"),
     "a threshold that is one less": (
-        *PAIRS,
-        "threshold << 16 | threshold, pairs",
-        "threshold - 1 << 16 | threshold - 1, pairs",
-    ),
+        *PAIRS, "threshold << 16 | threshold, pairs", "threshold - 1 << 16 | threshold - 1, pairs"),
     "O not scaled": (*PAIRS, "factor[half] *= params.keep_scale;", ""),
     "not transposed": (
-        *SM90,
-        "transpose_matrix(__byte_perm(bytes, 0, 0x3120))",
-        "__byte_perm(bytes, 0, 0x3120)",
-    ),
+        *SM90, "transpose_matrix(__byte_perm(bytes, 0, 0x3120))", "__byte_perm(bytes, 0, 0x3120)"),
     "bytes of a pair not sorted": (*SM90, "__byte_perm(bytes, 0, 0x3120)", "bytes"),
     "the lower keys for the upper": (*SM90, "upper ? words.z : words.x", "words.x"),
     "a carry between bytes": (*SM80, "(word & 0x7f7f7f7f) +", "word +"),
@@ -117,7 +104,7 @@ FAULTS = {
     "dP of a wide kernel not scaled": (*WIDE, "drop(ds, kept, params.keep_scale);", "drop(ds, kept, 1.0f);"),
     "queries of the first step in each": (*WIDE, "first_query / 16 + 4 * i", "4 * i"),
     "the first sequence's numbers": (*SEQUENCES_SM80, "int64_t(batch) * params.num_heads_q", "int64_t(0)"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -307,278 +307,200 @@ ARRIVE_ROWS = "mbarrier_arrive(shared.v_rows_empty(ring.stage));"
 ARRIVE_V = "mbarrier_arrive(shared.v_full(ring.stage));"
 FAULTS = {
     "V^T written over while it is read": (
-        PROMOTED, LONG, PHASES, "mbarrier_wait(shared.v_empty(ring.stage), ring.parity ^ 1);", "",
-    ),
+        PROMOTED, LONG, PHASES, "mbarrier_wait(shared.v_empty(ring.stage), ring.parity ^ 1);", ""),
     "V transposed before it is there": (
-        PROMOTED, LONG, PHASES, "mbarrier_wait(shared.v_rows_full(ring.stage), ring.parity);", "",
-    ),
+        PROMOTED, LONG, PHASES, "mbarrier_wait(shared.v_rows_full(ring.stage), ring.parity);", ""),
     "V^T without a fence for wgmma": (
-        PROMOTED, LONG, {"proxy"}, f"{TRANSPOSE} fence_proxy_async();", TRANSPOSE,
-    ),
+        PROMOTED, LONG, {"proxy"}, f"{TRANSPOSE} fence_proxy_async();", TRANSPOSE),
     "V released before it is transposed": (
-        PROMOTED, LONG, PHASES, TRANSPOSE, f"if (threadIdx.x % 32 == 0) {ARRIVE_ROWS} {TRANSPOSE}",
-    ),
+        PROMOTED, LONG, PHASES, TRANSPOSE, f"if (threadIdx.x % 32 == 0) {ARRIVE_ROWS} {TRANSPOSE}"),
     "V not released": (PROMOTED, LONG, {"deadlock"}, ARRIVE_ROWS, ""),
     "V^T announced before it is written": (
-        PROMOTED, LONG, PHASES, TRANSPOSE, f"if (threadIdx.x % 32 == 0) {ARRIVE_V} {TRANSPOSE}",
-    ),
+        PROMOTED, LONG, PHASES, TRANSPOSE, f"if (threadIdx.x % 32 == 0) {ARRIVE_V} {TRANSPOSE}"),
     "V^T complete with the first warp": (
         PROMOTED, LONG, PHASES, "mbarrier_init(shared.v_full(stage), kTransposeWarps);",
-        "mbarrier_init(shared.v_full(stage), 1);",
-    ),
+        "mbarrier_init(shared.v_full(stage), 1);"),
     "lanes that have not written V^T yet": (
-        PROMOTED, LONG, RACE | {"proxy"}, "fence_proxy_async(); __syncwarp();", "fence_proxy_async();",
-    ),
+        PROMOTED, LONG, RACE | {"proxy"}, "fence_proxy_async(); __syncwarp();", "fence_proxy_async();"),
     "the end not announced": (
-        PROMOTED, LONG, {"deadlock"}, "store_shared_32(shared.ends(ring.stage), 1);", "",
-    ),
+        PROMOTED, LONG, {"deadlock"}, "store_shared_32(shared.ends(ring.stage), 1);", ""),
     "the end announced in a buffer that is in use": (
         PROMOTED, LONG, PHASES,
         "mbarrier_wait(shared.v_rows_empty(ring.stage), ring.parity ^ 1); store_shared_32",
-        "store_shared_32",
-    ),
+        "store_shared_32"),
     "V^T written over by TMA while it is read": (
-        COLUMNS, LONG, PHASES, "mbarrier_wait(shared.v_empty(ring.stage), ring.parity ^ 1);", "",
-    ),
+        COLUMNS, LONG, PHASES, "mbarrier_wait(shared.v_empty(ring.stage), ring.parity ^ 1);", ""),
     "P of the other half of the quad": (
-        COLUMNS, LONG, NUMBERS, "first_source = even_source + wants_upper", "first_source = even_source",
-    ),
+        COLUMNS, LONG, NUMBERS, "first_source = even_source + wants_upper", "first_source = even_source"),
     "P of rows g and g + 8 mixed up": (
-        COLUMNS, LONG, NUMBERS, "wants_upper ? 0x3276 : 0x7632", "wants_upper ? 0x1054 : 0x5410",
-    ),
+        COLUMNS, LONG, NUMBERS, "wants_upper ? 0x3276 : 0x7632", "wants_upper ? 0x1054 : 0x5410"),
     "columns of O of the neighbouring lane": (
-        COLUMNS, LONG, NUMBERS, "lane % 2 * 8 + lane % 4 / 2 * 4", "lane % 2 * 8 + lane % 4 % 2 * 4",
-    ),
+        COLUMNS, LONG, NUMBERS, "lane % 2 * 8 + lane % 4 / 2 * 4", "lane % 2 * 8 + lane % 4 % 2 * 4"),
     "codes of O of the neighbouring lane": (
-        COLUMNS_TO_CODES, FEW_QUERIES, NUMBERS,
-        "exchange_columns(codes, codes >> 16, lane)", "uint2{codes, codes >> 16}",
-    ),
+        COLUMNS_TO_CODES, FEW_QUERIES, NUMBERS, "exchange_columns(codes, codes >> 16, lane)",
+        "uint2{codes, codes >> 16}"),
     "even and odd columns of V swapped": (
         PROMOTED, LONG, NUMBERS, "words[4] = {__byte_perm(pairs[0], pairs[1], 0x6420)",
-        "words[4] = {__byte_perm(pairs[0], pairs[1], 0x7531)",
-    ),
+        "words[4] = {__byte_perm(pairs[0], pairs[1], 0x7531)"),
     "keys of V^T in their own order": (
         PROMOTED, LONG, NUMBERS, "__byte_perm(pairs[2], pairs[3], 0x6420)",
-        "__byte_perm(pairs[2], pairs[3], 0x6240)",
-    ),
+        "__byte_perm(pairs[2], pairs[3], 0x6240)"),
     "rows of V^T in the order of columns": (
         PROMOTED, LONG, NUMBERS, "(16 * chunk + lane % 16) * kKeyPanel",
-        "(16 * chunk + lane % 8 * 2 + lane % 16 / 8) * kKeyPanel",
-    ),
+        "(16 * chunk + lane % 8 * 2 + lane % 16 / 8) * kKeyPanel"),
     "the second 16 keys stored as the first": (
-        PROMOTED, LONG, PHASES, "16 * (lane / 16 ^ lane % 8)", "16 * (lane % 8)",
-    ),
+        PROMOTED, LONG, PHASES, "16 * (lane / 16 ^ lane % 8)", "16 * (lane % 8)"),
     "a panel of V too far": (
-        CAUSAL, BLIND, PHASES | {"shared bounds"},
-        "chunk - panel * (kPanelColumns / 16)", "chunk - panel * (kPanelColumns / 16) + 1",
-    ),
+        CAUSAL, BLIND, PHASES | {"shared bounds"}, "chunk - panel * (kPanelColumns / 16)",
+        "chunk - panel * (kPanelColumns / 16) + 1"),
     "P in the order of its columns": (
         PROMOTED, LONG, NUMBERS, "scores[first + 4], scores[first + 5]",
-        "scores[first + 2], scores[first + 3]",
-    ),
+        "scores[first + 2], scores[first + 3]"),
     "O in the order of V^T": (
-        PROMOTED, LONG, NUMBERS, "4 * (i % 2) + 2 * half + i / 2", "4 * (i / 2) + 2 * half + i % 2",
-    ),
+        PROMOTED, LONG, NUMBERS, "4 * (i % 2) + 2 * half + i / 2", "4 * (i / 2) + 2 * half + i % 2"),
     "O not rescaled": (
         PROMOTED, WIDE, NUMBERS, "fmaf(output[4 * n + e], factor[e / 2], partial",
-        "fmaf(output[4 * n + e], 1.0f, partial",
-    ),
+        "fmaf(output[4 * n + e], 1.0f, partial"),
     "a factor applied twice": (
         PROMOTED, WIDE, NUMBERS, "factor[0] = moved ? rows.correction[0] : 1.0f;",
-        "factor[0] = moved ? rows.correction[0] : factor[0];",
-    ),
+        "factor[0] = moved ? rows.correction[0] : factor[0];"),
     "a factor one block early": (
         PROMOTED, WIDE, NUMBERS, "p.set(scores); promote(output, partial, factor);",
         "p.set(scores); if (moved) { factor[0] = rows.correction[0]; factor[1] = rows.correction[1]; }"
-        "promote(output, partial, factor);",
-    ),
+        "promote(output, partial, factor);"),
     "the last block left out": (
-        PROMOTED, LONG, NUMBERS, "v_ring.advance(); promote(output, partial, factor);", "v_ring.advance();",
-    ),
+        PROMOTED, LONG, NUMBERS, "v_ring.advance(); promote(output, partial, factor);", "v_ring.advance();"),
     "P V of the block before still in its sum": (
-        PROMOTED, LONG, NUMBERS | {"uninitialised register"},
-        "v + (32 * step >> 4), step > 0", "v + (32 * step >> 4), 1",
-    ),
+        PROMOTED, LONG, NUMBERS | {"uninitialised register"}, "v + (32 * step >> 4), step > 0",
+        "v + (32 * step >> 4), 1"),
     "P V read while it is under way": (
         PROMOTED, LONG, {"register in flight"} | RACE,
         "const bool moved = softmax_step(scores, rows, tile_scale); wgmma_wait<0>();",
-        "const bool moved = softmax_step(scores, rows, tile_scale);",
-    ),
+        "const bool moved = softmax_step(scores, rows, tile_scale);"),
     "P past the largest e4m3": (
-        PROMOTED, WIDE, NUMBERS, "constexpr float kSlack = 0.75f;", "constexpr float kSlack = 6.0f;",
-    ),
+        PROMOTED, WIDE, NUMBERS, "constexpr float kSlack = 0.75f;", "constexpr float kSlack = 6.0f;"),
     "k_scale left out": (
         PROMOTED, GROUPED, NUMBERS,
-        "load_scale(params.k_scale, params.k_scale_batch, params.k_scale_heads, params, tile)", "1.0f",
-    ),
+        "load_scale(params.k_scale, params.k_scale_batch, params.k_scale_heads, params, tile)", "1.0f"),
     "v_scale left out": (PROMOTED, GROUPED, NUMBERS, "factor[half] *= value_scale;", ""),
     "scales of the first head": (CAUSAL, GROUPED, NUMBERS, "tile.head * heads / params.num_heads_q", "0"),
     "scales of the first batch entry": (CAUSAL, GROUPED, NUMBERS, "min(tile.batch, batch_entries - 1)", "0"),
     "fp16 stored as bfloat16": (
-        PROMOTED, LONG, NUMBERS, "params.out_is_fp16 ? pack<fp16>", "!params.out_is_fp16 ? pack<fp16>",
-    ),
-    "O not rescaled, in pieces": (
-        WIDE_O, WIDE, NUMBERS, "factor[i % 4 / 2], partial", "1.0f, partial",
-    ),
+        PROMOTED, LONG, NUMBERS, "params.out_is_fp16 ? pack<fp16>", "!params.out_is_fp16 ? pack<fp16>"),
+    "O not rescaled, in pieces": (WIDE_O, WIDE, NUMBERS, "factor[i % 4 / 2], partial", "1.0f, partial"),
     "a piece of the columns of another": (
-        WIDE_O, LONG, NUMBERS, "v + ((64 * piece * kKeyPanel", "v + ((64 * (piece / 2) * kKeyPanel",
-    ),
+        WIDE_O, LONG, NUMBERS, "v + ((64 * piece * kKeyPanel", "v + ((64 * (piece / 2) * kKeyPanel"),
     "a piece over the one before": (
-        WIDE_O, LONG, {"register in flight", WRONG},
-        "start(partial[(piece + 1) % 2], piece + 1);", "start(partial[piece % 2], piece + 1);",
-    ),
+        WIDE_O, LONG, {"register in flight", WRONG}, "start(partial[(piece + 1) % 2], piece + 1);",
+        "start(partial[piece % 2], piece + 1);"),
     "a piece read while it is under way": (
-        WIDE_O, LONG, {"register in flight"}, "wgmma_wait<1>();", "wgmma_wait<2>();",
-    ),
+        WIDE_O, LONG, {"register in flight"}, "wgmma_wait<1>();", "wgmma_wait<2>();"),
     "V released before its last piece": (
         WIDE_O, LONG, PHASES, "add_pv(output, p, shared.v(v_ring.stage), factor);",
-        "release(shared.v_empty(v_ring.stage)); add_pv(output, p, shared.v(v_ring.stage), factor);",
-    ),
+        "release(shared.v_empty(v_ring.stage)); add_pv(output, p, shared.v(v_ring.stage), factor);"),
     "keys of V^T swizzled as fewer": (
         PROMOTED, LONG, PHASES | {"operand"}, "descriptor<kKeyPanel>(v_smem)",
-        "descriptor<kKeyPanel / 2>(v_smem)",
-    ),
+        "descriptor<kKeyPanel / 2>(v_smem)"),
     "products of codes in a softcap": (CAPPED, WIDE, NUMBERS, "scores[i] *= tile_scale;", ""),
     "scale_log2 with the scales, of a score": (
         CAPPED, WIDE, NUMBERS, "moved = softmax_step(scores, rows, params.scale_log2);",
-        "moved = softmax_step(scores, rows, params.scale_log2 * tile_scale);",
-    ),
+        "moved = softmax_step(scores, rows, params.scale_log2 * tile_scale);"),
     "out_scale left out": (
         TO_CODES, GROUPED_MHA, NUMBERS,
-        "load_scale(params.out_scale, params.out_scale_batch, params.out_scale_heads, params, tile)", "1.0f",
-    ),
+        "load_scale(params.out_scale, params.out_scale_batch, params.out_scale_heads, params, tile)", "1.0f"),
     "codes in the order of the accumulator": (
         TO_CODES, GROUPED_MHA, NUMBERS, "pack_e4m3x4(values[0], values[1], values[2], values[3])",
-        "pack_e4m3x4(values[0], values[2], values[1], values[3])",
-    ),
+        "pack_e4m3x4(values[0], values[2], values[1], values[3])"),
     "the sink left out": (
-        PACKED_SINK, WINDOWS, NUMBERS, "+ rescale_factor(sink, larger), rescale", ", rescale",
-    ),
+        PACKED_SINK, WINDOWS, NUMBERS, "+ rescale_factor(sink, larger), rescale", ", rescale"),
     "V past the end of a sequence": (PACKED, SEVERAL, NUMBERS, "&& row < int(word >> 16)", ""),
     "V of a whole block": (PACKED, SEVERAL, NUMBERS, "found.seqlen_kv - first_key).word", "kBlockN).word"),
     "zeros not written": (
         PACKED, SEVERAL, RACE, "for (int i = 0; i < 4; ++i) store_shared_32(shared.zeros()",
-        "for (int i = 0; i < 0; ++i) store_shared_32(shared.zeros()",
-    ),
+        "for (int i = 0; i < 0; ++i) store_shared_32(shared.zeros()"),
     "the end of all sequences not announced": (
-        PACKED, SEVERAL, PHASES, "store_shared_32(shared.v_keys(ring.stage), 0);", "",
-    ),
-    "scales of the first sequence": (
-        PACKED, SEVERAL, NUMBERS, "min(tile.batch, batch_entries - 1)", "0",
-    ),
+        PACKED, SEVERAL, PHASES, "store_shared_32(shared.v_keys(ring.stage), 0);", ""),
+    "scales of the first sequence": (PACKED, SEVERAL, NUMBERS, "min(tile.batch, batch_entries - 1)", "0"),
     "a mask of the first KV block": (
-        DENSE, MASKED, PHASES, "kv_block.load(shared.mask(mask_ring.stage)", "kv_block.load(shared.mask(0)",
-    ),
+        DENSE, MASKED, PHASES, "kv_block.load(shared.mask(mask_ring.stage)", "kv_block.load(shared.mask(0)"),
     "the warp of V in the mask": (
-        DENSE, MASKED, PHASES, "if (warp >= kFirstTransposeWarp) {", "if (warp > kFirstTransposeWarp) {",
-    ),
+        DENSE, MASKED, PHASES, "if (warp >= kFirstTransposeWarp) {", "if (warp > kFirstTransposeWarp) {"),
     "a mask complete with the first warp": (
         DENSE, MASKED, PHASES, "mbarrier_init(shared.mask_full(stage), 32 * kMaskWarps);",
-        "mbarrier_init(shared.mask_full(stage), 32);",
-    ),
+        "mbarrier_init(shared.mask_full(stage), 32);"),
     "the end not announced, of a dense mask": (
-        DENSE, MASKED, {"deadlock"}, "announce_end(shared, ring); }", "}",
-    ),
+        DENSE, MASKED, {"deadlock"}, "announce_end(shared, ring); }", "}"),
     "a mask left out, in pieces": (
         DENSE_WIDE, GROUPED, NUMBERS, "finish_scores(scores, kv_block); const bool moved",
-        "const bool moved",
-    ),
+        "const bool moved"),
     "a block of the next entry": (
         LISTED_WIDE, LISTS, NUMBERS, "const int kv_block = block_of_entry_at(params, entry, visit);",
-        "const int kv_block = block_of_entry_at(params, next, visit);",
-    ),
+        "const int kv_block = block_of_entry_at(params, next, visit);"),
     "a listed block left out": (
         LISTED_WIDE, LISTS, PHASES, "visit >= visits.first; --visit) { const int32_t entry",
-        "visit > visits.first; --visit) { const int32_t entry",
-    ),
-    "the end not announced, of lists": (
-        LISTED, BEFORE, {"deadlock"}, "announce_end(shared, ring); }", "}",
-    ),
+        "visit > visits.first; --visit) { const int32_t entry"),
+    "the end not announced, of lists": (LISTED, BEFORE, {"deadlock"}, "announce_end(shared, ring); }", "}"),
     "lists of the first query": (
         LISTED, BEFORE, PHASES, "const int row_block = first_row >> params.block_rows_log2;",
-        "const int row_block = 0;",
-    ),
+        "const int row_block = 0;"),
     "even and odd dims of V swapped": (
-        ADA, LONG, NUMBERS, "odd == 0 ? 0x6420 : 0x7531", "odd == 0 ? 0x7531 : 0x6420",
-    ),
+        ADA, LONG, NUMBERS, "odd == 0 ? 0x6420 : 0x7531", "odd == 0 ? 0x7531 : 0x6420"),
     "V of the first 32 keys": (
-        ADA, LONG, NUMBERS, "chunk_address(v_lane, 32 * j, n / 2)", "chunk_address(v_lane, 0, n / 2)",
-    ),
+        ADA, LONG, NUMBERS, "chunk_address(v_lane, 32 * j, n / 2)", "chunk_address(v_lane, 0, n / 2)"),
     "P V of a KV block in the place of O": (
-        ADA, LONG, NUMBERS, "rows[i].output[n + odd][e] += sums", "rows[i].output[n + odd][e] = sums",
-    ),
+        ADA, LONG, NUMBERS, "rows[i].output[n + odd][e] += sums", "rows[i].output[n + odd][e] = sums"),
     "P in the order of its keys": (
-        ADA, LONG, NUMBERS, "left[row8][1], low, high)", "low, left[row8][1], high)",
-    ),
+        ADA, LONG, NUMBERS, "left[row8][1], low, high)", "low, left[row8][1], high)"),
     "O in the order of MMA tiles": (
-        ADA, LONG, NUMBERS, "output[n + e % 2][2 * row8 + e / 2]", "output[n + e / 2][2 * row8 + e % 2]",
-    ),
+        ADA, LONG, NUMBERS, "output[n + e % 2][2 * row8 + e / 2]", "output[n + e / 2][2 * row8 + e % 2]"),
     "v_scale left out, of mma.sync": (
         ADA, GROUPED_MHA, NUMBERS, "const float scale = scale_of_values(params, tile);",
-        "const float scale = 1.0f;",
-    ),
+        "const float scale = 1.0f;"),
     "scales of scores left out": (
         ADA, GROUPED_MHA, NUMBERS, "softmax_step(scores, rows, code_scale, p);",
-        "softmax_step(scores, rows, params.scale_log2, p);",
-    ),
+        "softmax_step(scores, rows, params.scale_log2, p);"),
     "products of codes in a softcap of mma.sync": (
-        ADA_CAPPED, GROUPED, NUMBERS, "scale_scores(scores, code_scale);", "",
-    ),
+        ADA_CAPPED, GROUPED, NUMBERS, "scale_scores(scores, code_scale);", ""),
     "scales of a group's first head": (
         HEADS, FEW_QUERIES, NUMBERS,
-        "of_row.head += some_row - query_of_row(params, some_row) * params.group_size;", "",
-    ),
+        "of_row.head += some_row - query_of_row(params, some_row) * params.group_size;", ""),
     "scales of the first of a lane's rows": (
-        HEADS, MANY_HEADS, NUMBERS,
-        "tile_of_row(params, tile, row + 8 * half)", "tile_of_row(params, tile, row)",
-    ),
+        HEADS, MANY_HEADS, NUMBERS, "tile_of_row(params, tile, row + 8 * half)",
+        "tile_of_row(params, tile, row)"),
     "scales of a lane's first row in a softcap": (
-        HEADS_CAPPED, MANY_HEADS, NUMBERS, "row_scales.of_half[i % 4 / 2]", "row_scales.of_half[0]",
-    ),
+        HEADS_CAPPED, MANY_HEADS, NUMBERS, "row_scales.of_half[i % 4 / 2]", "row_scales.of_half[0]"),
     "scales of the tile before": (
         HEADS_CAPPED, MANY_TILES, NUMBERS,
-        "row_scales = RowScales(params, tile, tile.first_row + warp_row + lane / 4);", "",
-    ),
+        "row_scales = RowScales(params, tile, tile.first_row + warp_row + lane / 4);", ""),
     "out_scale of a group's first head": (
-        HEADS_TO_CODES, FEW_QUERIES, NUMBERS,
-        "scale_of_values(params, tile_of_row(params, tile, row))", "scale_of_values(params, tile)",
-    ),
+        HEADS_TO_CODES, FEW_QUERIES, NUMBERS, "scale_of_values(params, tile_of_row(params, tile, row))",
+        "scale_of_values(params, tile)"),
     "boxes written over while they are read": (
-        PAGED, IN_PAGES, PHASES,
-        "shared.boxes(), tile.kv_head); } __syncwarp(); ring.advance();",
-        "shared.boxes(), tile.kv_head); } ring.advance();",
-    ),
+        PAGED, IN_PAGES, PHASES, "shared.boxes(), tile.kv_head); } __syncwarp(); ring.advance();",
+        "shared.boxes(), tile.kv_head); } ring.advance();"),
     "boxes loaded before they are written": (
-        PAGED, IN_PAGES, PHASES,
-        "mbarrier_wait(empty, parity); __syncwarp();", "mbarrier_wait(empty, parity);",
-    ),
+        PAGED, IN_PAGES, PHASES, "mbarrier_wait(empty, parity); __syncwarp();",
+        "mbarrier_wait(empty, parity);"),
     "boxes of the KV block before": (
         PAGED, IN_PAGES, PHASES,
         "if (lane < kBoxes) keys.store(params, shared.boxes() + lane * sizeof(Box)); "
         "keys.step_down(params, block_pages, block_rows, lane);",
         "keys.step_down(params, block_pages, block_rows, lane); "
-        "if (lane < kBoxes) keys.store(params, shared.boxes() + lane * sizeof(Box));",
-    ),
+        "if (lane < kBoxes) keys.store(params, shared.boxes() + lane * sizeof(Box));"),
     "scales of a warp's first MMA tile": (
-        ADA_HEADS, THREE_HEADS, NUMBERS, "row + kRowTileStep * i + 8 * row8)", "row + 8 * row8)",
-    ),
+        ADA_HEADS, THREE_HEADS, NUMBERS, "row + kRowTileStep * i + 8 * row8)", "row + 8 * row8)"),
     "v_scale of a group's first head, of mma.sync": (
         f"{FAMILY}_hdim128_e4m3_promoted_dense_codes_packgqa_sm89", FEW_QUERIES, NUMBERS,
-        "scale_of_values(params, tile_of_row(params, tile, row))", "scale_of_values(params, tile)",
-    ),
+        "scale_of_values(params, tile_of_row(params, tile, row))", "scale_of_values(params, tile)"),
     "V past the end of a sequence, of mma.sync": (
-        ADA_PACKED, SEVERAL, NUMBERS | {"global bounds"},
-        "const bool valid = rows_left.has(first) &&", "const bool valid =",
-    ),
+        ADA_PACKED, SEVERAL, NUMBERS | {"global bounds"}, "const bool valid = rows_left.has(first) &&",
+        "const bool valid ="),
     "scales of the first sequence, of mma.sync": (
-        ADA_PACKED, SEVERAL, NUMBERS, "min(tile.batch, batch_entries - 1)", "0",
-    ),
+        ADA_PACKED, SEVERAL, NUMBERS, "min(tile.batch, batch_entries - 1)", "0"),
     "pages of the first sequence": (
-        ADA_PAGED, WINDOWS, PHASES, "own.pages += sequence * params.pages_batch_stride;", "",
-    ),
+        ADA_PAGED, WINDOWS, PHASES, "own.pages += sequence * params.pages_batch_stride;", ""),
     "a warp of V that has no columns": (
-        PACKED, SEVERAL, PHASES, "transpose_v(shared, warp - 2);", "transpose_v(shared, 0);",
-    ),
+        PACKED, SEVERAL, PHASES, "transpose_v(shared, warp - 2);", "transpose_v(shared, 0);"),
 }  # fmt: skip
 
 

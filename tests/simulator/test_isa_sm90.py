@@ -11,7 +11,7 @@ from flashgen.errors import SimulationError
 from flashgen.schedule.tensormap import TensorMap
 from flashgen.simulator.execute import SimulatedGrid
 from flashgen.simulator.library import Region
-from simulator.kernels import fault, run, run_all
+from simulator.kernels import check_of, fault, run, run_all
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -151,16 +151,12 @@ def test_a_tensor_store_writes_what_lies_in_the_tensor(fresh_seed):
 )
 def test_a_tensor_store_reads_in_the_async_proxy_until_it_is_waited_for(parts, checks):
     for seed in range(4):
-        with pytest.raises(SimulationError) as caught:
-            stored(seed, **parts)
-        assert caught.value.check in checks
+        assert check_of(stored, seed, **parts) in checks
 
 
 @pytest.mark.parametrize("coordinates", ["-8, 3, 0, 0", "8, -1, 0, 0", "8, -16, 0, 0", "0, 0, 0, -1"])
 def test_a_tensor_store_that_begins_ahead_of_the_tensor_is_illegal(coordinates):
-    with pytest.raises(SimulationError) as caught:
-        stored(coordinates=coordinates)
-    assert caught.value.check == "operand"
+    assert check_of(stored, coordinates=coordinates) == "operand"
 
 
 # Matrices that a warp stores.
@@ -209,12 +205,7 @@ WITHIN = "i / 32 < 8 && (i / 4 % 8 ^ i / 32 % 8) < 4"
 )
 def test_a_tensor_store_reads_what_lies_in_the_tensor(written, check, fresh_seed, monkeypatch):
     monkeypatch.setitem(globals(), "STORE", STORE.replace("store_", f"if ({written}) store_", 1))
-    found = None
-    try:
-        stored(fresh_seed)
-    except SimulationError as error:
-        found = error.check
-    assert found == check
+    assert check_of(stored, fresh_seed) == check
 
 
 STAGED = """
@@ -258,12 +249,8 @@ def test_stmatrix_writes_in_the_generic_proxy(parts, checks):
         out = aligned((1, 1, 16, 64), np.uint16)
         maps = {"map": (map_of(out, (64, 16, 1, 1), 128), out)}
         body = STAGED.format(**STAGED_PARTS | parts)
-        found = None
-        try:
-            run(body, {}, {"out": out}, header="sm90", maps=maps, block=128, seed=seed)
-        except SimulationError as error:
-            found = error.check
-        assert found in checks
+        options = {"header": "sm90", "maps": maps, "block": 128, "seed": seed}
+        assert check_of(run, body, {}, {"out": out}, **options) in checks
 
 
 def test_two_lanes_that_store_a_row_at_one_place_race():
@@ -467,16 +454,10 @@ def test_an_mbarrier_hands_memory_over_and_back(fresh_seed):
 @pytest.mark.parametrize(
     ("old", "new", "checks"),
     [
-        (
-            "            mbarrier_wait(empty, turn % 2 ^ 1);\n",
-            "",
-            ("race", "mbarrier", "deadlock", "uninitialised shared memory"),
-        ),
-        (
-            "mbarrier_init(full, 32)",
-            "mbarrier_init(full, 31)",
-            ("race", "deadlock", "uninitialised shared memory"),
-        ),
+        ("            mbarrier_wait(empty, turn % 2 ^ 1);\n", "",
+         ("race", "mbarrier", "deadlock", "uninitialised shared memory")),
+        ("mbarrier_init(full, 32)", "mbarrier_init(full, 31)",
+         ("race", "deadlock", "uninitialised shared memory")),
         ("mbarrier_init(empty, 64)", "mbarrier_init(empty, 65)", ("deadlock",)),
         ("mbarrier_init(full, 32)", "mbarrier_init(full, 0)", ("mbarrier",)),
         ("mbarrier_wait(full, turn % 2)", "mbarrier_wait(full, turn)", ("operand",)),
@@ -485,19 +466,12 @@ def test_an_mbarrier_hands_memory_over_and_back(fresh_seed):
         ("full + 8;", "full + 4;", ("alignment",)),
         ("store_shared_32(shared + 4 * lane", "store_shared_32(shared + 900 + 4 * lane", ("mbarrier",)),
     ],
-)
+)  # fmt: skip
 def test_mbarriers_used_wrongly(old, new, checks, fresh_seed):
     assert RING.count(old) == 1
-    with pytest.raises(SimulationError) as caught:
-        run(
-            RING.replace(old, new),
-            {},
-            {"out": np.zeros(320, np.uint32)},
-            header="sm90",
-            block=96,
-            seed=fresh_seed,
-        )
-    assert caught.value.check in checks, str(caught.value)
+    options = {"header": "sm90", "block": 96, "seed": fresh_seed}
+    outputs = {"out": np.zeros(320, np.uint32)}
+    assert check_of(run, RING.replace(old, new), {}, outputs, **options) in checks
 
 
 def test_a_deadlock_names_barriers_phases_counts_and_who_waits():
@@ -561,35 +535,24 @@ def test_blocks_of_a_cluster_send_each_other_registers(cluster, block, fresh_see
         ("8 * threadIdx.x, next), word", "4096 + 8 * threadIdx.x, next), word", ("shared bounds",)),
         ("8 * threadIdx.x, next), word", "8 * lane, next), word", ("copy in flight", "race")),
         ("word, -word, map_shared(barrier, next)", "word, -word, map_shared(barrier, rank)", ("operand",)),
-        (
-            "word, -word, map_shared(barrier, next)",
-            "word, -word, map_shared(shared + 64, next)",
-            ("mbarrier",),
-        ),
+        ("word, -word, map_shared(barrier, next)", "word, -word, map_shared(shared + 64, next)",
+         ("mbarrier",)),
         ("map_shared(barrier, next));\n    if", "map_shared(barrier, {cluster}));\n    if", ("operand",)),
         # The phase ends before the last word: it is on its way, or has come; or 16 bytes step over the end.
         ("blockDim.x + 512", "blockDim.x + 504", ("copy in flight", "race", "deadlock")),
         ("blockDim.x + 512", "blockDim.x + 520", ("deadlock",)),
         ("wait_cluster(barrier", "wait(barrier", ("race",)),
-        (
-            "    mbarrier_wait_cluster(barrier, 0);\n",
-            "",
-            ("copy in flight", "uninitialised shared memory", "race"),
-        ),
-        (
-            "    mbarrier_wait_cluster(barrier, 0);\n",
-            "    if (rank == 0) return;\n",
-            ("copy in flight", "uninitialised shared memory"),
-        ),
+        ("    mbarrier_wait_cluster(barrier, 0);\n", "",
+         ("copy in flight", "uninitialised shared memory", "race")),
+        ("    mbarrier_wait_cluster(barrier, 0);\n", "    if (rank == 0) return;\n",
+         ("copy in flight", "uninitialised shared memory")),
     ],
-)
+)  # fmt: skip
 def test_sending_registers_wrongly(old, new, checks, fresh_seed):
     assert SEND.count(old) == 1
     body = SEND.replace(old, new).format(cluster=4)
     options = {"header": "sm90_mma", "block": 64, "grid": (4, 1, 1), "cluster": 4, "seed": fresh_seed}
-    with pytest.raises(SimulationError) as caught:
-        run(body, {}, {"out": np.zeros(256, np.float32)}, **options)
-    assert caught.value.check in checks, str(caught.value)
+    assert check_of(run, body, {}, {"out": np.zeros(256, np.float32)}, **options) in checks
 
 
 @pytest.mark.parametrize(
@@ -674,12 +637,7 @@ def test_an_election_does_not_order_the_lanes(fresh_seed):
 )
 def test_registers_are_handed_over_within_the_block(body, check, fresh_seed):
     options = {"header": "sm90", "block": 384, "bounds": 384, "seed": fresh_seed}
-    if check is None:
-        run(body, **options)
-        return
-    with pytest.raises(SimulationError) as caught:
-        run(body, **options)
-    assert caught.value.check == check, str(caught.value)
+    assert check_of(run, body, **options) == check
 
 
 @pytest.mark.parametrize(("count", "check"), [(216, None), (224, "deadlock")])
@@ -687,10 +645,7 @@ def test_blocks_of_a_multiprocessor_share_its_registers(count, check, fresh_seed
     """Two of them have 128 a thread of 256 threads at the launch."""
     body = f"if (warp < 4) setmaxnreg_dec<40>(); else setmaxnreg_inc<{count}>();"
     options = {"header": "sm90", "block": 256, "bounds": "256, 2", "seed": fresh_seed}
-    if check is None:
-        run(body, **options)
-    else:
-        assert fault(body, **options).check == check
+    assert check_of(run, body, **options) == check
 
 
 # Dependent launches.

@@ -9,14 +9,12 @@ import pytest
 from flashgen.operators.splits import SplitEvery
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator.example import Shape, make
-from simulator.calls import calls_of, check_of, first_check, main_variants, result_bits, small_gpu, with_fault
+from simulator.calls import calls_of, check_of, first_check, main_kernels, result_bits, small_gpu, with_fault
 from simulator.faults_latent import BLOCKS, CAUSAL, FAULTS, GATHER, MMA, MMA_PAGED, PAGED, ROPE, ROWS
 
-MAIN = {
-    variant.name: variant
-    for variant in main_variants("latent_attention")
-    if variant.axis("kv_dtype") == "none"
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator == "latent_attention", lambda variant: variant.axis("kv_dtype") == "none"
+)
 FIXED = "flash_mla_decode_hdim576_512_bf16_causal_paged_fixed_packgqa_sm80"
 SHAPES = (
     Shape(1, 1, heads=1, batch=2),

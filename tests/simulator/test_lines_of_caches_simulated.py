@@ -8,23 +8,21 @@ import numpy as np
 import pytest
 
 from flashgen.call.mask import rule_of
-from flashgen.families.load import load_specs
 from flashgen.operators.rules import RuleOfCall
 from flashgen.operators.sequences import sequences
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
-from simulator.calls import check_on, first_check, simulated
+from simulator.calls import check_on, first_check, main_kernels, simulated
 from simulator.edits import replace
 from simulator.faults import BOUNDS, WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention" and spec.has_lengths
-    for variant in spec.select(mask_type="local", head_dim=(32, 64))
-    if variant.is_main and variant.line_seam and dict(variant.axes).get("kv_starts", "none") == "none"
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator == "attention" and spec.has_lengths,
+    lambda variant: variant.line_seam and dict(variant.axes).get("kv_starts", "none") == "none",
+    mask_type="local",
+    head_dim=(32, 64),
+)
 
 # Keys of several blocks; a group of heads that does not divide a tile.
 CHUNKS = Shape(70, 300, 6, 2, batch=4)
@@ -126,70 +124,42 @@ FAULTS = {
     "the first head of a group": (*PACKED, HEAD, "const int head = tile.head; const LineHead of_head"),
     "only even keys": (*ROWS, f"{LANE_KEY} + key / 2 * 8 + key % 2", f"{LANE_KEY} + key / 2 * 8"),
     "the first of two rows": (
-        *DECODE,
-        f"kRowTileStep * (i / 2) + {HALF}",
-        "kRowTileStep * (i / 2) + lane / 4);",
-    ),
+        *DECODE, f"kRowTileStep * (i / 2) + {HALF}", "kRowTileStep * (i / 2) + lane / 4);"),
     "the line of sequence 0": (*CLUSTER, "line_head(params, tile.batch, head,", "line_head(params, 0, head,"),
     "the first of two rows on Hopper": (
-        *HOPPER,
-        "rows[1].row, of_key)) of_some[1]",
-        "rows[0].row, of_key)) of_some[1]",
-    ),
+        *HOPPER, "rows[1].row, of_key)) of_some[1]", "rows[0].row, of_key)) of_some[1]"),
     "keys of the first lane": (*SPLIT, f"lane_key = {LANE_KEY};", "lane_key = first_key;"),
     "positions from the first key": (*DECODE, "params.seqlen_kv, 0, 0);", "params.seqlen_q, 0, 0);"),
     "tokens of the first sequence": (*DECODE, "own.mask_doc += lengths.keys.begin;", ""),
     "tokens of the first sequence on Hopper": (*SPLIT, "sequence_params.mask_doc += found.first_key;", ""),
     "the first KV block alone": (
-        *CASES[11],
-        "hide_by_line(params, tile, scores,",
-        "if (first_key < 64) hide_by_line(params, tile, scores,",
-    ),
+        *CASES[11], "hide_by_line(params, tile, scores,",
+        "if (first_key < 64) hide_by_line(params, tile, scores,"),
     "a block taken for the one after": (*CASES[8], "fetch.seen >> (kStages - 1) & 1", "fetch.seen & 1"),
     "the rows of the tile before": (
-        *CASES[8],
-        f"{SEEK} fetch.seen = before; note_rows(params, fetch);",
-        f"const RowsOfLine of_rows = fetch.of_rows; {SEEK} fetch.seen = before; fetch.of_rows = of_rows;",
-    ),
+        *CASES[8], f"{SEEK} fetch.seen = before; note_rows(params, fetch);",
+        f"const RowsOfLine of_rows = fetch.of_rows; {SEEK} fetch.seen = before; fetch.of_rows = of_rows;"),
     "blocks that the first row sees": (
-        *CASES[12],
-        "rows_of_line(params, start.tile, start.tile.first_row, kBlockM);",
-        "rows_of_line(params, start.tile, start.tile.first_row, 1);",
-    ),
+        *CASES[12], "rows_of_line(params, start.tile, start.tile.first_row, kBlockM);",
+        "rows_of_line(params, start.tile, start.tile.first_row, 1);"),
     "the least element of keys as the largest": (
-        *SPLIT,
-        "keys.doc_high = kLanes == 32 ? warp_largest(doc_high) : doc_high;",
-        "keys.doc_high = keys.doc_low;",
-    ),
+        *SPLIT, "keys.doc_high = kLanes == 32 ? warp_largest(doc_high) : doc_high;",
+        "keys.doc_high = keys.doc_low;"),
     "full blocks without their rows": (
-        *CASES[13],
-        "doc_high = max(doc_high, element); } of_rows.rows.doc_low",
-        "} of_rows.rows.doc_low",
-    ),
+        *CASES[13], "doc_high = max(doc_high, element); } of_rows.rows.doc_low", "} of_rows.rows.doc_low"),
     "a run without its other blocks": (*CASES[13], "run.first = next; } main_loop", "} main_loop"),
     "blocks of a full run in a partial one": (
-        *CASES[13],
-        "visited.by_line = next < blocks.first || seen_blocks.may_hide(next);",
-        "visited.by_line = false;",
-    ),
+        *CASES[13], "visited.by_line = next < blocks.first || seen_blocks.may_hide(next);",
+        "visited.by_line = false;"),
     "a partial block shown as a whole": (
-        *CASES[14],
-        "full >> (newest - block) & 1",
-        "seen >> (newest - block) & 1",
-    ),
+        *CASES[14], "full >> (newest - block) & 1", "seen >> (newest - block) & 1"),
     "runs without their last block": (
-        *CASES[13],
-        "if (next < blocks.first) run.last = next - 1;",
-        "run.last = next - 1;",
-    ),
+        *CASES[13], "if (next < blocks.first) run.last = next - 1;", "run.last = next - 1;"),
     "blocks that a producer takes and consumers do not": (
-        *SPLIT,
-        "kv_block = seen_blocks.before(of_tile, tile_of_sequence, kv_block)) {",
-        "--kv_block) {",
-    ),
+        *SPLIT, "kv_block = seen_blocks.before(of_tile, tile_of_sequence, kv_block)) {", "--kv_block) {"),
     "a range that ends a key late": (*CASES[4], END, f"{END} + 1"),
     "a range from the first key": (*CASES[10], "step < begin || step >= end", "step >= end"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

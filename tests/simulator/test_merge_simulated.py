@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.errors import SimulationError
 from flashgen.families.load import load_specs
-from flashgen.simulator.example import Shape, make, run
-from flashgen.simulator.library import load
-from flashgen.source.render import render
+from flashgen.simulator.example import Shape
+from simulator.calls import check_of, with_fault
 from simulator.faults import NUMBERS, WRONG, fault
 
 VARIANTS = {
@@ -44,29 +42,18 @@ FAULTS = (
 )  # fmt: skip
 
 
-def verdict_of(variant, source, shape, seed):
-    """The check that found something, or None."""
-    example = make(variant, shape, seed)
-    try:
-        run(load(source, variant.name), variant, example, seed=seed)
-    except SimulationError as error:
-        return error.check
-    return None if example.judge().ok else WRONG
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_within_the_bound(name, compiler, fresh_seed):
-    variant = VARIANTS[name]
     for shape in SHAPES:
-        assert verdict_of(variant, render(variant), shape, fresh_seed) is None, shape
+        assert check_of(VARIANTS[name], shape, fresh_seed) is None, shape
 
 
 @pytest.mark.parametrize("each", FAULTS, ids=lambda each: each.name)
 def test_a_planted_fault_is_found(each, compiler, fixed_seed):
     variant = VARIANTS[each.variant]
-    assert verdict_of(variant, each.plant(render(variant)), each.shape, fixed_seed) in each.caught
+    assert check_of(variant, each.shape, fixed_seed, with_fault(each.plant)) in each.caught
 
 
 def test_without_them_nothing_is_found(compiler, fresh_seed):
     for shape in {each.shape for each in FAULTS}:
-        assert verdict_of(VARIANTS[NAME], render(VARIANTS[NAME]), shape, fresh_seed) is None
+        assert check_of(VARIANTS[NAME], shape, fresh_seed) is None

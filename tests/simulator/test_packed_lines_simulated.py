@@ -102,28 +102,14 @@ FWD80, FWD90, BWD90 = (
 FAULTS_OF_KERNELS = {
     "keys of the next sequence": (FWD80, "documents_full", "flash_fwd", " && key.kv < row.end_key", ""),
     "keys of the sequence before": (
-        BWD90,
-        "documents_full",
-        "flash_bwd_hdim",
-        "row.first_key <= key.kv && ",
-        "",
-    ),
+        BWD90, "documents_full", "flash_bwd_hdim", "row.first_key <= key.kv && ", ""),
     "a range from the first token": (
-        FWD90,
-        "prefix_lm",
-        "mask_lists_int",
-        "begin = row.first_key;",
-        "begin = 0;",
-    ),
+        FWD90, "prefix_lm", "mask_lists_int", "begin = row.first_key;", "begin = 0;"),
     "a range to the last token": (FWD90, "kv >= q", "mask_lists_int", "end = row.end_key;", "end = 1 << 30;"),
     "the row before": (
-        BWD90,
-        "documents",
-        "mask_lists_bounds",
-        "row.z = uint32_t(query) -",
-        "row.z = uint32_t(query) - 1 -",
-    ),
-}
+        BWD90, "documents", "mask_lists_bounds", "row.z = uint32_t(query) -",
+        "row.z = uint32_t(query) - 1 -"),
+}  # fmt: skip
 
 
 @pytest.mark.drawn

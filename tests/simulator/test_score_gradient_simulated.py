@@ -12,20 +12,14 @@ import flashgen
 from flashgen.call.fields import PLAN_KEYWORDS
 from flashgen.errors import SimulationError
 from flashgen.families.formulas import modification
-from flashgen.families.load import load_specs
 from flashgen.families.scores import load_scores
 from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
+from simulator.calls import main_kernels
 from simulator.faults import ASYNC, NUMBERS, WRONG, fault
 
-VARIANTS = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "score_gradient"
-    for variant in spec.variants()
-    if variant.is_main
-}
+VARIANTS = main_kernels(lambda spec: spec.operator == "score_gradient")
 RAGGED = Shape(140, 70, heads=2, kv_heads=1, batch=2, head_dim=24)
 GROUPED = Shape(20, 70, heads=4, kv_heads=2, head_dim=24)
 FEW_KEYS = Shape(40, 25, heads=1, head_dim=8, mask="k", mask_alignment=1)
@@ -63,10 +57,7 @@ TWO_ARRAYS = (
 )  # c is staged, and differs from head to head
 ON_HOPPER = {
     "bias": ("bias", "bias", {}, (WGMMA, HOPPER.format(64, "fp16_dense"))),
-    "half bias": (
-        *HALF_BIAS,
-        (WGMMA, HOPPER.format(128, "fp16_causal"), HOPPER.format(96, "bf16_local")),
-    ),
+    "half bias": (*HALF_BIAS, (WGMMA, HOPPER.format(128, "fp16_causal"), HOPPER.format(96, "bf16_local"))),
     "capped bias": (*SCORES["capped bias"][:2], {"a": "bf16"}, (HOPPER.format(64, "fp16_causal"),)),
     "turned bias": (*SCORES["turned bias"][:2], {"a": "f16"}, (WGMMA,)),
     "two arrays": (*TWO_ARRAYS, (WGMMA,)),

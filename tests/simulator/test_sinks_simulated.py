@@ -7,20 +7,20 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator.example import Shape, make
-from simulator.calls import check_on, simulated, small_gpu_of_shares, with_fault, within_the_bound
+from simulator.calls import (
+    check_on,
+    main_kernels,
+    simulated,
+    small_gpu_of_shares,
+    with_fault,
+    within_the_bound,
+)
 from simulator.edits import replace
 from simulator.faults import WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator.startswith("attention")
-    for variant in spec.variants()
-    if variant.is_main
-}
+MAIN = main_kernels(lambda spec: spec.operator.startswith("attention"))
 
 # Rows that see nothing; ragged tiles, in groups that do not divide a tile; shares that end within tiles.
 BLIND = Shape(100, 60, 6, 2)
@@ -103,72 +103,36 @@ def test_a_call_without_sinks_has_no_step_of_them(fresh_seed):
 PACKED, SPLIT, VARLEN_BACKWARD = FORWARD[1], FORWARD[10], BACKWARD[5]
 FAULTS = {
     "counted in each part, and again where they are combined": (
-        *SPLIT,
-        "decode",
-        "const float row_sum = quad_sum(rows[i].row_sum[row8]);",
+        *SPLIT, "decode", "const float row_sum = quad_sum(rows[i].row_sum[row8]);",
         "const float row_sum = quad_sum(rows[i].row_sum[row8]) + rescale_factor(sink_of_row(params, tile, "
         "tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * row8 + lane / 4), "
-        "rows[i].row_max[row8]);",
-    ),
+        "rows[i].row_max[row8]);"),
     "not where parts are combined": (
-        *SPLIT,
-        "combine",
-        "row_sum * rescale + rescale_factor(sink, larger)",
-        "row_sum * rescale",
-    ),
+        *SPLIT, "combine", "row_sum * rescale + rescale_factor(sink, larger)", "row_sum * rescale"),
     "left out of the maximum": (
-        *PACKED,
-        "",
-        "const float larger = fmaxf(row_max, sink);",
-        "const float larger = row_max;",
-    ),
+        *PACKED, "", "const float larger = fmaxf(row_max, sink);", "const float larger = row_max;"),
     "scaled as scores are": (
-        *PACKED,
-        "",
-        "load_sink(params, head) * (1.0f / kLn2)",
-        "load_sink(params, head) * params.scale_log2",
-    ),
+        *PACKED, "", "load_sink(params, head) * (1.0f / kLn2)",
+        "load_sink(params, head) * params.scale_log2"),
     "the head of the group for all of its rows": (
-        *PACKED,
-        "",
-        "tile.head + some_row - query_of_row(params, some_row) * params.group_size",
-        "tile.head",
-    ),
+        *PACKED, "", "tile.head + some_row - query_of_row(params, some_row) * params.group_size",
+        "tile.head"),
     "bfloat16 read as fp32": (*PACKED, "", "params.sink_bytes == 2", "params.sink_bytes == 3"),
     "O not rescaled": (*PACKED, "", "__fdividef(rescale, row_sum)", "__fdividef(1.0f, row_sum)"),
     "the gradient with the wrong sign": (
-        *BACKWARD[0],
-        "sinks",
-        "params.dsinks + head, -sum",
-        "params.dsinks + head, sum",
-    ),
-    "the gradient without that of the LSE": (
-        *BACKWARD[1],
-        "preprocess",
-        "sum - dlse",
-        "sum",
-    ),
+        *BACKWARD[0], "sinks", "params.dsinks + head, -sum", "params.dsinks + head, sum"),
+    "the gradient without that of the LSE": (*BACKWARD[1], "preprocess", "sum - dlse", "sum"),
     "a reduction that misses its last rows": (
-        *BACKWARD[1],
-        "sinks",
-        "row >= params.seqlen_q; row -=",
-        "row >= params.seqlen_q - 9; row -=",
-    ),
+        *BACKWARD[1], "sinks", "row >= params.seqlen_q; row -=", "row >= params.seqlen_q - 9; row -="),
     "a reduction over the first sequence alone": (
-        *BACKWARD[1],
-        "sinks",
-        "return sequence < params.batch_size;\n    }\n\n    // Where",
-        "return sequence < 1;\n    }\n\n    // Where",
-    ),
+        *BACKWARD[1], "sinks", "return sequence < params.batch_size;\n    }\n\n    // Where",
+        "return sequence < 1;\n    }\n\n    // Where"),
     "a warp whose sum is lost": (*BACKWARD[0], "sinks", "lane < kWarps ?", "lane < 2 ?"),
     "packed sequences without units of their own": (
-        *VARLEN_BACKWARD,
-        "sinks",
-        "(rows_before / kUnit + sequence) * kUnit;",
-        "rows_before / kUnit * kUnit;",
-    ),
+        *VARLEN_BACKWARD, "sinks", "(rows_before / kUnit + sequence) * kUnit;",
+        "rows_before / kUnit * kUnit;"),
     "sums that are not awaited": (*BACKWARD[0], "sinks", "__syncthreads();", ""),
-}
+}  # fmt: skip
 FOUND_BY = {WRONG, "race", "alignment", "global bounds", "uninitialised shared memory"}
 # Where the fault needs certain sinks.
 ABOVE = (

@@ -7,14 +7,13 @@ from __future__ import annotations
 import pytest
 
 from flashgen.simulator.example import Shape
-from simulator.calls import calls_of, check_of, first_check, main_variants, result_bits, small_gpu, with_fault
+from simulator.calls import calls_of, check_of, first_check, main_kernels, result_bits, small_gpu, with_fault
 from simulator.faults_sparse_codes import FAULTS
 
-MAIN = {
-    variant.name: variant
-    for variant in main_variants("sparse_latent_attention")
-    if variant.axis("kv_dtype") != "none"
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator == "sparse_latent_attention",
+    lambda variant: variant.axis("kv_dtype") != "none",
+)
 NARROW = Shape(3, 70, heads=20, batch=2, head_dim=336, head_dim_v=272)
 SHAPES = (
     Shape(1, 1, heads=1, batch=2),

@@ -15,7 +15,7 @@ from simulator.calls import (
     calls_of,
     check_of,
     first_check,
-    main_variants,
+    main_kernels,
     result_bits,
     simulated,
     small_gpu,
@@ -23,11 +23,10 @@ from simulator.calls import (
 )
 from simulator.faults_sparse_latent import COMBINE_FAULTS, FAULTS
 
-MAIN = {
-    variant.name: variant
-    for variant in main_variants("sparse_latent_attention")
-    if variant.axis("kv_dtype") == "none"
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator == "sparse_latent_attention",
+    lambda variant: variant.axis("kv_dtype") == "none",
+)
 # seqlen_kv are the entries of a list.
 SHAPES = (
     Shape(1, 1, heads=1, batch=2),

@@ -6,22 +6,17 @@ import dataclasses
 
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
-from simulator.calls import check_on, first_check
+from simulator.calls import check_on, first_check, main_kernels, with_fault
 from simulator.edits import replace
 from simulator.faults import BOUNDS, WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator.startswith("attention") and spec.has_lengths and "kv_starts" in spec.axes
-    for variant in spec.select(kv_starts="starts")
-    if variant.is_main
-}
+MAIN = main_kernels(
+    lambda spec: spec.operator.startswith("attention") and spec.has_lengths and "kv_starts" in spec.axes,
+    kv_starts="starts",
+)
 MULTIPROCESSORS = 3
 
 # Keys of several blocks; a group of heads that does not divide a tile.
@@ -82,78 +77,38 @@ FAULTS = {
     "a start rounded down to a block": (*ROWS, "", START, f"{START} / kBlockN * kBlockN"),
     "a start that shortens nothing": (*ROWS, "", "return {begin, end - begin};", "return {begin, end};"),
     "a length without the start": (
-        *HOPPER,
-        "main",
-        "return {begin, end - begin};",
-        "return {0, end - begin};",
-    ),
+        *HOPPER, "main", "return {begin, end - begin};", "return {0, end - begin};"),
     "pages from row 0": (*PAGES, "", f"own.kv_start = {BEGIN};", "own.kv_start = 0;"),
     "the mask from column 0": (*CASES[2], "", f"own.mask += {BEGIN};", ""),
     "a mask read in words": (*CASES[2], "", "own.mask_vector_width = 1;", ""),
     "a tile that is taken before the first one": (
-        *HOPPER,
-        "count",
-        "store_global_32(params.tiles_taken, 0u);",
-        "store_global_32(params.tiles_taken, 1u);",
-    ),
+        *HOPPER, "count", "store_global_32(params.tiles_taken, 0u);",
+        "store_global_32(params.tiles_taken, 1u);"),
     "row blocks from the first key": (
-        *HOPPER,
-        "main",
-        "row_block - __shfl_sync(0xffffffff, of_lane.begin, found)",
-        "row_block",
-    ),
+        *HOPPER, "main", "row_block - __shfl_sync(0xffffffff, of_lane.begin, found)", "row_block"),
     "the first sequence of a row block alone": (*HOPPER, "main", "== of_number", "== 0"),
     "a start of a row that no sequence has": (
-        *HOPPER,
-        "main",
-        "tile.first_key = keys.begin;",
-        "tile.first_key = 0;",
-    ),
+        *HOPPER, "main", "tile.first_key = keys.begin;", "tile.first_key = 0;"),
     "a split that begins below the start": (
-        *SPLIT,
-        "decode",
-        "lengths.keys.begin * params.k_row_stride",
-        "0 * params.k_row_stride",
-    ),
+        *SPLIT, "decode", "lengths.keys.begin * params.k_row_stride", "0 * params.k_row_stride"),
     "parts of other lengths are combined": (
-        *SPLIT,
-        "combine",
-        "return {begin, end - begin};",
-        "return {begin, end};",
-    ),
+        *SPLIT, "combine", "return {begin, end - begin};", "return {begin, end};"),
     "pages of a split from row 0": (
-        *PAGED_SPLIT,
-        "decode",
-        "return fetch.place.lengths.keys.begin + fetch.first_key;",
-        "return fetch.first_key;",
-    ),
+        *PAGED_SPLIT, "decode", "return fetch.place.lengths.keys.begin + fetch.first_key;",
+        "return fetch.first_key;"),
     "pages of a cluster from row 0": (*CLUSTER, "", "return params.kv_start + key;", "return key;"),
     "gradients before the start stay": (
-        *BACKWARD,
-        "main",
-        "return row < stored_rows ? row : row - stored_rows;",
-        "return row < stored_rows ? row : row - 1;",
-    ),
+        *BACKWARD, "main", "return row < stored_rows ? row : row - stored_rows;",
+        "return row < stored_rows ? row : row - 1;"),
     "gradients one start too early": (*BACKWARD, "main", "row += first_row_kv;", ""),
     "the keys of a gradient from row 0": (
-        *BACKWARD,
-        "main",
-        "own.v += block.first_row_kv * params.v_row_stride;",
-        "",
-    ),
+        *BACKWARD, "main", "own.v += block.first_row_kv * params.v_row_stride;", ""),
     "a block of the table without its start": (
-        *HOPPER_BACKWARD,
-        "preprocess",
-        "block.first_row_kv = keys_of(params, block.batch).begin;",
-        "block.first_row_kv = 0;",
-    ),
+        *HOPPER_BACKWARD, "preprocess", "block.first_row_kv = keys_of(params, block.batch).begin;",
+        "block.first_row_kv = 0;"),
     "gradients past the end on Hopper": (
-        *HOPPER_BACKWARD,
-        "main",
-        "return row < stored_rows ? row : row - stored_rows;",
-        "return row;",
-    ),
-}
+        *HOPPER_BACKWARD, "main", "return row < stored_rows ? row : row - stored_rows;", "return row;"),
+}  # fmt: skip
 FOUND_BY = {WRONG, "race", "alignment", *BOUNDS}
 
 
@@ -161,11 +116,9 @@ FOUND_BY = {WRONG, "race", "alignment", *BOUNDS}
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     name, shape, step, old, new = FAULTS[fault]
     variant = MAIN[name]
-
-    def planted(of_step):
-        is_it = of_step.step == step or not step
-        return replace(render(of_step), old, new, fault) if is_it else render(of_step)
-
+    planted = with_fault(
+        lambda source: replace(source, old, new, fault), lambda of_step: of_step.step == step or not step
+    )
     seeds = range(fixed_seed, fixed_seed + 6)
     check = first_check(variant, shape, seeds, planted, device=device_of(variant))
     assert check in FOUND_BY

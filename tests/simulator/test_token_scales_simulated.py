@@ -5,20 +5,13 @@ import pytest
 from ml_dtypes import bfloat16
 
 from codetiles import write_specs
-from flashgen.families.load import load_specs
 from flashgen.simulator.example import Shape, make
-from simulator.calls import check_on, first_check, small_gpu_of_shares, with_fault
+from simulator.calls import check_on, first_check, main_kernels, small_gpu_of_shares, with_fault
 from simulator.codes import two_caches, variants_of_same_bits
 from simulator.edits import replace
 from simulator.faults import ASYNC, BOUNDS, WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if "token" in spec.axes.get("kv_scales", ())
-    for variant in spec.select(kv_scales="token")
-    if variant.is_main
-}
+MAIN = main_kernels(lambda spec: "token" in spec.axes.get("kv_scales", ()), kv_scales="token")
 # Shares that end within tiles; a group of heads that does not divide a tile.
 TOKENS = Shape(2, 2100, 6, 2, batch=3)
 PAGES = (
@@ -73,56 +66,36 @@ def test_bits_are_those_of_the_numbers_that_codes_stand_for(
 
 FAULTS = {
     "the scale of K of another token": (
-        *SPLIT,
-        "scale_of_keys(k_scales, 8 * j, lane)",
-        "scale_of_keys(k_scales, 0, lane)",
-    ),
+        *SPLIT, "scale_of_keys(k_scales, 8 * j, lane)", "scale_of_keys(k_scales, 0, lane)"),
     "the scale of K of the token before": (*CLUSTER, "e % 2 == 0 ? scale.x : scale.y", "scale.x"),
     "the scale of V of another token": (*PAGES, "scale_of_keys(v_scales, 16 * j + 8, lane)", "upper_scale"),
     "the scale of K for V": (
-        *CLUSTER_PAGES,
-        "v_scales = k_scales + kBlockN * sizeof(float)",
-        "v_scales = k_scales",
-    ),
+        *CLUSTER_PAGES, "v_scales = k_scales + kBlockN * sizeof(float)", "v_scales = k_scales"),
     "the scale of K of head 0": (*CLUSTER, "tile.kv_head * params.k_scale_head_stride", "0"),
     "the scale of V of head 0": (*PAGES, "tile.kv_head * params.v_scale_head_stride", "0"),
     "the scale of K of row 0 of the cache": (*SPLIT, "entry * params.k_scale_batch_stride", "0"),
     "the scale of page 0": (*PAGES, "head + page * page_stride + row_of_page", "head + row_of_page"),
     "the scale of a page of the next block": (
-        *CLUSTER_PAGES,
-        "params.k_scale_row_stride, fetch.scale_pages",
-        "params.k_scale_row_stride, fetch.pages",
-    ),
+        *CLUSTER_PAGES, "params.k_scale_row_stride, fetch.scale_pages",
+        "params.k_scale_row_stride, fetch.pages"),
     "scales of pages that a group's other warp knows": (
-        *PAGES,
-        "first / 32 % kGroupWarps != threadIdx.x % kGroupThreads / 32",
-        "threadIdx.x % kGroupThreads / 32 != 0 && first > 0",
-    ),
+        *PAGES, "first / 32 % kGroupWarps != threadIdx.x % kGroupThreads / 32",
+        "threadIdx.x % kGroupThreads / 32 != 0 && first > 0"),
     "a NaN scale in an unused row": (*CLUSTER, "rows.has(key) ? 4 : 0", "4"),
     "V of a prompt without its scales": (
-        *PROMPT,
-        "convert_scaled_codes(v_codes, smem + kVOffset, scales_of(block) + kBlockN * sizeof(float))",
-        "convert_codes(v_codes, smem + kVOffset)",
-    ),
+        *PROMPT, "convert_scaled_codes(v_codes, smem + kVOffset, scales_of(block) + kBlockN * sizeof(float))",
+        "convert_codes(v_codes, smem + kVOffset)"),
     "a prompt's scales of one block at a time": (
-        *PROMPT,
-        "kScalesOffset + block % 2 *",
-        "kScalesOffset + 0 *",
-    ),
+        *PROMPT, "kScalesOffset + block % 2 *", "kScalesOffset + 0 *"),
     "the largest element of half of a row": (*APPEND, "distance = threads / 2", "distance = threads / 4"),
     "the scale of an appended token in slot 0": (*APPEND, "slot * params.v_scale_out_row_stride", "0"),
     "the scale of an appended token of head 0": (
-        *APPEND,
-        "slot * params.k_scale_out_row_stride + head",
-        "slot * params.k_scale_out_row_stride",
-    ),
+        *APPEND, "slot * params.k_scale_out_row_stride + head", "slot * params.k_scale_out_row_stride"),
     "a prompt's scale of V of page 0": (*PROMPT_PAGES, "page * params.v_scale_batch_stride", "0"),
     "a prompt's scale of K of the next slot": (
-        *PROMPT_PAGES,
-        "row_of_page * params.k_scale_row_stride",
-        "(row_of_page + 1) % params.page_size * params.k_scale_row_stride",
-    ),
-}
+        *PROMPT_PAGES, "row_of_page * params.k_scale_row_stride",
+        "(row_of_page + 1) % params.page_size * params.k_scale_row_stride"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

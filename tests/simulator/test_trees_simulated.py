@@ -6,19 +6,12 @@ import dataclasses
 
 import pytest
 
-from flashgen.families.load import load_specs
 from flashgen.simulator.example import Shape, make
-from simulator.calls import check_on, first_check, small_gpu_of_shares, with_fault
+from simulator.calls import check_on, first_check, main_kernels, small_gpu_of_shares, with_fault
 from simulator.edits import replace
 from simulator.faults import BOUNDS, WRONG
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention" and spec.has_lengths
-    for variant in spec.select(mask_type="tree")
-    if variant.is_main
-}
+MAIN = main_kernels(lambda spec: spec.operator == "attention" and spec.has_lengths, mask_type="tree")
 
 # Words are random: drafts that do not see themselves, and bits of drafts that do not exist.
 # Keys of several blocks, drafts in two of them; a group of heads that does not divide a tile.
@@ -64,27 +57,18 @@ FAULTS = {
     "keys before the drafts are hidden": (*CLUSTER, "hidden << -shift", "~uint64_t(0)"),
     "bits are turned": (*HOPPER, ": hidden << -shift", ": hidden >> -shift"),
     "the block with the first draft is left out": (
-        *ROWS,
-        END,
-        "params.seqlen_kv - params.seqlen_q - 1 + 0 * kKeyTiles",
-    ),
+        *ROWS, END, "params.seqlen_kv - params.seqlen_q - 1 + 0 * kKeyTiles"),
     "drafts begin where all sequences end": (
-        *DECODE,
-        "const int first_draft = params.seqlen_kv - params.seqlen_q;",
-        "const int first_draft = params.seqlen_kv - 64;",
-    ),
+        *DECODE, "const int first_draft = params.seqlen_kv - params.seqlen_q;",
+        "const int first_draft = params.seqlen_kv - 64;"),
     "the tree of sequence 0": (*DECODE, "own.tree += sequence * params.tree_batch_stride + first_query;", ""),
     "the tree of sequence 0 on Hopper": (
-        *HOPPER,
-        "sequence_params.tree += found.sequence * params.tree_batch_stride + found.first_query;",
-        "",
-    ),
+        *HOPPER, "sequence_params.tree += found.sequence * params.tree_batch_stride + found.first_query;",
+        ""),
     "a half of the rows on Hopper": (
-        *HOPPER,
-        "half < 2; ++half) {\n        const int query",
-        "half < 1; ++half) {\n        const int query",
-    ),
-}
+        *HOPPER, "half < 2; ++half) {\n        const int query",
+        "half < 1; ++half) {\n        const int query"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

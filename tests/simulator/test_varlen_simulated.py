@@ -7,24 +7,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.errors import BadParam, SimulationError
-from flashgen.families.load import load_specs
+from flashgen.errors import BadParam
 from flashgen.families.params import TENSOR_MAP
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.tensormap import expressible
 from flashgen.simulator import hardware
-from flashgen.simulator.example import Shape, make, run_steps
-from flashgen.simulator.library import load
+from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
+from simulator.calls import check_on, main_kernels, with_fault
 from simulator.faults import ASYNC, BOUNDS, NUMBERS, WRONG, fault
 
-VARIANTS = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention" and spec.has_lengths
-    for variant in spec.variants()
-    if variant.is_main
-}
+VARIANTS = main_kernels(lambda spec: spec.operator == "attention" and spec.has_lengths)
 # Each mask with rows and pages; grouped heads and packed GQA; both dtypes' MMAs; the tile without a name.
 PLAIN = "flash_fwd_varlen_hdim32_fp16_m64_sm80"
 CAUSAL = "flash_fwd_varlen_hdim32_bf16_causal_m64_sm80"
@@ -106,16 +99,10 @@ def example_of(variant, shape, seed, packed_q=None, packed_kv=None, page_size=No
     raise AssertionError("no seed packs sequences so")
 
 
-def verdict_of(variant, example, seed, sources=None, multiprocessors=3):
+def verdict_of(variant, example, seed, source_of=render, multiprocessors=3):
     """The check that found something, or None."""
-    sources = sources or [render(step) for step in variant.steps]
-    libraries = [load(source, step.name) for source, step in zip(sources, variant.steps, strict=True)]
     device = dataclasses.replace(hardware.pretend_for(variant), num_sms=multiprocessors)
-    try:
-        run_steps(libraries, variant, example, seed=seed, device=device)
-    except SimulationError as error:
-        return error.check
-    return None if example.judge().ok else WRONG
+    return check_on(variant, example, seed, source_of, device=device)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -446,14 +433,12 @@ def test_a_planted_fault_is_found(fault, packing, compiler, fixed_seed):
     """By one of a few examples: whether lengths and page tables of one show a fault is up to chance."""
     variant, packing = MAIN_OF[fault.variant], dict(packing)
     indexed, seed, shape = packing.pop("index", False), fixed_seed, grouped(variant, fault.shape)
-    sources = [
-        fault.plant(render(step)) if step.name == fault.variant else render(step) for step in variant.steps
-    ]
+    planted = with_fault(fault.plant, lambda step: step.name == fault.variant)
     verdicts = []
     while len(verdicts) < 4:
         example = example_of(variant, shape, seed, **packing)
         if not indexed or (example.lengths["index"] is not None and example.lengths["index"][0] != 0):
-            verdicts.append(verdict_of(variant, example, seed, sources, fault.multiprocessors or 3))
+            verdicts.append(verdict_of(variant, example, seed, planted, fault.multiprocessors or 3))
             if verdicts[-1] in fault.caught:
                 return
         seed += 100  # example_of() has looked so far: the next one may give the same example

@@ -7,12 +7,10 @@ import dataclasses
 import pytest
 
 from flashgen.call.fields import PLAN_KEYWORDS
-from flashgen.errors import SimulationError
 from flashgen.families.load import load_specs
 from flashgen.families.scores import load_scores
-from flashgen.simulator.example import Shape, make, run
-from flashgen.simulator.library import load
-from flashgen.source.render import render
+from flashgen.simulator.example import Shape
+from simulator.calls import check_of, with_fault
 from simulator.faults import ASYNC, NUMBERS, WRONG, fault
 
 VARIANTS = {
@@ -81,22 +79,12 @@ def fitting(variant, shape):
     return dataclasses.replace(shape, **heads)
 
 
-def verdict_of(variant, source, shape, seed):
-    """The check that found something, or None."""
-    example = make(variant, shape, seed)
-    try:
-        run(load(source, variant.name), variant, example, seed=seed)
-    except SimulationError as error:
-        return error.check
-    return None if example.judge().ok else WRONG
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_within_the_bound(name, compiler, fresh_seed):
     variant = VARIANTS[name]
     for shape in (RAGGED, LONG, FEW_KEYS, WIDE):
         fits = fitting(variant, shape)
-        assert verdict_of(variant, render(variant), fits, fresh_seed) is None, fits
+        assert check_of(variant, fits, fresh_seed) is None, fits
 
 
 @pytest.mark.parametrize("score", ["softcap", "alibi", "alibi_symmetric", "bias"])
@@ -104,15 +92,16 @@ def test_score_modifications(score, compiler, fresh_seed):
     modification = load_scores(keywords=PLAN_KEYWORDS).by_name[score]
     for name in (GQA, CAUSAL, DENSE, FP32):
         variant = VARIANTS[name].modified(modification)
-        assert verdict_of(variant, render(variant), fitting(variant, RAGGED), fresh_seed) is None, name
+        assert check_of(variant, fitting(variant, RAGGED), fresh_seed) is None, name
 
 
 @pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
 def test_a_planted_fault_is_found(planted, compiler, fixed_seed):
     variant = VARIANTS[planted.variant]
-    assert verdict_of(variant, planted.plant(render(variant)), planted.shape, fixed_seed) in planted.caught
+    found = check_of(variant, planted.shape, fixed_seed, with_fault(planted.plant))
+    assert found in planted.caught
 
 
 def test_without_them_nothing_is_found(compiler, fresh_seed):
     for name, shape in sorted({(x.variant, x.shape) for x in FAULTS}, key=str):
-        assert verdict_of(VARIANTS[name], render(VARIANTS[name]), shape, fresh_seed) is None
+        assert check_of(VARIANTS[name], shape, fresh_seed) is None

@@ -69,8 +69,7 @@ def test_an_entry_of_a_bundle_that_unpacks_to_gigabytes(honest, tmp_path, little
     path = tmp_path / "b.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
         file.writestr(
-            "manifest.json",
-            json.dumps({"format": 2, "flashgen": __version__} | {"compiler": "x"} | LISTED),
+            "manifest.json", json.dumps({"format": 2, "flashgen": __version__} | {"compiler": "x"} | LISTED)
         )
         with file.open(f"entries/{KEY}", "w") as member:
             for _ in range(16):

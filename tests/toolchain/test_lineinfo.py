@@ -1,10 +1,8 @@
 """Instructions with the lines that they come from."""
 
-import pytest
-
 from flashgen.families.load import load_specs
 from flashgen.source.render import render
-from flashgen.toolchain.disassemble import NoDisassemblerError, mnemonics, nvdisasm, sass
+from flashgen.toolchain.disassemble import mnemonics, sass
 from flashgen.toolchain.lineinfo import Place, _parsed, compile_with_lines, instructions
 
 TEXT = """\
@@ -29,12 +27,7 @@ def test_an_instruction_has_its_line_and_the_calls_around_it():
     assert (last.label, last.places) == ("", branch.places)
 
 
-def test_lines_do_not_change_the_machine_code():
-    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
-    try:
-        nvdisasm()
-    except NoDisassemblerError:
-        pytest.skip("there is no nvdisasm")
+def test_lines_do_not_change_the_machine_code(disassembler):
     from flashgen.toolchain.obtain import obtain
 
     variant = next(v for s in load_specs() for v in s.variants() if v.name == "flash_fwd_hdim64_fp16_sm80")

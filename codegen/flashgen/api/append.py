@@ -10,13 +10,7 @@ from flashgen.call.latent import width_of_values
 from flashgen.call.record import AppendCall, call_of
 from flashgen.call.request import Request
 from flashgen.call.signature import public
-from flashgen.errors import (
-    BadParam,
-    FlashgenError,
-    NullPointer,
-    arg,
-    naming,
-)
+from flashgen.errors import BadParam, FlashgenError, NullPointer, arg, naming
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.runtime import arrays, dlpack

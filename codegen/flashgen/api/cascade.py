@@ -24,17 +24,8 @@ from flashgen.call.keywords import unexpected
 from flashgen.call.kvcache import KVCache
 from flashgen.call.record import AttentionCall, call_of
 from flashgen.call.request import names_of, request_of
-from flashgen.errors import (
-    BadParam,
-    FlashgenError,
-    NullPointer,
-    arg,
-    naming,
-)
-from flashgen.operators.arguments import (
-    flag,
-    shown,
-)
+from flashgen.errors import BadParam, FlashgenError, NullPointer, arg, naming
+from flashgen.operators.arguments import flag, shown
 from flashgen.operators.contract import MAX_SEQLEN, check_rank
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.runtime import arrays, check, dlpack, torchkind

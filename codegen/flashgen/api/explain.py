@@ -155,9 +155,7 @@ def warmup(
     return tuple(runner.variant.name for runner in runners)
 
 
-def problems_of(
-    calls: Iterable[Mapping[str, Any]] | str | PathLike[str],
-) -> list[tuple[Problem, str | None]]:
+def problems_of(calls: Iterable[Mapping[str, Any]] | str | PathLike[str]) -> list[tuple[Problem, str | None]]:
     """The Problem of each call of a `warmup`, on GPU 0, and its algorithm. Raises what `warmup` raises."""
     problems = []
     for call in _calls(calls):

@@ -8,20 +8,8 @@ from typing import TYPE_CHECKING, Any
 from flashgen.api.merge import check_list, check_pair
 from flashgen.call.compute import are_all
 from flashgen.call.kvcache import KVCache
-from flashgen.errors import (
-    BadParam,
-    BadTensorShape,
-    BadTensorStrides,
-    FlashgenError,
-    arg,
-    naming,
-)
-from flashgen.operators.arguments import (
-    ArrayLayout,
-    check_devices,
-    check_layouts,
-    normal_strides,
-)
+from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, arg, naming
+from flashgen.operators.arguments import ArrayLayout, check_devices, check_layouts, normal_strides
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.contract import check_beside_q, check_dtypes, check_out

@@ -3,9 +3,9 @@
 >>> from flashgen.compat.flash_attn import flash_attn_func
 
 Arrays are as in ``flashgen.attention``: PyTorch, CuPy, NumPy, JAX and others; fp16, bf16, and fp32, which
-flash-attn itself lacks. NotImplementedError names an argument that flashgen does not compute: gradients of
-caches and blocks, and dropout. Other errors are as in
-``flashgen.attention`` and ``flashgen.append``, with this module's names of arguments.
+flash-attn itself lacks. NotImplementedError names what flashgen does not compute, for example gradients of
+caches and blocks. Other errors are as in ``flashgen.attention`` and ``flashgen.append``, with this module's
+names of arguments.
 """
 
 from __future__ import annotations
@@ -141,20 +141,9 @@ def flash_attn_qkvpacked_func(
     strides. Everything else is as there.
     """
     q, k, v = unpacked("qkv", qkv, "batch, seqlen, 3, nheads, headdim")
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     with naming(_QKV):
-        return flash_attn_func(
-            q,
-            k,
-            v,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-        )
+        return flash_attn_func(q, k, v, *options, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -173,20 +162,9 @@ def flash_attn_kvpacked_func(
     strides. Everything else is as there.
     """
     k, v = unpacked("kv", kv, "batch, seqlen_k, 2, nheads_k, headdim")
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     with naming(_KV):
-        return flash_attn_func(
-            q,
-            k,
-            v,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-        )
+        return flash_attn_func(q, k, v, *options, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -299,24 +277,10 @@ def flash_attn_varlen_qkvpacked_func(
     strides; cu_seqlens and max_seqlen count both queries and keys. Everything else is as there.
     """
     q, k, v = unpacked("qkv", qkv, "total, 3, nheads, headdim")
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     with naming(_QKV_SEQUENCES):
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens,
-            cu_seqlens,
-            max_seqlen,
-            max_seqlen,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-        )
+        return flash_attn_varlen_func(q, k, v, *lengths, *options, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -339,24 +303,10 @@ def flash_attn_varlen_kvpacked_func(
     strides. Everything else is as there.
     """
     k, v = unpacked("kv", kv, "total_k, 2, nheads_k, headdim")
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     with naming(_KV):
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-        )
+        return flash_attn_varlen_func(q, k, v, *lengths, *options, return_attn_probs)
 
 
 def __getattr__(name: str) -> Any:

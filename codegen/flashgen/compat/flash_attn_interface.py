@@ -165,24 +165,11 @@ def flash_attn_qkvpacked_func(
                 "twice the heads of k"
             )
         q, k, v = qkv.split((num_heads_q, kv_heads, kv_heads), 2)
+    scales = q_descale, k_descale, v_descale
+    options = window_size, attention_chunk, softcap
+    named = {"deterministic": deterministic, "sm_margin": sm_margin, "return_attn_probs": return_attn_probs}
     with naming({"q": "qkv", "k": "qkv", "v": "qkv"}):
-        return flash_attn_func(
-            q,
-            k,
-            v,
-            softmax_scale,
-            causal,
-            None,
-            q_descale,
-            k_descale,
-            v_descale,
-            window_size,
-            attention_chunk,
-            softcap,
-            deterministic=deterministic,
-            sm_margin=sm_margin,
-            return_attn_probs=return_attn_probs,
-        )
+        return flash_attn_func(q, k, v, softmax_scale, causal, None, *scales, *options, **named)
 
 
 def flash_attn_varlen_func(
@@ -363,32 +350,13 @@ def flash_attn_with_kvcache(
         rotary_seqlens=rotary_seqlens,
         scheduler_metadata=scheduler_metadata,
     )
+    new = k, v, rotary_cos, rotary_sin
+    places = cache_seqlens, cache_batch_idx, cache_leftpad, page_table
+    options = softmax_scale, causal, window_size, softcap, rotary_interleaved
+    named = {"num_splits": num_splits, "return_softmax_lse": return_softmax_lse, "s_aux": s_aux}
+    named |= {"sm_margin": sm_margin, "k_descale": k_descale, "v_descale": v_descale}
     with naming({"block_table": "page_table"}):
-        return _with_kvcache(
-            q,
-            k_cache,
-            v_cache,
-            k,
-            v,
-            rotary_cos,
-            rotary_sin,
-            cache_seqlens,
-            cache_batch_idx,
-            cache_leftpad,
-            page_table,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            rotary_interleaved,
-            None,
-            num_splits,
-            return_softmax_lse,
-            s_aux=s_aux,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            sm_margin=sm_margin,
-        )
+        return _with_kvcache(q, k_cache, v_cache, *new, *places, *options, **named)
 
 
 def flash_attn_combine(out_partial: Any, lse_partial: Any, out: Any = None, out_dtype: Any = None) -> Any:

@@ -103,12 +103,12 @@ def flash_attn_with_kvcache(
     Returns out, (batch, seqlen_q, nheads, headdim), or, with return_softmax_lse, (out, softmax_lse) with the
     LSE in fp32, (batch, nheads, seqlen_q).
 
-    Raises NotImplementedError for arrays that require a gradient; for another number of queries than new
-    tokens where both are rotated and causal, in a window, or with a cache_leftpad, and there for several that
-    are not causal; BadTensorShape
-    for a cache of another row; BadParam for an int beyond the cache, and splits that no kernel can make; and
-    what ``flashgen.append`` and ``flashgen.attention`` raise, of which nothing that the host can tell without
-    reading elements is raised after the cache was written to.
+    Raises NotImplementedError for arrays that require a gradient. With rotary_cos it also raises it for
+    another number of queries than new tokens, if the call is causal, has a window, or has a cache_leftpad;
+    and for several queries with a cache_leftpad that are not causal. Raises BadTensorShape for rows of a
+    cache that are no multiple of 16 bytes, BadParam for an int beyond the cache and for splits that no kernel
+    can make, and what ``flashgen.append`` and ``flashgen.attention`` raise. An error that the host can tell
+    without reading elements is raised before the cache is written to.
     """
     refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     refuse_gradients(rotary_cos=rotary_cos, rotary_sin=rotary_sin, s_aux=s_aux, alibi_slopes=alibi_slopes)

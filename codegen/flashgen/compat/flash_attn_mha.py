@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MHA", "InferenceParams", "get_alibi_slopes"]
 
-# Elements of a row that kernels rotate: a multiple of this.
-
 
 @dataclass
 class InferenceParams:

@@ -122,14 +122,17 @@ def _differentiate(
     dropout_p: float,
     rng_state: Tensor | None,
     options: dict[str, Any],
-) -> tuple[Tensor, ...]:
+) -> Tensor:
+    """Write the gradients ``into`` tensors. Returns softmax_d, the sum of dout times out of each row."""
     *tensors, lse = arrays
     with torch.no_grad(), naming(_NAMES):
         options |= {"dropout_p": dropout_p}
         if dropout_p:
             options |= {"dropout_seed": rng_state}
         tensors = [readable_rows(x) for x in tensors]
-        return gradients_of_any_width(*tensors, lse.contiguous(), into=into, **options)
+        gradients_of_any_width(*tensors, lse.contiguous(), into=into, **options)
+    dout, out = arrays[0], arrays[4]
+    return (dout.float() * out.float()).sum(-1).transpose(-1, -2).contiguous()
 
 
 def _flash_attn_backward(
@@ -158,8 +161,8 @@ def _flash_attn_backward(
     window = window_size_left, window_size_right
     options = options_of(softmax_scale, causal, window, softcap, alibi_slopes)
     options |= {"deterministic": deterministic}
-    _differentiate((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
-    return _row_sums(dout, out)
+    arrays = dout, q, k, v, out, softmax_lse
+    return _differentiate(arrays, (dq, dk, dv), dropout_p, rng_state, options)
 
 
 def _flash_attn_varlen_backward(
@@ -194,9 +197,5 @@ def _flash_attn_varlen_backward(
     options = options_of(softmax_scale, causal, window, softcap, alibi_slopes)
     options |= _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options |= {"deterministic": deterministic}
-    _differentiate((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
-    return _row_sums(dout, out)
-
-
-def _row_sums(dout: Tensor, out: Tensor) -> Tensor:
-    return (dout.float() * out.float()).sum(-1).transpose(-1, -2).contiguous()
+    arrays = dout, q, k, v, out, softmax_lse
+    return _differentiate(arrays, (dq, dk, dv), dropout_p, rng_state, options)

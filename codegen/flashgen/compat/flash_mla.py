@@ -23,12 +23,7 @@ from flashgen.runtime.arrays import kind_of
 
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
-_NAMES = {
-    "k": "k_cache",
-    "kv_lengths": "cache_seqlens",
-    "lengths": "cache_seqlens",
-    "pages": "block_table",
-}
+_NAMES = {"k": "k_cache", "kv_lengths": "cache_seqlens", "lengths": "cache_seqlens", "pages": "block_table"}
 
 
 class FlashMLASchedMeta:

@@ -42,28 +42,24 @@ def int32s(count: int, value: int, like: Any) -> Any:
     """``count`` times ``value``, on the device of ``like`` and of its library; None where that is unknown."""
     if is_tensor(like):
         return like.new_full((count,), value, dtype=kind_of(like).torch.int32)
-    xp = module_of(like)
-    if xp is None:
-        return None
-    if xp.__name__ == "cupy":
-        with like.device:
-            return xp.full((count,), value, dtype=xp.int32)
-    return xp.full((count,), value, dtype=xp.int32, device=_device_of(like))
+    return _made(like, "full", (count,), value)
 
 
 def counted(count: int, like: Any) -> Any:
     """0 to ``count`` - 1, int32, on the device of ``like`` and of its library; None where that is unknown."""
     if is_tensor(like):
         return kind_of(like).torch.arange(count, dtype=kind_of(like).torch.int32, device=like.device)
+    return _made(like, "arange", count)
+
+
+def _made(like: Any, function: str, *args: Any) -> Any:
+    """An int32 array by a function of the library of ``like``, on its device; None for other libraries."""
     xp = module_of(like)
     if xp is None:
         return None
+    make = getattr(xp, function)
     if xp.__name__ == "cupy":
         with like.device:
-            return xp.arange(count, dtype=xp.int32)
-    return xp.arange(count, dtype=xp.int32, device=_device_of(like))
-
-
-def _device_of(x: Any) -> Any:
-    """The device of an array of NumPy or JAX; None inside ``jax.jit``, which places arrays itself."""
-    return getattr(x, "device", None)
+            return make(*args, dtype=xp.int32)
+    # An array inside ``jax.jit`` has no device: JAX itself places what is made.
+    return make(*args, dtype=xp.int32, device=getattr(like, "device", None))

@@ -11,16 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from flashgen.operators.dropout import (
-    FACTORS,
-    KEYS,
-    LANES,
-    QUERIES,
-    ROUNDS,
-    WEYL,
-    WORD,
-    keep_threshold,
-)
+from flashgen.operators.dropout import FACTORS, KEYS, LANES, QUERIES, ROUNDS, WEYL, WORD, keep_threshold
 
 # A block of 16 queries by 32 keys: query % 8 and key % 8 / 2 are lanes; key / 8, query / 8 and key % 2 bytes.
 _OF_BLOCK = (8, 4, 4, 2, 2)

@@ -269,10 +269,7 @@ def _of_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, An
         k, v = (x[0].unflatten(0, (batch, keys.padding)) for x in (k, v))
         options["kv_lengths"] = keys.seqlen.to(q.device)
         return attention_of_any_width(q[0], k, v, **options)[None]
-    options |= {
-        "cu_seqlens_kv": keys.seqstart.to(q.device),
-        "max_seqlen_kv": Expected(int(keys.max_seqlen)),
-    }
+    options |= {"cu_seqlens_kv": keys.seqstart.to(q.device), "max_seqlen_kv": Expected(int(keys.max_seqlen))}
     return attention_of_any_width(q[0], k[0], v[0], **options)[None]
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from flashgen.families.variant import Variant
+    from flashgen.operators.attention_problem import AttentionProblem
     from flashgen.operators.sequences import Sequence
     from flashgen.simulator.example import Shape
 
@@ -96,23 +97,7 @@ class BackwardExample:
     def forward(self) -> None:
         """Fill out and lse with the results that a forward call has for the lengths as they are now."""
         for part, arrays in self._parts():
-            right = attention(
-                *(widened(arrays[name], part.dtype) for name in ("q", "k", "v")),
-                part.dtype,
-                part.softmax_scale,
-                Band.of(part),
-                dense_mask(part, arrays),
-                modification=modification_of(part, arrays),
-                sinks=sinks_of(part, arrays),
-                rule=visibility_of(part, arrays),
-                dropout=dropout_of(part, arrays),
-            )
-            rounded = bfloat16_bits(right.out.astype(np.float32)) if part.dtype == "bf16" else right.out
-            arrays["out"][...] = rounded
-            arrays["lse"][...] = right.lse
-            if arrays["dlse"] is not None:  # the gradient of an LSE of -inf has no effect
-                finite = np.nan_to_num(arrays["dlse"], nan=1.0)
-                arrays["dlse"][...] = np.where(np.isneginf(right.lse), np.nan, finite)
+            fill_forward(part, arrays)
 
     def judge(self) -> GradientVerdict:
         """How far the outputs are from float64: the worst of all sequences. Rows outside all sequences must
@@ -144,6 +129,28 @@ class BackwardExample:
             for name in self.gradients:
                 part[name][...] = 0
         return copies
+
+
+def fill_forward(problem: AttentionProblem, arrays: Arrays) -> None:
+    """Fill out and lse with the results of the forward call, by name; dlse is NaN where lse is -inf, so that
+    it has no effect.
+    """
+    right = attention(
+        *(widened(arrays[name], problem.dtype) for name in ("q", "k", "v")),
+        problem.dtype,
+        problem.softmax_scale,
+        Band.of(problem),
+        dense_mask(problem, arrays),
+        modification=modification_of(problem, arrays),
+        sinks=sinks_of(problem, arrays),
+        rule=visibility_of(problem, arrays),
+        dropout=dropout_of(problem, arrays),
+    )
+    arrays["out"][...] = bfloat16_bits(right.out.astype(np.float32)) if problem.dtype == "bf16" else right.out
+    arrays["lse"][...] = right.lse
+    if arrays["dlse"] is not None:
+        finite = np.nan_to_num(arrays["dlse"], nan=1.0)
+        arrays["dlse"][...] = np.where(np.isneginf(right.lse), np.nan, finite)
 
 
 def make(variant: Variant, shape: Shape, seed: int) -> BackwardExample:
@@ -202,14 +209,12 @@ def _with_lengths(variant: Variant, shape: Shape, rng: np.random.Generator) -> t
     packed_q, packed_kv = (bool(rng.integers(2)) for _ in range(2))
     packed_kv = packed_kv and not starts
     if packed_q:
-        lengths["cu_seqlens_q"] = randomarrays.boundaries(q_lengths)
-        q_rows, used_q = randomarrays.packed(rng, q_lengths, _ROWS_AFTER)
+        q_rows, used_q = randomarrays.packed(rng, lengths, "cu_seqlens_q", q_lengths, _ROWS_AFTER)
     else:
         q_rows = (batch, shape.seqlen_q)
         used_q = np.ones(q_rows, bool)
     if packed_kv:
-        lengths["cu_seqlens_kv"] = randomarrays.boundaries(kv_lengths)
-        kv_rows, used_kv = randomarrays.packed(rng, kv_lengths, _ROWS_AFTER)
+        kv_rows, used_kv = randomarrays.packed(rng, lengths, "cu_seqlens_kv", kv_lengths, _ROWS_AFTER)
     else:
         lengths["kv_lengths"] = kv_lengths.astype(np.int32)
         kv_rows = (batch, shape.seqlen_kv + int(rng.integers(3)))
@@ -273,12 +278,9 @@ def _normalised(
         **options,
         **block_size,
         **line,
-        dropout_p=randomarrays.dropout_p_of(rng, others),
-        dropout_row=randomarrays.dropout_row_of(rng, others),
+        **randomarrays.dropout_of_call(rng, others),
         deterministic=variant.axis("dq_order") != "none",
-        score=variant.score,
-        score_arrays=randomarrays.score_views(score_arrays),
-        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
+        **randomarrays.score_of_call(rng, variant.score, score_arrays),
     )
     params = variant.score.arrays if variant.score else ()
     return problem, arrays | gradients | others | of_line | {

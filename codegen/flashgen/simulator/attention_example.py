@@ -179,12 +179,9 @@ def _without_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExam
         mask=None if mask is None else view_of(mask, "uint8"),
         return_lse=shape.return_lse,
         splits=shape.splits,
-        score=variant.score,
-        dropout_p=randomarrays.dropout_p_of(rng, others),
-        dropout_row=randomarrays.dropout_row_of(rng, others),
+        **randomarrays.dropout_of_call(rng, others),
         **randomarrays.array_views(others),
-        score_arrays=randomarrays.score_views(score_arrays),
-        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
+        **randomarrays.score_of_call(rng, variant.score, score_arrays),
     )
     problem, lists = randomlines.with_lists(masked(problem, variant, shape), variant, of_line)
     others |= of_line | lists
@@ -220,16 +217,14 @@ def random_sequences(
         lengths["kv_starts"] = randomarrays.random_starts(rng, kv_lengths)
     packed_q = bool(rng.integers(2)) and not dense
     if packed_q:
-        lengths["cu_seqlens_q"] = randomarrays.boundaries(q_lengths)
-        q_rows, used = randomarrays.packed(rng, q_lengths, ROWS_AFTER)
+        q_rows, used = randomarrays.packed(rng, lengths, "cu_seqlens_q", q_lengths, ROWS_AFTER)
     else:
         q_rows, used = (batch, shape.seqlen_q), None
     q = randomarrays.used_rows(rng, (*q_rows, shape.heads, head_dim), used, dtype, shape.spread, shape.gap)
     if variant.axis("pages") == "paged":
         kv_rows, used = randomarrays.paged(rng, lengths, kv_lengths, page_sizes_of(variant))
     elif variant.axis_values.get("kv_scales") != TOKEN and rng.integers(2) and not dense and not starts:
-        lengths["cu_seqlens_kv"] = randomarrays.boundaries(kv_lengths)
-        kv_rows, used = randomarrays.packed(rng, kv_lengths, ROWS_AFTER)
+        kv_rows, used = randomarrays.packed(rng, lengths, "cu_seqlens_kv", kv_lengths, ROWS_AFTER)
     else:
         kv_rows, used = randomarrays.cache_rows(
             rng, lengths, kv_lengths, shape, variant.axis("dropout") == "none"
@@ -294,13 +289,10 @@ def _with_lengths(variant: Variant, shape: Shape, seed: int) -> AttentionExample
         else expected_keys(rng, shape, splits),
         return_lse=shape.return_lse,
         splits=splits,
-        score=variant.score,
-        dropout_p=randomarrays.dropout_p_of(rng, others),
-        dropout_row=randomarrays.dropout_row_of(rng, others),
+        **randomarrays.dropout_of_call(rng, others),
         **randomarrays.array_views(of_caller),
         **line,
-        score_arrays=randomarrays.score_views(score_arrays),
-        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
+        **randomarrays.score_of_call(rng, variant.score, score_arrays),
     )
     problem = masked(problem, variant, shape)
     return AttentionExample(problem, q, k, v, mask, out, lse, score_arrays, lengths, others | of_line)

@@ -103,9 +103,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> Fp8Example:
         **block_size,
         **line,
         **randomarrays.array_views(others),
-        score=variant.score,
-        score_arrays=randomarrays.score_views(score_arrays),
-        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
+        **randomarrays.score_of_call(rng, variant.score, score_arrays),
     )
     problem, lists = randomlines.with_lists(masked(problem, variant, shape), variant, of_line)
     others |= of_line | lists

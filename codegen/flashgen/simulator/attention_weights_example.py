@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     """Normal random q and k for ``variant``, with the LSE of float64; weights, and what is between rows, are
-    NaN. Of ``shape`` head_dim_v, return_lse and splits have
-    no effect.
+    NaN. head_dim_v, return_lse and splits of ``shape`` have no effect.
 
     Raises BadParam for sizes that are not the variant's, and what the contract raises.
     """
@@ -44,9 +43,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
         view_of(lse, "fp32"),
         mask=None if mask is None else view_of(mask, "uint8"),
         weights=view_of(weights, "fp32"),
-        score=variant.score,
-        score_arrays=randomarrays.score_views(score_arrays),
-        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
+        **randomarrays.score_of_call(rng, variant.score, score_arrays),
     )
     problem = masked(problem, variant, shape)
     arrays = (q, k, mask, lse, weights, *score_arrays)

@@ -68,8 +68,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTH_ARRAYS)
     packed_q = bool(rng.integers(2))
     if packed_q:
-        lengths["cu_seqlens_q"] = randomarrays.boundaries(q_lengths)
-        q_rows, used = randomarrays.packed(rng, q_lengths, ROWS_AFTER)
+        q_rows, used = randomarrays.packed(rng, lengths, "cu_seqlens_q", q_lengths, ROWS_AFTER)
     else:
         q_rows, used = (shape.batch, shape.seqlen_q), None
     of_q = {

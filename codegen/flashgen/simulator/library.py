@@ -134,50 +134,22 @@ class Site(ctypes.Structure):
     )
 
 
+COUNTERS = (
+    "blocks", "mma_m16n8k16_f16", "mma_m16n8k16_bf16", "mma_m16n8k8_tf32", "mma_m16n8k32_e4m3", "wgmma_f16",
+    "wgmma_bf16", "wgmma_e4m3", "ldmatrix", "stmatrix", "cp_async", "cp_async_commit", "cp_async_wait",
+    "tensor_loads", "tensor_stores", "mbarrier_arrivals", "mbarrier_waits", "barriers", "warp_syncs",
+    "shuffles", "votes", "exp2", "log2", "global_bytes_read", "global_bytes_written", "shared_bytes_read",
+    "shared_bytes_written", "shared_wavefronts", "shared_wavefronts_ideal", "global_sectors",
+    "global_sectors_ideal", "grid_waits", "switches",
+)  # fmt: skip
+
+
 class Counters(ctypes.Structure):
     """What was executed, in the units that ``abi.h`` says."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            "blocks",
-            "mma_m16n8k16_f16",
-            "mma_m16n8k16_bf16",
-            "mma_m16n8k8_tf32",
-            "mma_m16n8k32_e4m3",
-            "wgmma_f16",
-            "wgmma_bf16",
-            "wgmma_e4m3",
-            "ldmatrix",
-            "stmatrix",
-            "cp_async",
-            "cp_async_commit",
-            "cp_async_wait",
-            "tensor_loads",
-            "tensor_stores",
-            "mbarrier_arrivals",
-            "mbarrier_waits",
-            "barriers",
-            "warp_syncs",
-            "shuffles",
-            "votes",
-            "exp2",
-            "log2",
-            "global_bytes_read",
-            "global_bytes_written",
-            "shared_bytes_read",
-            "shared_bytes_written",
-            "shared_wavefronts",
-            "shared_wavefronts_ideal",
-            "global_sectors",
-            "global_sectors_ideal",
-            "grid_waits",
-            "switches",
-        )
-    )
+    _fields_ = tuple((name, ctypes.c_uint64) for name in COUNTERS)
 
 
-COUNTERS = tuple(name for name, _ in Counters._fields_)
 SITE_KINDS = (
     "ldmatrix",
     "shared load",

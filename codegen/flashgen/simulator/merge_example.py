@@ -20,7 +20,7 @@ _EMPTY = 0.1  # share of the rows of a part that saw no key
 
 def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     """Normal random parts for ``variant``, their LSEs ``shape.spread`` times as wide; outputs, and what lies
-    between rows, are NaN. Of ``shape`` keys and what belongs to them have no say.
+    between rows, are NaN. The keys of ``shape``, and what belongs to them, have no effect.
 
     A tenth of the rows of each part saw no key: their LSE is -inf or, as in flash-attn, +inf, and their o is
     NaN. Raises what the contract raises.

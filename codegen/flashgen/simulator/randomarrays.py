@@ -5,7 +5,7 @@ modifications, and sequences of several lengths with the arrays that hold them.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,15 +47,16 @@ def score_arrays_of(
     return tuple(arrays)
 
 
-def score_views(arrays: Sequence[np.ndarray]) -> list[ArrayView]:
-    """The views of these arrays of a score modification."""
-    return [view_of(x, "bf16" if x.dtype == np.uint16 else dtype_name(x.dtype.name)) for x in arrays]
-
-
-def score_scalars_of(rng: np.random.Generator, score: Score | None) -> tuple[float, ...]:
-    """Random numbers of a score modification, none of them 0."""
-    are_integers = [param.is_integer for param in score.scalars] if score else []
-    return tuple(int(rng.integers(1, 9)) if it else float(rng.uniform(0.5, 8)) for it in are_integers)
+def score_of_call(
+    rng: np.random.Generator, score: Score | None, arrays: Sequence[np.ndarray]
+) -> dict[str, Any]:
+    """What a call says of its score modification: these arrays, and random numbers, none of them 0."""
+    numbers = [
+        int(rng.integers(1, 9)) if param.is_integer else float(rng.uniform(0.5, 8))
+        for param in (score.scalars if score else ())
+    ]
+    views = [_view(x) for x in arrays]
+    return {"score": score, "score_arrays": views, "score_scalars": tuple(numbers)}
 
 
 def inputs_read(
@@ -111,22 +112,24 @@ def scales_of_tokens(
     return arrays
 
 
-def dropout_p_of(rng: np.random.Generator, others: Mapping[str, np.ndarray]) -> float:
-    """A probability of dropout for a call with these optional inputs."""
-    return float(rng.choice((0.1, 0.25, 0.5))) if "dropout_seed" in others else NO_DROPOUT
-
-
-def dropout_row_of(rng: np.random.Generator, others: Mapping[str, np.ndarray]) -> int:
-    """The row of random numbers of the first query of such a call."""
-    return QUERIES * int(rng.integers(0, 1 << 20)) if "dropout_seed" in others else 0
+def dropout_of_call(rng: np.random.Generator, others: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """What a call with these optional inputs says of dropout: a random probability and row of its first query
+    among the random numbers.
+    """
+    if "dropout_seed" not in others:
+        return {"dropout_p": NO_DROPOUT, "dropout_row": 0}
+    dropout_p = float(rng.choice((0.1, 0.25, 0.5)))
+    return {"dropout_p": dropout_p, "dropout_row": QUERIES * int(rng.integers(0, 1 << 20))}
 
 
 def array_views(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayView]:
-    """The views of these arrays; bfloat16 elements are their bits in uint16."""
-    return {
-        name: view_of(x, "bf16" if x.dtype == np.uint16 else dtype_name(x.dtype.name))
-        for name, x in arrays.items()
-    }
+    """The views of these arrays."""
+    return {name: _view(x) for name, x in arrays.items()}
+
+
+def _view(x: np.ndarray) -> ArrayView:
+    """The view of an array; bfloat16 elements are their bits in uint16."""
+    return view_of(x, "bf16" if x.dtype == np.uint16 else dtype_name(x.dtype.name))
 
 
 def random_mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
@@ -173,18 +176,18 @@ def random_starts(rng: np.random.Generator, kv_lengths: np.ndarray) -> np.ndarra
     return starts.astype(np.int32)
 
 
-def boundaries(lengths: np.ndarray) -> np.ndarray:
-    """Where packed sequences of these lengths begin and end."""
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-
-
 def packed(
-    rng: np.random.Generator, lengths: np.ndarray, rows_after: Sequence[int]
+    rng: np.random.Generator,
+    lengths: dict[str, np.ndarray | None],
+    name: str,
+    of_sequences: np.ndarray,
+    rows_after: Sequence[int],
 ) -> tuple[tuple[int, int], np.ndarray]:
-    """Packed sequences, with as many rows after the last one as one of ``rows_after``. Returns entries and
-    their rows, and which are used.
+    """Packed sequences, with as many rows after the last one as one of ``rows_after``. ``lengths[name]``
+    becomes where they begin and end. Returns entries and their rows, and which are used.
     """
-    total = int(lengths.sum())
+    lengths[name] = np.r_[0, np.cumsum(of_sequences)].astype(np.int32)
+    total = int(of_sequences.sum())
     used = np.arange(total + int(rng.choice(rows_after)))[None] < total
     return used.shape, used
 

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.errors import BadParam
-from flashgen.operators.masks import Band
-from flashgen.operators.modification import modification_of
-from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reduction import parameter, reduction
-from flashgen.operators.reference import attention
 from flashgen.operators.score_gradient import normalise
 from flashgen.operators.score_gradient_reference import judge
 from flashgen.operators.scores import DIMENSIONS
 from flashgen.simulator import randomarrays
+from flashgen.simulator.attention_backward_example import fill_forward
 from flashgen.simulator.attention_example import check_sizes, described, masked, sizes_of_scores
 from flashgen.simulator.example import PlainExample, random_rows, rows_within_nan, view_of
 
@@ -53,9 +50,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     dtypes |= {"mask": "uint8", "lse": "fp32", "dlse": "fp32"}
     problem = normalise(
         **{name: view_of(x, dtypes[name]) for name, x in arrays.items() if x is not None},
-        score=variant.score,
-        score_arrays=randomarrays.score_views(score_arrays),
-        score_scalars=randomarrays.score_scalars_of(rng, variant.score),
+        **randomarrays.score_of_call(rng, variant.score, score_arrays),
     )
     if variant.score is None:
         problem = _broadcast(problem, variant, rng)
@@ -68,7 +63,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> PlainExample:
     arrays |= {param.name: x for param, x in zip(params, score_arrays, strict=True)}
     in_order = problem.operator.in_order(**arrays)
     example = PlainExample(problem, in_order, judge, described(problem, arrays["q"]))
-    _forward(problem, example.named)
+    fill_forward(problem, example.named)
     return example
 
 
@@ -112,20 +107,3 @@ def _broadcast(
     kept = {"none": (rows, keys), "rows": (rows, 1), "columns": (1, keys), "all": (1, 1)}
     first = (batch if rng.integers(2) else 1, heads if rng.integers(2) else 1)
     return problem.of_array((*first, *kept[sums]))
-
-
-def _forward(problem: ScoreGradientProblem, arrays: dict[str, np.ndarray | None]) -> None:
-    """Fill out and lse with the results of the forward call."""
-    right = attention(
-        *(widened(arrays[name], problem.dtype) for name in ("q", "k", "v")),
-        problem.dtype,
-        problem.softmax_scale,
-        Band.of(problem),
-        arrays["mask"],
-        modification=modification_of(problem, arrays),
-    )
-    rounded = bfloat16_bits(right.out.astype(np.float32)) if problem.dtype == "bf16" else right.out
-    arrays["out"][...] = rounded
-    arrays["lse"][...] = right.lse
-    if arrays["dlse"] is not None:  # the gradient of an LSE of -inf has no effect
-        arrays["dlse"][np.isneginf(right.lse)] = np.nan

@@ -86,11 +86,7 @@ class Compiled(NamedTuple):
 
 
 def compile_cubin(
-    source: str,
-    name: str,
-    arch: str,
-    options: Sequence[str] = (),
-    headers: Mapping[str, str] | None = None,
+    source: str, name: str, arch: str, options: Sequence[str] = (), headers: Mapping[str, str] | None = None
 ) -> Compiled:
     """Compile ``source``, which defines ``extern "C"`` kernel ``name``, for an architecture such as "sm_90a".
 
@@ -106,11 +102,7 @@ def compile_cubin(
 
 
 def compile_ptx(
-    source: str,
-    name: str,
-    arch: str,
-    options: Sequence[str] = (),
-    headers: Mapping[str, str] | None = None,
+    source: str, name: str, arch: str, options: Sequence[str] = (), headers: Mapping[str, str] | None = None
 ) -> str:
     """PTX text of ``source``; ``arch`` is "sm_90" or "compute_90". Raises what `compile_cubin` raises."""
     ptx, _ = _run(source, name, arch.replace("sm_", "compute_"), options, headers)

@@ -205,27 +205,12 @@ LENGTHS = {
     "packed": {"lengths": "packed", "mask": "causal"},
     "zipf": {"lengths": "zipf", "seqlen_q": 64, "batch": 5, "mask": "causal"},
 }
+LATENT = {"lengths": "cache", "seqlen_q": 1, "page_size": 16, "num_heads_kv": 1}
+LATENT |= {"head_dim": 320, "head_dim_v": 256, "latent": True}
 PADDED = {
     "padded": {"lengths": "cache", "seqlen_q": 1, "left_padding": 5},
-    "latent pages": {
-        "lengths": "cache",
-        "seqlen_q": 1,
-        "page_size": 16,
-        "num_heads_kv": 1,
-        "head_dim": 320,
-        "head_dim_v": 256,
-        "latent": True,
-    },
-    "lists of tokens": {
-        "lengths": "cache",
-        "seqlen_q": 1,
-        "page_size": 16,
-        "num_heads_kv": 1,
-        "head_dim": 320,
-        "head_dim_v": 256,
-        "latent": True,
-        "topk": 9,
-    },
+    "latent pages": LATENT,
+    "lists of tokens": LATENT | {"topk": 9},
     "tree": {"lengths": "cache", "seqlen_q": 5, "page_size": 16, "mask": "tree"},
     "padded pages": {"lengths": "cache", "seqlen_q": 1, "page_size": 16, "left_padding": 21},
     "line": {"lengths": "cache", "seqlen_q": 5, "page_size": 16, "mask": "line", "line": "documents"},

@@ -6,7 +6,7 @@ import pytest
 
 from flashgen.families.load import load_specs
 from flashgen.source.render import flatten, include_dirs, render
-from flashgen.toolchain.disassemble import NoDisassemblerError, mnemonics, nvdisasm
+from flashgen.toolchain.disassemble import NoDisassemblerError, mnemonics
 
 NAME = "tiny_fwd_hdim64_fp16_causal_sm80"
 
@@ -167,12 +167,7 @@ def test_an_architecture_that_the_variant_does_not_run_on_is_named(tiny, flashge
     assert "sm_80 or later" in result.stderr
 
 
-def test_sass_counts_what_resources_counts(tiny, flashgen):
-    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
-    try:
-        nvdisasm()
-    except NoDisassemblerError:
-        pytest.skip("there is no nvdisasm")
+def test_sass_counts_what_resources_counts(tiny, flashgen, disassembler):
     sass = flashgen("inspect", NAME, "--sass", "--arch", "sm_86")
     assert sass.exit_code == 0
     counts = json.loads(flashgen("inspect", NAME, "--resources", "--arch", "sm_86", "--json").stdout)[

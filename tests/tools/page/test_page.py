@@ -11,7 +11,7 @@ from flashgen.families.load import load_specs
 from flashgen.source.order import SECTIONS
 from flashgen.source.render import render
 from flashgen.source.sharedmemory import regions
-from flashgen.toolchain.disassemble import NoDisassemblerError, nvdisasm
+from flashgen.toolchain.disassemble import NoDisassemblerError
 from flashgen.tools.page import page
 
 SPECS = {
@@ -57,12 +57,7 @@ def step(name):
 
 
 @pytest.fixture(scope="module")
-def pages():
-    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
-    try:
-        nvdisasm()
-    except NoDisassemblerError:
-        pytest.skip("there is no nvdisasm")
+def pages(disassembler):
     return {name: page(step(name), step(name).archs[0]) for name in KERNELS}
 
 

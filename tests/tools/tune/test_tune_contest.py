@@ -15,10 +15,7 @@ def compete(subject, bench, *cases, **axes):
 
 def test_the_fastest_over_all_problems_wins(subject, bench, case):
     """block_n 32 is best at 1k and bad at 4k, 112 the other way round, 72 good at both."""
-    times = {
-        "1k": {32: 0.5, 64: 1.0, 72: 0.8, 112: 1.5},
-        "4k": {32: 1.9, 64: 1.0, 72: 0.9, 112: 0.6},
-    }
+    times = {"1k": {32: 0.5, 64: 1.0, 72: 0.8, 112: 1.5}, "4k": {32: 1.9, 64: 1.0, 72: 0.9, 112: 0.6}}
     bench.ms = lambda variant, case: times[case.name][dict(variant.tile)["block_n"]]
     found = compete(subject, bench, case("1k", 1024), case("4k", 4096))
     speeds = [trial.speed(found.ordinary) for trial in found.trials]

@@ -106,54 +106,48 @@ class Case:
             (self.lengths, LENGTH_KINDS),
             (self.direction, DIRECTIONS),
         ):
-            if value not in allowed:
-                raise BadParam(f"bench case {self.name!r}: {value!r} is none of {', '.join(allowed)}")
-        if (self.mask == "line") != (self.line in LINES):
-            raise BadParam(f"bench case {self.name!r}: line is {self.line!r}, and mask {self.mask!r}")
-        if self.choice and (self.mask != "blocks" or self.choice not in CHOICES):
-            raise BadParam(
-                f"bench case {self.name!r}: choice is {self.choice!r}, and mask {self.mask!r}; expected "
-                f"blocks and one of {', '.join(CHOICES)}"
-            )
-        if self.choice and self.seqlen_q != self.seqlen_kv:
-            raise BadParam(f"bench case {self.name!r}: chosen blocks are of as many keys as queries")
-        masks = ("none", "causal", "tree", "line")
-        if self.lengths != "none" and (self.mask not in masks or self.score != "none"):
-            raise BadParam(
-                f"bench case {self.name!r}: with lengths it is full, causal, a tree or a line, without score"
-            )
-        if self.mask == "line" and self.lengths != "none" and (self.lengths != "cache" or self.appends):
-            raise BadParam(f"bench case {self.name!r}: with lengths a line is of a cache, as it is")
-        if self.mask == "tree" and (self.lengths != "cache" or self.latent):
-            raise BadParam(f"bench case {self.name!r}: a tree is of queries on a cache of keys and values")
-        if self.sinks and self.score != "none":
-            raise BadParam(f"bench case {self.name!r}: with sinks it has no score")
-        if self.dropout_p and self.lengths != "none":
-            raise BadParam(f"bench case {self.name!r}: with dropout it has no lengths")
-        if self.lengths == "zipf" and self.seqlen_q != self.seqlen_kv:
-            raise BadParam(
-                f"bench case {self.name!r}: sequences of Zipf lengths have as many keys as queries"
-            )
-        if self.lengths != "cache" and (self.page_size or self.appends or self.left_padding):
-            raise BadParam(f"bench case {self.name!r}: only a cache has pages or padding, or is appended to")
-        if self.left_padding and (self.appends or self.sinks):
-            raise BadParam(f"bench case {self.name!r}: with padding it has no sinks, and nothing to append")
-        if self.codes and (self.lengths != "cache" or self.appends):
-            raise BadParam(f"bench case {self.name!r}: only a cache has codes, and nothing is appended to it")
-        if self.token_scales and (self.latent or not self.codes):
-            raise BadParam(f"bench case {self.name!r}: tokens have scales where rows of a cache are codes")
-        if self.latent and (self.lengths != "cache" or self.left_padding or self.appends or self.sinks):
-            raise BadParam(
-                f"bench case {self.name!r}: a latent cache has lengths and codes, and nothing else"
-            )
-        if self.topk and (not self.latent or self.seqlen_q > 1 or self.topk > self.seqlen_kv):
-            raise BadParam(f"bench case {self.name!r}: topk is tokens of a latent cache, for one query")
-        if self.q_rope and not self.latent:
-            raise BadParam(f"bench case {self.name!r}: q has a rotary part on a latent cache")
-        if self.is_backward and self.lengths == "cache":
-            raise BadParam(f"bench case {self.name!r}: a cache has no gradients")
-        if self.deterministic and not self.is_backward:
-            raise BadParam(f"bench case {self.name!r}: deterministic is said of gradients")
+            self._refuse(value not in allowed, f"{value!r} is none of {', '.join(allowed)}")
+        line, tree = self.mask == "line", self.mask == "tree"
+        has_lengths, is_cache = self.lengths != "none", self.lengths == "cache"
+        is_square = self.seqlen_q == self.seqlen_kv
+        self._refuse(line != (self.line in LINES), f"line is {self.line!r}, and mask {self.mask!r}")
+        self._refuse(
+            self.choice and (self.mask != "blocks" or self.choice not in CHOICES),
+            f"choice is {self.choice!r}, and mask {self.mask!r}; expected blocks and one of "
+            f"{', '.join(CHOICES)}",
+        )
+        self._refuse(self.choice and not is_square, "chosen blocks are of as many keys as queries")
+        plain = self.mask in ("none", "causal", "tree", "line") and self.score == "none"
+        why = "with lengths it is full, causal, a tree or a line, without score"
+        self._refuse(has_lengths and not plain, why)
+        why = "with lengths a line is of a cache, as it is"
+        self._refuse(line and has_lengths and (not is_cache or self.appends), why)
+        why = "a tree is of queries on a cache of keys and values"
+        self._refuse(tree and (not is_cache or self.latent), why)
+        self._refuse(self.sinks and self.score != "none", "with sinks it has no score")
+        self._refuse(self.dropout_p and has_lengths, "with dropout it has no lengths")
+        why = "sequences of Zipf lengths have as many keys as queries"
+        self._refuse(self.lengths == "zipf" and not is_square, why)
+        why = "only a cache has pages or padding, or is appended to"
+        self._refuse(not is_cache and (self.page_size or self.appends or self.left_padding), why)
+        why = "with padding it has no sinks, and nothing to append"
+        self._refuse(self.left_padding and (self.appends or self.sinks), why)
+        why = "only a cache has codes, and nothing is appended to it"
+        self._refuse(self.codes and (not is_cache or self.appends), why)
+        why = "tokens have scales where rows of a cache are codes"
+        self._refuse(self.token_scales and (self.latent or not self.codes), why)
+        why = "a latent cache has lengths and codes, and nothing else"
+        others = not is_cache or self.left_padding or self.appends or self.sinks
+        self._refuse(self.latent and others, why)
+        why = "topk is tokens of a latent cache, for one query"
+        self._refuse(self.topk and (not self.latent or self.seqlen_q > 1 or self.topk > self.seqlen_kv), why)
+        self._refuse(self.q_rope and not self.latent, "q has a rotary part on a latent cache")
+        self._refuse(self.is_backward and is_cache, "a cache has no gradients")
+        self._refuse(self.deterministic and not self.is_backward, "deterministic is said of gradients")
+
+    def _refuse(self, wrong: object, why: str) -> None:
+        if wrong:
+            raise BadParam(f"bench case {self.name!r}: {why}")
 
     @property
     def group_size(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +55,6 @@ class Measurement:
     extra_bytes: int | None = None
     moved_bytes: int | None = None
     moved_by: str | None = None
-
-    def with_timing(self, timing: Timing) -> Measurement:
-        """This measurement, timed."""
-        return replace(self, timing=timing)
 
     def tflops(self, case: Case) -> float | None:
         """Rate in TFLOP/s by the case's count of work."""
@@ -217,35 +213,23 @@ class Report:
                 "best_rival_ratio": ratio,
             }
             rows.append({"case": case, **derived, "results": results})
-        return {
-            "schema": SCHEMA,
-            "grid": self.grid,
-            "metric": self.metric,
-            "environment": self.environment,
-            "protocol": self.protocol,
-            "left_out": self.left_out,
-            "summary": [asdict(summary) for summary in self.summaries()],
-            "losses": [asdict(loss) for loss in self.losses()],
-            "rows": rows,
-        }
+        summary, losses = ([asdict(x) for x in found] for found in (self.summaries(), self.losses()))
+        return self._head() | {"summary": summary, "losses": losses, "rows": rows}
+
+    def _head(self) -> dict[str, Any]:
+        """The facts about the run as a whole."""
+        names = ("grid", "metric", "environment", "protocol", "left_out")
+        return {"schema": SCHEMA} | {name: getattr(self, name) for name in names}
 
     def save(self, path: Path) -> None:
         """Write what was measured as JSON, one line a case: fields that have their default are left out, and
         a timing is the list of its values. What derives from it, ``load`` computes again.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        head = {
-            "schema": SCHEMA,
-            "grid": self.grid,
-            "metric": self.metric,
-            "environment": self.environment,
-            "protocol": self.protocol,
-            "left_out": self.left_out,
-        }
         rows = (
             {"case": _stored(r.case), "peers": list(map(_stored, r.measurements.values()))} for r in self.rows
         )
-        facts = ",\n".join(f"{_json(key)}:{_json(value)}" for key, value in head.items())
+        facts = ",\n".join(f"{_json(key)}:{_json(value)}" for key, value in self._head().items())
         lines = ",\n".join(map(_json, rows))
         path.write_text(f'{{{facts},\n"rows":[\n{lines}\n]}}\n', encoding="utf-8")
 

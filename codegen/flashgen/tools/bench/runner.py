@@ -107,7 +107,7 @@ def measure(
     for row in rows:
         for peer, measurement in row.measurements.items():
             if (timing := timings.get((row.case.name, peer))) is not None:
-                row.measurements[peer] = measurement.with_timing(timing)
+                row.measurements[peer] = replace(measurement, timing=timing)
     return rows
 
 

@@ -11,7 +11,7 @@ from flashgen.tools.bench.results import figure
 from flashgen.tools.bench.roofline import roofline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from rich.console import Console
 
@@ -59,30 +59,22 @@ def _one_figure_a_line(table: Table) -> Iterator[str]:
 def cases_table(report: Report) -> Table:
     """One line per case: flashgen's figure with its spread, then each peer's with flashgen's ratio to it."""
     environment = report.environment
-    table = Table(title=f"{report.grid}: {report.metric} on {environment.get('gpu') or 'an unknown GPU'}")
-    table.add_column("case", no_wrap=True)
     with_baselines = any(row.case.baseline for row in report.rows)
-    table.add_column(f"{OURS} ± IQR", justify="right", no_wrap=True)
-    if with_baselines:
-        table.add_column("of its baseline", justify="right", no_wrap=True)
     with_limits = any(roofline(row.case, environment) for row in report.rows)
+    columns: dict[str, Callable[[Row], str]] = {f"{OURS} ± IQR": lambda row: cell(report, row, OURS)}
+    if with_baselines:
+        columns["of its baseline"] = lambda row: _baseline(report, row)
     if with_limits:
-        table.add_column("of the limit", justify="right", no_wrap=True)
-    peers = [name for name in report.peers if name != OURS]
-    for name in peers:
-        table.add_column(f"{name} (ratio)", justify="right", no_wrap=True)
+        columns["of the limit"] = lambda row: _of_limit(report, row)
+    for name in report.peers:
+        if name != OURS:
+            columns[f"{name} (ratio)"] = lambda row, name=name: cell(report, row, name)
     if report.best_of:
-        table.add_column(report.best_of, justify="right", no_wrap=True)
+        columns[report.best_of] = _best
+    title = f"{report.grid}: {report.metric} on {environment.get('gpu') or 'an unknown GPU'}"
+    table = _table(title, ("case",), columns)
     for row in report.rows:
-        cells = [row.case.name, cell(report, row, OURS)]
-        if with_baselines:
-            cells.append(_baseline(report, row))
-        if with_limits:
-            cells.append(_of_limit(report, row))
-        cells += [cell(report, row, name) for name in peers]
-        if report.best_of:
-            cells.append(_best(row))
-        table.add_row(*cells)
+        table.add_row(row.case.name, *(text_of(row) for text_of in columns.values()))
     table.caption = "ratio: flashgen's speed over the peer's; ≠: disagrees, so no ratio; –: does not apply"
     if with_limits:
         table.caption += (
@@ -93,12 +85,8 @@ def cases_table(report: Report) -> Table:
 
 def summary_table(report: Report) -> Table:
     """Geometric mean and lowest ratio per peer and dtype."""
-    table = Table(title=f"{report.grid}: flashgen / peer")
-    for column in ("peer", "dtype"):
-        table.add_column(column, no_wrap=True)
-    for column in ("cases", "geometric mean", "lowest"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("lowest at", no_wrap=True)
+    figures = ("cases", "geometric mean", "lowest")
+    table = _table(f"{report.grid}: flashgen / peer", ("peer", "dtype"), figures, ("lowest at",))
     for s in report.summaries():
         mean, lowest = f"{s.geometric_mean:.3f}×", f"{s.lowest:.3f}×"
         table.add_row(s.peer, s.dtype, str(s.cases), mean, lowest, s.lowest_case)
@@ -107,14 +95,20 @@ def summary_table(report: Report) -> Table:
 
 def losses_table(report: Report) -> Table:
     """Mean and largest loss against the baselines per dtype, beside the limit."""
-    table = Table(title=f"{report.grid}: {OURS}'s rate, less than on the baseline by")
-    table.add_column("dtype", no_wrap=True)
-    for column in ("cases", "mean", "largest", "limit"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("largest at", no_wrap=True)
+    title = f"{report.grid}: {OURS}'s rate, less than on the baseline by"
+    table = _table(title, ("dtype",), ("cases", "mean", "largest", "limit"), ("largest at",))
     for loss in report.losses():
         figures = (f"{loss.mean:.1%}", f"{loss.largest:.1%}", f"{loss.limit:.0%}")
         table.add_row(loss.dtype, str(loss.cases), *figures, loss.largest_case)
+    return table
+
+
+def _table(title: str, words: Iterable[str], figures: Iterable[str], more: Iterable[str] = ()) -> Table:
+    """An empty table with columns of words, of figures, and of more words."""
+    table = Table(title=title)
+    for headers, justify in ((words, "left"), (figures, "right"), (more, "left")):
+        for header in headers:
+            table.add_column(header, justify=justify, no_wrap=True)
     return table
 
 

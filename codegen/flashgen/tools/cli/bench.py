@@ -57,12 +57,7 @@ figures are medians. Compare ratios, not rates. Needs a GPU.
     help="Milliseconds that each peer is timed for in a round.",
 )
 @click.option("--seed", type=click.IntRange(0), help="Fix the inputs; they are fresh otherwise.")
-@click.option(
-    "--save",
-    type=OutputFile(),
-    metavar="FILE",
-    help="Also write the results as JSON.",
-)
+@click.option("--save", type=OutputFile(), metavar="FILE", help="Also write the results as JSON.")
 @click.option(
     "--chart",
     type=OutputFile(),

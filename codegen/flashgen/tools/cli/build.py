@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashgen.tools.cli.options import (
-    Architecture,
     OutputFolder,
+    archs_option,
     chosen_variants,
     jobs_option,
     json_option,
@@ -62,13 +62,7 @@ table), or could not be written to the cache, or --check found a difference.
 """,
 )
 @select_option
-@click.option(
-    "--arch",
-    "archs",
-    type=Architecture(),
-    multiple=True,
-    help="Only for this architecture: sm_90, or native. Repeatable.",
-)
+@archs_option
 @click.option(
     "--slice",
     "slice_",

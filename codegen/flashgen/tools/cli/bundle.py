@@ -11,8 +11,8 @@ import click
 
 from flashgen.tools.cli.calls import calls_option
 from flashgen.tools.cli.options import (
-    Architecture,
     OutputFile,
+    archs_option,
     jobs_option,
     json_option,
     refuse_beside,
@@ -60,20 +60,8 @@ compile, or with --show the bundle cannot be used.
     help="The kernels of common models (Llama, Qwen, Gemma, GPT-OSS, ViT, ...), by default for sm_80, sm_86, "
     "sm_89 and sm_90.",
 )
-@click.option(
-    "--arch",
-    "archs",
-    type=Architecture(),
-    multiple=True,
-    help="Only for this architecture: sm_90, or native. Repeatable.",
-)
-@click.option(
-    "-o",
-    "--out",
-    type=OutputFile(),
-    metavar="FILE",
-    help="The bundle to write: kernels.zip.",
-)
+@archs_option
+@click.option("-o", "--out", type=OutputFile(), metavar="FILE", help="The bundle to write: kernels.zip.")
 @click.option(
     "--wheel",
     type=click.Path(file_okay=False, path_type=Path),
@@ -168,11 +156,7 @@ def command(
 
 
 def _built(
-    selections: Sequence[str],
-    archs: Sequence[str],
-    jobs: int | None,
-    specs: Path | None,
-    score: str | None,
+    selections: Sequence[str], archs: Sequence[str], jobs: int | None, specs: Path | None, score: str | None
 ) -> tuple[list[Built], tuple[Spec, ...]]:
     """Every kernel that a chosen variant launches, compiled; and the specs."""
     from flashgen.families.load import load_specs

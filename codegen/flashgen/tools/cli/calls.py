@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from flashgen.families.variant import Variant
     from flashgen.operators.operator import Problem
+    from flashgen.tools.bench.cases import Case
     from flashgen.tools.bench.grids import Grid
 
 calls_option = click.option(
@@ -108,15 +110,10 @@ def grid(path: Path) -> Grid:
         note(f"left out: {left_out} calls with a dense mask, another window, a score or sinks")
     if not cases:
         raise click.ClickException(f"{path} has no calls that the bench times")
-    named = (_named(case, number) for number, case in enumerate(cases, 1))
+    named = (replace(case, name=f"{number}: {_described(case)}") for number, case in enumerate(cases, 1))
     return Grid("calls", f"the calls of {path}", tuple(named))
 
 
-def _named(case: object, number: int) -> object:
-    from dataclasses import replace
-
-    width, heads = case.head_dim, f"{case.num_heads_q}/{case.num_heads_kv}"
-    text = (
-        f"{number}: {case.batch}x{case.seqlen_q}x{case.seqlen_kv} {heads} d{width} {case.dtype} {case.mask}"
-    )
-    return replace(case, name=f"{text} {case.direction}")
+def _described(case: Case) -> str:
+    sizes = f"{case.batch}x{case.seqlen_q}x{case.seqlen_kv} {case.num_heads_q}/{case.num_heads_kv}"
+    return f"{sizes} d{case.head_dim} {case.dtype} {case.mask} {case.direction}"

@@ -257,12 +257,7 @@ def _tuned(report: Report) -> dict[str, Any]:
     ]
     files = [path for spec in specs if (path := path_for(spec.name, gpu)).is_file()]
     tuned = [v.name for spec in specs for v in spec.variants() if v.tile_name == TUNED_TILE]
-    return {
-        "folder": str(tuned_dir()),
-        "gpu": gpu,
-        "files": [str(path) for path in files],
-        "variants": tuned,
-    }
+    return {"folder": str(tuned_dir()), "gpu": gpu, "files": [str(path) for path in files], "variants": tuned}
 
 
 def _cache(report: Report) -> dict[str, Any]:

@@ -109,16 +109,21 @@ class Architecture(click.ParamType):
             from flashgen.runtime.device import available, device, why_unavailable
 
             if not available():
-                self.fail(
-                    f"native needs a working GPU: {why_unavailable()}",
-                    param,
-                    ctx,
-                )
+                self.fail(f"native needs a working GPU: {why_unavailable()}", param, ctx)
             return device(0).arch
         match = re.fullmatch(r"(?:sm_?|compute_)?(\d{1,2})\.?(\d)([af]?)", value)
         if match is None:
             self.fail(f"{value!r} is not an architecture; write sm_80, sm_90, ... or {NATIVE}", param, ctx)
         return f"sm_{match[1]}{match[2]}"
+
+
+archs_option = click.option(
+    "--arch",
+    "archs",
+    type=Architecture(),
+    multiple=True,
+    help="Only for this architecture: sm_90, or native. Repeatable.",
+)
 
 
 class ShapeType(click.ParamType):
@@ -207,10 +212,7 @@ def variants_on_offer() -> tuple[Variant, ...]:
 
 
 def chosen_variants(
-    specs: Path | None,
-    selections: Sequence[str],
-    cache: CubinCache | None = None,
-    score: str | None = None,
+    specs: Path | None, selections: Sequence[str], cache: CubinCache | None = None, score: str | None = None
 ) -> tuple[Variant, ...]:
     """The variants that --specs and --select leave, with the modification of --score; ``cache`` as in
     `load_variants`.

@@ -71,9 +71,7 @@ too far from float64, or gives other bits under another order.
 @click.option("--seqlen-q", type=_SIZE, default=128, show_default=True, help="Queries.")
 @click.option("--seqlen-kv", type=click.IntRange(0, 2**31 - 1), default=128, show_default=True, help="Keys.")
 @click.option(
-    "--heads",
-    type=_SIZE,
-    help="Query heads. [default: --kv-heads, if given; else 2, or 4 for grouped heads]",
+    "--heads", type=_SIZE, help="Query heads. [default: --kv-heads, if given; else 2, or 4 for grouped heads]"
 )
 @click.option(
     "--kv-heads",
@@ -259,10 +257,7 @@ def _print(facts: dict[str, Any], verdict: Verdict) -> None:
         problem += f", {facts['num_heads_kv']} kv heads of {keys}, head_dim_v {facts['head_dim_v']}"
     if "sequences" in facts:
         problem += f"; {counted(facts['sequences'], 'sequence')} of random lengths up to that"
-    pairs = [
-        ("problem", problem),
-        ("ran", f"{counted(counters['blocks'], 'block')}, {run}"),
-    ]
+    pairs = [("problem", problem), ("ran", f"{counted(counters['blocks'], 'block')}, {run}")]
     for title, worst in (("error", verdict.out), ("error of LSE", verdict.lse)):
         if worst is None:
             continue
