@@ -118,3 +118,8 @@ def test_the_built_site_has_every_link_its_search_and_its_pictures(tmp_path):
     found = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
     assert any(entry["location"].startswith("api/#attention") for entry in found)
     assert sum(target.endswith(".svg") for page in files.values() for target in page.targets) >= 9
+
+
+def test_an_inspected_kernel_leads_back_to_the_site(site):
+    template = ROOT / "codegen" / "flashgen" / "tools" / "page" / "page.html.j2"
+    assert "../index.html" in site.with_way_back(template.read_text())
