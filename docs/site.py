@@ -32,6 +32,8 @@ _FENCE_OR_LINK = re.compile(
     re.M | re.S,
 )
 _SECTION = re.compile(r"^\| (?P<title>[^|]+) \| \|\n\| --- \| --- \|\n(?P<rows>(?:\|.*\n)+)", re.M)
+# What `benchmarks/report.py` writes before a table.
+_TABLE = re.compile(r"^<!-- table: [^\n]*?(?P<file>[\w/]+\.json)[^\n]* -->\n", re.M)
 # Kernels that have a page: forward and backward on Hopper, and decoding.
 KERNELS = {
     "Forward on Hopper": "flash_fwd_hdim128_fp16_causal_m128_sm90",
@@ -140,9 +142,18 @@ def _with_links(page: Path, pages: dict[Path, None], folder: Path) -> str:
             text = _title(linked)
         return f"[{text}]({Path(os.path.relpath(target, here)).as_posix()}{match['anchor'] or ''})"
 
-    text = _FENCE_OR_LINK.sub(moved, page.read_text(encoding="utf-8"))
+    text = _TABLE.sub(_with_source, page.read_text(encoding="utf-8"))
+    text = _FENCE_OR_LINK.sub(moved, text)
     # Markdown in Python wants an empty line before a list.
     return re.sub(r"(?m)^(?!\s*[-*|] |\s*\d+\. |\s*$|#)(.+)\n(?=(?:-|\*|\d+\.) )", r"\1\n\n", text)
+
+
+def _with_source(match: re.Match[str]) -> str:
+    """The comment before a table of measurements, with the run that the table is of."""
+    results = ROOT / "benchmarks" / "results" / match["file"]
+    environment = json.loads(results.read_text(encoding="utf-8"))["environment"]
+    day, commit = environment["date"].split()[0], environment["commit"][:8]
+    return f"{match[0]}\n<small>{match['file']}: {day}, commit {commit}</small>\n\n"
 
 
 def reference() -> str:

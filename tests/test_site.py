@@ -76,6 +76,14 @@ def test_a_link_to_a_page_has_the_title_of_the_page(folder):
     assert "[training.md]" not in quickstart
 
 
+def test_a_table_of_measurements_names_its_run(folder):
+    text = (folder / "performance.md").read_text()
+    tables = re.findall(
+        r"<!-- table: .*\n\n<small>[\w/]+\.json: 20\d\d-\d\d-\d\d, commit \w{8}</small>\n\n", text
+    )
+    assert len(tables) == text.count("<!-- table: ") > 0
+
+
 class _Page(HTMLParser):
     """The links, pictures and anchors of a page."""
 
