@@ -68,6 +68,16 @@ PEERS = {
 WIDTH, HEIGHT = 960, 330
 _LEFT, _PANEL, _GAP = 16, 296, 20  # pixels: the margin, the width of a panel, the space between two
 _TOP, _BOTTOM = 104, 262  # of the bars
+_PAGE, _TEXT, _FAINT = "#ffffff", "#222222", "#555555"
+# What these colours are on a dark screen.
+_DARK = (
+    "@media (prefers-color-scheme: dark) {"
+    + "".join(
+        f' [fill="{light}"] {{ fill: {dark}; }}'
+        for light, dark in ((_PAGE, "#16181b"), (_TEXT, "#e4e6e8"), (_FAINT, "#9aa3ab"))
+    )
+    + " }"
+)
 _BAR, _SPACE = 20, 10  # the width of a bar, and half of the space between two groups
 
 
@@ -78,7 +88,8 @@ def svg(results: Path) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="system-ui, sans-serif" font-size="12">',
         "<title>flashgen beside other libraries: forward, backward, decoding</title>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        f"<style>{_DARK}</style>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{_PAGE}"/>',
     ]
     x = _LEFT
     for label, colour in PEERS.values():
@@ -92,7 +103,7 @@ def svg(results: Path) -> str:
         for panel in PANELS
     )
     gpu = reports[PANELS[0].grid].environment["gpu"]
-    lines.append(_text(_LEFT, HEIGHT - 12, f"bf16, {gpu}. Taller is faster. Runs: {runs}", colour="#555555"))
+    lines.append(_text(_LEFT, HEIGHT - 12, f"bf16, {gpu}. Taller is faster. Runs: {runs}", colour=_FAINT))
     return "\n".join([*lines, "</svg>\n"])
 
 
@@ -102,7 +113,7 @@ def _panel(panel: Panel, report: Report, left: int) -> list[str]:
     highest = max(value for values in groups.values() for value in values.values())
     lines = [
         _text(left, 62, panel.title, weight="bold", size=14),
-        _text(left, 80, panel.subtitle, colour="#555555"),
+        _text(left, 80, panel.subtitle, colour=_FAINT),
         f'<line x1="{left}" y1="{_BOTTOM}" x2="{left + _PANEL}" y2="{_BOTTOM}" stroke="#999999"/>',
     ]
     x = float(left)
@@ -135,7 +146,7 @@ def _text(
     text: str,
     *,
     anchor: str = "start",
-    colour: str = "#222222",
+    colour: str = _TEXT,
     weight: str = "normal",
     size: int = 12,
 ) -> str:

@@ -32,6 +32,8 @@ _FENCE_OR_LINK = re.compile(
     re.M | re.S,
 )
 _SECTION = re.compile(r"^\| (?P<title>[^|]+) \| \|\n\| --- \| --- \|\n(?P<rows>(?:\|.*\n)+)", re.M)
+# What `benchmarks/report.py` writes before a table.
+_TABLE = re.compile(r"^<!-- table: [^\n]*?(?P<file>[\w/]+\.json)[^\n]* -->\n", re.M)
 # Kernels that have a page: forward and backward on Hopper, and decoding.
 KERNELS = {
     "Forward on Hopper": "flash_fwd_hdim128_fp16_causal_m128_sm90",
@@ -65,12 +67,21 @@ _MEMBERS = {
     "Mask": ("from_array", "line", "arguments", "update", "keep_lists", "blocks", "check", "show"),
     "record": ("close",),
 }
-# Names in tables stay whole, code has room for a line of 88 characters, and wide screens are used.
+# Names in tables stay whole, tables have room for ten columns and code for a line of 88 characters, wide
+# screens are used, and a picture on a phone is scrolled, as its text would be too small.
 _STYLES = """\
 .md-grid { max-width: 76rem; }
 .md-typeset td code, .md-typeset th code { word-break: normal; overflow-wrap: normal; }
-.md-typeset pre > code { font-size: .75em; }
+.md-typeset table:not([class]) th { min-width: 0; }
+.md-typeset table:not([class]) th, .md-typeset table:not([class]) td { padding: .5em .7em; }
+.md-typeset pre > code { font-size: .72em; }
+@media screen and (max-width: 44.9375em) {
+  .md-typeset p:has(> img) { overflow-x: auto; }
+  .md-typeset p > img { max-width: none; width: 640px; }
+}
 """
+# The way back from an inspected kernel, whose page is none of MkDocs'.
+_BACK = '<p><a href="../index.html">The documentation of flashgen</a></p>'
 
 
 def sections() -> dict[str, list[Path]]:
@@ -131,9 +142,18 @@ def _with_links(page: Path, pages: dict[Path, None], folder: Path) -> str:
             text = _title(linked)
         return f"[{text}]({Path(os.path.relpath(target, here)).as_posix()}{match['anchor'] or ''})"
 
-    text = _FENCE_OR_LINK.sub(moved, page.read_text(encoding="utf-8"))
+    text = _TABLE.sub(_with_source, page.read_text(encoding="utf-8"))
+    text = _FENCE_OR_LINK.sub(moved, text)
     # Markdown in Python wants an empty line before a list.
     return re.sub(r"(?m)^(?!\s*[-*|] |\s*\d+\. |\s*$|#)(.+)\n(?=(?:-|\*|\d+\.) )", r"\1\n\n", text)
+
+
+def _with_source(match: re.Match[str]) -> str:
+    """The comment before a table of measurements, with the run that the table is of."""
+    results = ROOT / "benchmarks" / "results" / match["file"]
+    environment = json.loads(results.read_text(encoding="utf-8"))["environment"]
+    day, commit = environment["date"].split()[0], environment["commit"][:8]
+    return f"{match[0]}\n<small>{match['file']}: {day}, commit {commit}</small>\n\n"
 
 
 def reference() -> str:
@@ -251,9 +271,15 @@ def inspected(folder: Path) -> dict[str, str]:
     """Pages of `flashgen inspect --html`; their titles, and the kernels."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in KERNELS.values():
-        command = [sys.executable, "-m", "flashgen", "inspect", name, "--html", str(folder / f"{name}.html")]
-        subprocess.run(command, check=True)
+        page = folder / f"{name}.html"
+        subprocess.run([sys.executable, "-m", "flashgen", "inspect", name, "--html", str(page)], check=True)
+        page.write_text(with_way_back(page.read_text(encoding="utf-8")), encoding="utf-8")
     return KERNELS
+
+
+def with_way_back(page: str) -> str:
+    """A page of `flashgen inspect --html` with a link to the site."""
+    return page.replace("<body>", f"<body>\n{_BACK}", 1)
 
 
 def configuration(listed: dict[str, list[Path]], kernels: dict[str, str]) -> str:

@@ -76,6 +76,14 @@ def test_a_link_to_a_page_has_the_title_of_the_page(folder):
     assert "[training.md]" not in quickstart
 
 
+def test_a_table_of_measurements_names_its_run(folder):
+    text = (folder / "performance.md").read_text()
+    tables = re.findall(
+        r"<!-- table: .*\n\n<small>[\w/]+\.json: 20\d\d-\d\d-\d\d, commit \w{8}</small>\n\n", text
+    )
+    assert len(tables) == text.count("<!-- table: ") > 0
+
+
 class _Page(HTMLParser):
     """The links, pictures and anchors of a page."""
 
@@ -118,3 +126,8 @@ def test_the_built_site_has_every_link_its_search_and_its_pictures(tmp_path):
     found = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
     assert any(entry["location"].startswith("api/#attention") for entry in found)
     assert sum(target.endswith(".svg") for page in files.values() for target in page.targets) >= 9
+
+
+def test_an_inspected_kernel_leads_back_to_the_site(site):
+    template = ROOT / "codegen" / "flashgen" / "tools" / "page" / "page.html.j2"
+    assert "../index.html" in site.with_way_back(template.read_text())

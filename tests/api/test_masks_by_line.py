@@ -54,6 +54,11 @@ def case_of(name, queries, keys):
     return Mask("kv > 2 * n", n=keys), np.ones((queries, keys), bool)
 
 
+def test_a_mask_by_its_text_alone_is_told_of_the_class():
+    with pytest.raises(BadTensorDtype, match=r"mask is 'documents'; expected .*flashgen\.Mask\("):
+        flashgen.attention(*arrays(4, 6), mask="documents")
+
+
 CASES = ("documents", "prefix", "heads", "nothing")
 OPTIONS = [
     {},

@@ -363,6 +363,8 @@ def test_a_partition_prints():
         ({"cu_seqlens": [1, 5]}, "expected 0, then the end"),
         ({"cu_seqlens": [0, 5, 3]}, "ascending"),
         ({"cu_seqlens": "many"}, "bounds of all documents"),
+        ({"heads": (8, 3)}, r"heads is \(8, 3\); num_heads_q must be a positive multiple"),
+        ({"heads": 8}, r"heads is 8; expected \(num_heads_q, num_heads_kv\)"),
         ({"heads": (6, 2), "method": "ulysses"}, "6 heads, which 4 ranks cannot share.*'gather' can"),
     ],
 )
@@ -370,6 +372,18 @@ def test_what_no_partition_has_is_refused(arguments, message):
     call = {"cu_seqlens": 64, "world": 4, "heads": (8, 2)} | arguments
     with pytest.raises(BadParam, match=message):
         flashgen.distributed.partition(call.pop("cu_seqlens"), **call)
+
+
+def test_a_function_that_needs_pytorch_says_so():
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import flashgen\n"
+        "print(flashgen.distributed.partition(64, world=2, heads=(8, 2)).balance)\n"
+        "try: flashgen.distributed.attention\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1] == ("flashgen.distributed.attention needs PyTorch; pip install torch")
 
 
 def test_heads_are_shared_with_the_kv_heads_that_they_read():

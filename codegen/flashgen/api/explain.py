@@ -200,7 +200,8 @@ def device_of(arch: str | None) -> Device:
     if arch is None or (devices.available() and devices.device(0).arch == arch):
         if not devices.available():
             raise DeviceTypeNotSupported(
-                f"{devices.why_unavailable()}; say for which GPU: arch='sm_90' (--arch sm_90)"
+                f"{arg('arch')} is None, which is the GPU of this machine; pass another, for example "
+                f"arch='sm_90' (--arch sm_90). The GPU cannot be used: {devices.why_unavailable()}"
             )
         return devices.device(0)
     return typical(arch)

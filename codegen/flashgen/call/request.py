@@ -14,7 +14,7 @@ from flashgen.call.kvcache import FIELDS, KVCache, kv_dtype_of
 from flashgen.call.mask import Mask
 from flashgen.call.record import AttentionCall, GradientCall
 from flashgen.call.scores import score_of
-from flashgen.errors import BadParam, NullPointer, arg
+from flashgen.errors import BadParam, BadTensorDtype, NullPointer, arg
 from flashgen.operators import operator_of
 from flashgen.operators.arguments import shown
 from flashgen.operators.combinations import Feature
@@ -265,8 +265,13 @@ def gradient_packing(lengths: bool, arrays: tuple[str, ...]) -> Callable[..., Re
 def _requested(call: Call, is_plain: bool, operators: _Operators) -> Request:
     """What a call without a KVCache requests. ``operators`` are of calls without lengths. Raises BadParam."""
     mask = call.mask
-    if mask is not None and isinstance(mask, BlockMask):
+    if isinstance(mask, BlockMask):
         call = blockmask.with_arrays(call)
+    elif isinstance(mask, str):
+        raise BadTensorDtype(
+            f"{arg('mask')} is {shown(mask)}; expected an array that is true where a key is hidden, or a "
+            'mask by a line: flashgen.Mask("kv <= q")'
+        )
     if (
         call.kv_lengths is None
         and call.kv_starts is None

@@ -45,7 +45,14 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'flashgen.distributed' has no attribute {name!r}")
-    globals()[name] = getattr(importlib.import_module(f"flashgen.distributed.{_HOMES[name]}"), name)
+    try:
+        module = importlib.import_module(f"flashgen.distributed.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        message = f"flashgen.distributed.{name} needs PyTorch; pip install torch"
+        raise ModuleNotFoundError(message, name="torch") from None
+    globals()[name] = getattr(module, name)
     return globals()[name]
 
 

@@ -198,7 +198,7 @@ def partition(
     work = _Work(
         cu=bounds_of(cu_seqlens),
         world=int(world),
-        heads=(int(heads[0]), int(heads[1])),
+        heads=_heads_of(heads),
         head_dims=(head_dim, head_dim if head_dim_v is None else head_dim_v),
         batch=batch,
         dtype_bytes=dtype_bytes,
@@ -208,6 +208,18 @@ def partition(
         kv_heads_per_step=kv_heads_per_step,
     )
     return _partition(work, method, inner, rates)
+
+
+def _heads_of(heads: Sequence[int]) -> tuple[int, int]:
+    try:
+        of_q, of_kv = map(int, heads)
+    except (TypeError, ValueError):
+        raise BadParam(f"{arg('heads')} is {shown(heads)}; expected (num_heads_q, num_heads_kv)") from None
+    if of_q < 1 or of_kv < 1 or of_q % of_kv:
+        raise BadParam(
+            f"{arg('heads')} is {(of_q, of_kv)}; num_heads_q must be a positive multiple of num_heads_kv"
+        )
+    return of_q, of_kv
 
 
 class _Work(NamedTuple):

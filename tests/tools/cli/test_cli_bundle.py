@@ -144,6 +144,21 @@ def test_build_and_bundle_take_the_same_kernels(select, more, flashgen, monkeypa
     assert built == bundled
 
 
+def test_a_kernel_that_spills_is_in_the_bundle_and_is_named(tiny, flashgen, monkeypatch, tmp_path):
+    """A call would run it, too."""
+    code = Compiled("kernel", "sm_80", b"\x7fELF", *[None] * (len(Compiled._fields) - 3))
+
+    def build(variants, archs, jobs):
+        slow = code._replace(spill_stores=8, spill_loads=12)
+        return [Built(variant, archs[0], 0.0, compiled=slow) for variant in variants]
+
+    monkeypatch.setattr("flashgen.tools.cli.kernels.compiled", build)
+    monkeypatch.setattr("flashgen.families.variant.Variant.must_not_spill", lambda *_: True)
+    made = flashgen("bundle", *WANTED, "-o", tmp_path / "kernels.zip")
+    assert made.exit_code == 0, made.output
+    assert re.search(r"slower than it should be: \w+ for sm_90 spills 20 bytes of registers", made.stderr)
+
+
 def test_the_kernels_of_models_go_into_a_wheel(flashgen, monkeypatch, tmp_path):
     """Of each model and architecture; a call that is near to a model's takes a kernel among them."""
     monkeypatch.setattr(models, "MODELS", models.MODELS[:1])

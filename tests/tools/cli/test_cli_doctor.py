@@ -287,7 +287,7 @@ def test_shipped_specs_are_a_number_and_those_of_the_user_have_names(machine, fl
     lines = text.partition("  specs ")[2].partition("  tuned ")[0].split("\n")
     assert re.fullmatch(r" +\d+ files in .*specs", lines[0])
     assert str(tiny_folder / "specs") in lines[1]
-    assert re.fullmatch(r" +[\d,]+ variants", lines[2])
+    assert lines[2:] == [""]
 
 
 def test_a_read_only_cache_with_kernels_is_no_problem(machine, flashgen, monkeypatch):

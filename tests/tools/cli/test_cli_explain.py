@@ -114,7 +114,8 @@ def test_without_a_gpu_an_architecture_is_asked_for(flashgen, monkeypatch):
     monkeypatch.setattr("flashgen.runtime.device.why_unavailable", lambda: "there is none")
     result = flashgen(*CALL)
     assert result.exit_code == 1
-    assert "there is none; say for which GPU: arch='sm_90'" in result.stderr
+    assert "pass another, for example arch='sm_90' (--arch sm_90)" in result.stderr
+    assert "The GPU cannot be used: there is none" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def command(
     if check or no_compile:
         option = "--check" if check else "--no-compile"
         refuse_beside(f"{option} compiles nothing", {"--arch": archs, "--jobs": jobs})
+    if check and out is None:
+        generated_dir()  # raises an error where there is none
     # All that a folder should hold: what else was rendered there is stale.
     complete = not selections and score is None
     whole = complete and slice_ != "all"

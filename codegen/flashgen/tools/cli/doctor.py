@@ -221,6 +221,7 @@ def _temporary(report: Report) -> dict[str, Any]:
 
 
 def _specs(report: Report) -> dict[str, Any]:
+    """The specs and score modifications, checked. Their variants are not made: that takes seconds."""
     from flashgen.call.fields import PLAN_KEYWORDS
     from flashgen.families.load import load_specs
     from flashgen.families.scores import load_scores
@@ -228,12 +229,8 @@ def _specs(report: Report) -> dict[str, Any]:
 
     specs = load_specs()
     check_files(specs)
-    variants = [variant for spec in specs for variant in spec.variants()]
-    return {
-        "files": [str(spec.path) for spec in specs],
-        # As `flashgen list` counts them.
-        "variants": len(variants) + len(load_scores(keywords=PLAN_KEYWORDS).of(variants)),
-    }
+    load_scores(keywords=PLAN_KEYWORDS)
+    return {"files": [str(spec.path) for spec in specs]}
 
 
 def _tuned(report: Report) -> dict[str, Any]:

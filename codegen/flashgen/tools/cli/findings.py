@@ -59,7 +59,7 @@ def _specs_lines(specs: dict[str, Any]) -> str:
     shipped = [path for path in specs["files"] if Path(path).parent == specs_dir()]
     own = [path for path in specs["files"] if path not in shipped]
     folder = [f"{counted(len(shipped), 'file')} in {specs_dir()}"] if shipped else []
-    return "\n".join([*folder, *own, f"{specs['variants']:,} variants"])
+    return "\n".join([*folder, *own])
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:
