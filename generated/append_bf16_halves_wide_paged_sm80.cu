@@ -5,7 +5,7 @@
 // axes      dtype bf16, rotary halves, tables wide, pages paged, kv_dtype none, latent none, kv_scales none
 // tile      block_chunks 128
 // block     128 threads, 0 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// target    sm80: sm_80 or later, with 101376 bytes or more of shared memory per block
 // spec      append_sm80.yaml
 // template  append_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -67,7 +67,7 @@ struct Params {
     int32_t rotary_dim;                   // elements of a row that are rotated: the first, a multiple of 16
     int32_t q_step;                       // 1: query i is at lengths + i; 0: all are at lengths
     int32_t row_chunks_log2;              // of the threads of a row: its 16-byte chunks, rounded up to 2^n
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
 };
 
 using angle = fp32;  // of cos and sin

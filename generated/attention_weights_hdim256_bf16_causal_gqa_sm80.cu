@@ -5,7 +5,7 @@
 // axes      head_dim 256, dtype bf16, mask_type causal, gqa gqa
 // tile      block_m 64, block_n 64, warps 4
 // block     128 threads, 16384 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// target    sm80: sm_80 or later, with 101376 bytes or more of shared memory per block
 // spec      attention_weights_sm80.yaml
 // template  attention_weights_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -54,7 +54,7 @@ struct Params {
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
@@ -101,7 +101,7 @@ __device__ KeyRange keys_of_some(const Params& params, int first_row, int count)
 // KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
 struct KvBlocks {
     int first;
-    int last;  // below `first` where there are none
+    int last;  // less than `first` if there are no blocks
 };
 
 // The KV blocks that rows [first_row, first_row + count) attend to

@@ -5,7 +5,7 @@
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, dropout none, gqa gqa, dq_order ordered
 // tile      block_m 32, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
 // block     256 threads, 124432 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
+// target    sm80: sm_80 or later, with 166912 bytes or more of shared memory per block
 // spec      flash_bwd_sm80.yaml
 // template  flash_bwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -22,8 +22,8 @@
 //   warps             kWarps = 8, a grid of kKeyWarps = 4 by kQueryWarps = 2. Each copies a share of Q and dO (cp.async) and computes S^T of
 //                     some keys and some queries of a step. For dV and dK it has P^T and dS^T of its queries in registers, and reads those
 //                     of other queries from shared memory
-//   shared memory     K, kBlockN = 128 rows of kRowBytes = 256; V, of kRowBytesV = 256; dS of a step; then kStages = 2 stages of Q, dO, LSE and delta
-//   barrier           barrier_sync(kThreads): all warps, before they read what other warps have copied or stored, and before that memory is overwritten
+//   shared memory     K, kBlockN = 128 rows of kRowBytes = 256; V, of kRowBytesV = 256; dS^T and P^T of a step; then kStages = 2 stages of Q, dO, LSE and delta
+//   barrier           barrier_sync(kThreads): all warps, before they read data that other warps copied or stored, and before it is overwritten
 
 using element = fp16;
 
@@ -142,14 +142,14 @@ struct Params {
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     int32_t batch_size;                   // sequences
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     int32_t window_left;                  // keys before the diagonal that a query attends to
     int32_t window_right;                 // and after it
     int32_t mask_vector_width;            // bytes to which its rows are aligned: 16, 8, 4 or 1
-    float softmax_scale;                  // S is softmax_scale Q K^T
+    float softmax_scale;                  // the factor of Q K^T in the scores
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
@@ -188,7 +188,7 @@ __device__ KeyRange keys_of_query(const Params& params, int query);  // The keys
 // Blocks of kBlockM queries.
 struct QueryBlocks {
     int first;
-    int last;  // below `first` where there are none
+    int last;  // less than `first` if there are no blocks
 };
 
 // The blocks with a query that attends to a key of [first_key, first_key + kBlockN)

@@ -7,7 +7,7 @@
 // tile      block_m 64, block_n 64, stages 2, dout_stages 2, cluster 2, dq early, held_k 128, held_v 64,
 //           producer_registers 24, consumer_registers 240 (pair)
 // block     384 threads, 215136 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_bwd_wide_sm90.yaml
 // template  flash_bwd_wide_sm90.cu.j2
 #include "flashgen/sm90.cuh"
@@ -21,25 +21,36 @@
 // thread blocks of a head add their dQ to dq_accum in global memory, which is fp32. The convert kernel rounds it.
 //
 // Map
-//   warpgroup 0       thread 0: produce() loads Q and dO by TMA. Other warps are idle, or they clear dQ, count or keep turns: see the kernel,
-//                     after consume_dk(). kProducerRegisters = 24 a thread
-//   warpgroup 1       consume_dv(): S, P, dV and some columns of dQ. kConsumerRegisters = 240 a thread
-//   warpgroup 2       consume_dk(): dP, dS, dK and other columns of dQ. kConsumerRegisters = 240 a thread
-//   shared memory     SharedStorage, bytes of each buffer: K, 24576; V, 24576; 2 x Q, 24576; 2 x dO, 24576; 2 x dS, 16384; P, 16384;
-//                     LSE and delta of each stage; mbarriers. At the end dK is staged over K, dV over V
-//   other barriers    see NamedBarrier and Mbarriers
-//   mbarrier          arrivals of a phase                                 who waits
-//   q_full            1, and the bytes of TMA: the producer               consumers
-//   dout_full         1, and the bytes of TMA: the producer               consumers
-//   empty             8: lane 0 of each consumer warp                     producer
-//   p_full            4: lane 0 of each warp of consume_dv()              consume_dk()
-//   ds_ready          8: lane 0 of each consumer warp                     consumers
-//   ds_received       1, and the bytes that the peer sends                consumers
-//   slot_free         8: lane 0 of each consumer warp of the peer         consume_dk(), before it overwrites dS
+//   warpgroup 0          the producer, kProducerRegisters = 24 a thread
+//     thread 0           produce(): loads Q and dO of each step by TMA
+//     warp 3             clear_ahead(): clears dQ of a later head; then count_added(): counts this thread block
+//   warpgroup 1          consume_dv(): S, P, dV and some columns of dQ. kConsumerRegisters = 240 a thread
+//   warpgroup 2          consume_dk(): dP, dS, dK and other columns of dQ. kConsumerRegisters = 240 a thread
+//
+//   SharedStorage        bytes
+//   k                    24576  x 1  K; at the end room to stage dK
+//   v                    24576  x 1  V; at the end room to stage dV
+//   q                    24576  x 2  Q of a step
+//   dout                 24576  x 2  dO of a step
+//   ds                   16384  x 2  dS^T of a step, and of the step before
+//   peer_k               16384  x 1  the panels of the peer's K that have this thread block's columns of dQ
+//   p                    16384  x 1  P of a step in fp32, from consume_dv() to consume_dk()
+//   lse_log2             256    x 2  of the queries of a step
+//   delta                256    x 2  of the queries of a step
+//   mbarriers            8 each; and 1024 more, so that SharedStorage begins at a multiple of 1024
+//
+//   barrier              arrivals of a phase                                              who waits
+//   q_full, dout_full    1: the producer, and the bytes of TMA                            consumers
+//   empty                4 kConsumers: lane 0 of each warp, after its MMAs of a step      producer
+//   p_full               4: lane 0 of each warp of consume_dv()                           consume_dk()
+//   ds_ready             4 kConsumers: lane 0 of each warp; P and old dS read, dS written consumers
+//   kStoreBarrier        128: a consumer, once its dK or dV is staged                     the same consumer, before TMA reads it
+//   kAddedBarrier        kAddedThreads: consumers, once all their dQ is added             count_added()
+//   ds_received          1: a thread of consume_dk(), and the bytes that the peer sends   consumers
+//   slot_free            4 kConsumers: lane 0 of each warp of the peer, its dS read       consume_dk(), before it overwrites dS
 //
 // Two thread blocks are a cluster. They have neighbouring blocks of keys, go through the same steps, and send each other their dS. Each
-// computes half of the columns of dQ, over the keys of both, so a cluster adds half as much to memory. For this a thread block also loads the
-// panels of the peer's K that have its columns of dQ, 16384 bytes.
+// computes half of the columns of dQ, over the keys of both, so a cluster adds half as much to memory.
 
 using element = bf16;
 
@@ -65,12 +76,12 @@ constexpr int kPanelsV = kHeadDimV / kPanelColumns;  // of V and dO
 
 constexpr int kPeerPanels = 2;  // of the peer's K: the panels with this thread block's half of the columns of dQ
 
-// The mbarriers of a thread block. The map above says who arrives and who waits. If an mbarrier is not in the map, its comment says who.
+// The mbarriers of a thread block. The map above says who arrives and who waits.
 struct Mbarriers {
     uint64_t p_full;                   // P of a step is written
     uint64_t ds_ready;                 // P is read, dS is written, dQ of the step before is computed
     uint64_t q_full[kStages];          // Q and LSE have arrived; with the first one K
-    uint64_t dout_full[kDoutStages];   // dO and delta have arrived; with the first one V and the peer's K
+    uint64_t dout_full[kDoutStages];   // dO and delta have arrived; with the first one V, and in a cluster the peer's K
     uint64_t empty[kStages];           // no warp reads the stage
     uint64_t ds_received[2];           // dS of a step has come from the peer; step i uses slot i % 2
     uint64_t slot_free[2];             // the peer has read dS that was sent to this slot
@@ -162,13 +173,13 @@ struct Params {
     int32_t num_heads_kv;
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     int32_t batch_size;                   // sequences
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t clear_distance;               // CTAs of head h of the grid clear dq_accum of head h + clear_distance
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
-    float softmax_scale;                  // S is softmax_scale Q K^T
+    float softmax_scale;                  // the factor of Q K^T in the scores
     float score_constant_0;               // (softmax_scale / cap) * (sign(cap))
 };
 
@@ -219,7 +230,7 @@ struct QueryValues {
         for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
     }
 
-    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
+    __device__ __forceinline__ float2 at(int j) const { return values[j]; }
 };
 
 // ==== score: changes q . k before the mask; its derivative is a factor of dS
@@ -240,19 +251,19 @@ __device__ ScoreRow score_row(const Params&, const ScoreHead& head, int);
 
 struct ModifiedScore {
     float score;
-    float derivative;  // of the score, all its factors included, by softmax_scale q . k
+    float derivative;  // d(score) / d(softmax_scale q . k), with all factors of the score
 };
 
-// The modified score and the derivative of the key `step` past `first_key`, from its q . k, not scaled yet
+// The modified score and the derivative of key first_key + step, from q . k before any scale
 __device__ ModifiedScore differentiated_score(const Params& params, const ScoreRow&, int, int, float product);
 
-// What the modification still adds to all scores of a row in a block: nothing.
+// The part of the modification that is equal for all scores of a row in a block. Here there is none.
 struct ScoreOffset {
     __device__ __forceinline__ float add_to(float score) const { return score; }
 };
 
 __device__ ScoreOffset offset_of_row(const Params&, const ScoreRow&, int);  // The ScoreOffset of a row
-// Replaces q . k by the modified scores of a query head, and the derivative of each into `derivatives`
+// Replaces q . k by the modified scores of a query head, and writes the derivative of each score to `derivatives`
 __device__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2], float (&derivatives)[kBlockM / 2],
     int lane_key, int lane_query);
 __device__ void weigh(float (&derivatives)[kBlockM / 2], const float (&p)[kBlockM / 2]);  // Multiplies derivatives of scores by P^T
@@ -260,7 +271,7 @@ __device__ void weigh(float (&derivatives)[kBlockM / 2], const float (&p)[kBlock
 
 // ==== visible: which queries attend to a key, and which blocks of queries need a mask
 
-// Queries [begin, end), none where begin is not less.
+// Queries [begin, end). Empty if begin >= end.
 struct QueryRange {
     int begin;
     int end;
@@ -271,7 +282,7 @@ __device__ QueryRange queries_of_key(const Params& params, int key);  // The que
 // Blocks of kBlockM queries.
 struct QueryBlocks {
     int first;
-    int last;  // below `first` where there are none
+    int last;  // less than `first` if there are no blocks
 };
 
 // The blocks with a query that attends to a key of [first_key, first_key + kBlockN)
@@ -306,11 +317,11 @@ __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& qu
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
-__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
+__device__ int swizzled(int row, int chunk);  // The place of a 16-byte chunk of a row under the swizzle of 128 bytes
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// A score matrix of a warpgroup, 64 x kColumns, rounded and packed in pairs. Packed, an accumulator of wgmma has the layout of its operand A in
 // registers.
 template <int kColumns>
 struct PackedScores {
@@ -327,7 +338,7 @@ struct PackedScores {
     }
 };
 
-// Issues sums += A B, 64 rows x 192 of a warpgroup
+// Issues sums += A B, 64 rows x 192 of a warpgroup, for example dV += P^T dO
 __device__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
@@ -369,12 +380,12 @@ struct StepRows {
 __device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);  // The rows of a step
 // Starts loading Q and LSE of a step
 __device__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
-    int more = 0);
+    int more_bytes = 0);
 // Starts loading dO and delta of a step
 __device__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
-    int more = 0);
+    int more_bytes = 0);
 
-// Bytes that the barrier of the first dO also counts: V, and the peer's K for dQ.
+// Bytes that dout_full(0) counts in its first phase besides dO and delta: V, and the peer's K for dQ.
 constexpr int kBytesWithDout = kVBytes + kPeerKBytes;
 
 // Starts the first loads of a thread block
@@ -409,7 +420,7 @@ __device__ DqColumns columns_from(int first, const KeyBlock& block, shared_addre
 // Issues dQ = dS K over the keys of both thread blocks
 template <int kCount> __device__ void mma_dq(float (&dq)[kCount], shared_address ds_smem, const DqColumns& columns);
 __device__ void send_ds(shared_address rows, shared_address ds_received, int peer);  // Sends a warp's 16 keys of dS, at `rows`, to the peer
-// Adds a warp's part of dQ of step `i`, in no fixed order
+// Adds a warp's part of dQ of a step
 template <int kCount> __device__ void add_dq_of_step(const Barriers&, int, float* own, const float (&dq)[kCount], int);
 
 // Timeline of step i. Time runs down, an arrow is an mbarrier, a double one crosses the cluster. MMAs run in the order in which they are
@@ -652,8 +663,8 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     barrier_arrive(kAddedBarrier, kAddedThreads);
     release(barriers.ds_ready());  // this warp no longer reads K
     mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K: dK is staged there
-    // Shared memory must outlive the last two copies out of it, and the peer's last arrivals at slot_free here. The wait of this warpgroup is
-    // enough, as the memory stays until the last thread of the block exits.
+    // Wait until the peer has freed the last two slots: the copies of dS read this thread block's shared memory, and the peer arrives on slot_free
+    // here. It is enough that this warpgroup waits, because shared memory lives until the last thread of the block exits.
     if (count > 1) mbarrier_wait(barriers.slot_free(count % 2), (count - 2) / 2 % 2);
     if (count > 0) mbarrier_wait(barriers.slot_free((count - 1) % 2), (count - 1) / 2 % 2);
     // Write dK, staged over K.
@@ -762,8 +773,8 @@ __device__ __forceinline__ ScoreRow score_row(const Params&, const ScoreHead& he
     return row;
 }
 
-// The modified score and the derivative of the key `step` past `first_key`, from its q . k, not scaled yet.
-// What makes P of it multiplies it further, by scale_log2.
+// The modified score and the derivative of key first_key + step, from q . k before any scale.
+// The exponent of P is this score times scale_log2, less row_max or the LSE.
 __device__ __forceinline__ ModifiedScore differentiated_score(const Params& params, const ScoreRow&, int, int, float product) {
     const float tanh_0 = tanh_approx(product * params.score_constant_0);
     ModifiedScore modified;
@@ -775,7 +786,7 @@ __device__ __forceinline__ ModifiedScore differentiated_score(const Params& para
 // The ScoreOffset of a row. `lane_key` is the lane's first key of the block.
 __device__ __forceinline__ ScoreOffset offset_of_row(const Params&, const ScoreRow&, int) { return {}; }
 
-// Replaces q . k by the modified scores of a query head, and the derivative of each into `derivatives`. `lane_key` and `lane_query` are the
+// Replaces q . k by the modified scores of a query head, and writes the derivative of each score to `derivatives`. `lane_key` and `lane_query` are the
 // lane's first key and first query.
 __device__ __forceinline__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2],
                                               float (&derivatives)[kBlockM / 2], int lane_key, int lane_query) {
@@ -834,7 +845,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = lse.two(j);
+        const float2 values = lse.at(j);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
     }
@@ -843,7 +854,7 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = delta.two(j);
+        const float2 values = delta.at(j);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
     }
@@ -989,8 +1000,8 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
     wgmma_commit();
 }
 
-// Issues sums += A B, 64 rows x 192 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
-// columns contiguous: SBO leads to the next eight rows of B, LBO to the next panel of columns.
+// Issues sums += A B, 64 rows x 192 of a warpgroup, for example dV += P^T dO. `scores` is A. B is MN-major, its columns contiguous: SBO leads to
+// the next eight rows of B, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
@@ -1153,27 +1164,27 @@ __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock
     return rows;
 }
 
-// Starts loading Q and LSE of a step. `more` counts the bytes of further loads that complete on the same barrier.
+// Starts loading Q and LSE of a step. `more_bytes` are the bytes of other loads that complete on the same barrier.
 __device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
-                                       int stage, int more) {
+                                       int stage, int more_bytes) {
     const shared_address full = barriers.q_full(stage);
-    mbarrier_arrive_expect_tx(full, kQBytes + kQueryValueBytes + more);
+    mbarrier_arrive_expect_tx(full, kQBytes + kQueryValueBytes + more_bytes);
     load_rows<kPanels, kBlockM>(shared + kQOffset + stage * kQBytes, params.q, full, rows.row, rows.head, rows.batch);
     bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
 }
 
 __device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
-                                          int stage, int more) {
+                                          int stage, int more_bytes) {
     const shared_address full = barriers.dout_full(stage);
-    mbarrier_arrive_expect_tx(full, kDoutBytes + kQueryValueBytes + more);
+    mbarrier_arrive_expect_tx(full, kDoutBytes + kQueryValueBytes + more_bytes);
     load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + stage * kDoutBytes, params.dout, full, rows.row, rows.head, rows.batch);
     bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
 }
 
 // Starts the first loads of a thread block: K and Q, V and dO of the first step.
-// One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0). V completes on dout_full(0). In a
-// cluster the peer's K completes there, too. Their bytes may arrive before load_q() and load_dout() announce them: a phase does not end without
-// the arrival of the thread that announces. A thread block without steps loads nothing.
+// One thread calls it before __syncthreads(), so that the loads run meanwhile. The bytes of K count on q_full(0), the bytes of V on dout_full(0).
+// load_q() and load_dout() announce these bytes. Bytes may arrive before they are announced: a phase does not end without the arrival of the
+// thread that announces. A thread block without steps loads nothing.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = queries_of_block(params, block);
     const int count = num_steps(params, queries);
@@ -1224,6 +1235,7 @@ __device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock
     }
 }
 
+// Tells the peer that this warp has read dS of a slot. Step i uses slot i % 2.
 __device__ __forceinline__ void free_slot(const Barriers& barriers, int slot, const KeyBlock& block, int lane) {
     if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(block)));
 }
@@ -1252,6 +1264,7 @@ __device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_r
     bulk_send(map_shared(rows + kOwnDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
 }
 
+// Adds a warp's part of dQ of a step. Thread blocks add in no fixed order, so there is no turn to wait for.
 template <int kCount>
 __device__ __forceinline__ void add_dq_of_step(const Barriers&, int, float* own, const float (&dq)[kCount], int) {
     add_dq(own, dq);

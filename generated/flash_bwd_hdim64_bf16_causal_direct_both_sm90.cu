@@ -5,7 +5,7 @@
 // axes      head_dim 64, head_dim_v 64, dtype bf16, mask_type causal, gqa mha, dq_order direct
 // tile      block_m 64, block_n 64, stages 3, min_blocks 1, kinds 2, dv early, lse early, producer_registers 56 (both)
 // block     512 threads, 185344 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_bwd_direct_sm90.yaml
 // template  flash_bwd_direct_sm90.cu.j2
 #include "flashgen/sm90.cuh"
@@ -122,7 +122,7 @@ struct Params {
     int32_t num_heads_kv;
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     int32_t num_row_blocks_beside;        // the same of the second kind of tiles
     uint64_t num_row_blocks_divisor;      // of num_row_blocks; see divide()
     uint64_t num_row_blocks_beside_divisor;// of num_row_blocks_beside; see divide()
@@ -130,7 +130,7 @@ struct Params {
     uint64_t num_heads_kv_divisor;        // of num_heads_kv; see divide()
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e), above 0
-    float softmax_scale;                  // S is softmax_scale Q K^T
+    float softmax_scale;                  // the factor of Q K^T in the scores
 };
 
 __device__ int divide(int n, uint64_t divisor);  // n / d for 0 <= n < 2^31
@@ -147,7 +147,7 @@ struct QueryValues {
         for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
     }
 
-    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
+    __device__ __forceinline__ float2 at(int j) const { return values[j]; }
 };
 
 // ==== visible: which queries attend to a key, and which blocks of queries need a mask
@@ -157,7 +157,7 @@ __device__ int first_query_of_key(const Params& params, int key);  // The first 
 // Blocks of kBlockM queries.
 struct QueryBlocks {
     int first;
-    int last;  // below `first` where there are none
+    int last;  // less than `first` if there are no blocks
 };
 
 // The blocks with a query that attends to a key of [first_key, first_key + kBlockN)
@@ -233,11 +233,11 @@ struct KeySteps {
 
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
-__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
+__device__ int swizzled(int row, int chunk);  // The place of a 16-byte chunk of a row under the swizzle of 128 bytes
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// A score matrix of a warpgroup, 64 x kColumns, rounded and packed in pairs. Packed, an accumulator of wgmma has the layout of its operand A in
 // registers.
 template <int kColumns>
 struct PackedScores {
@@ -254,7 +254,7 @@ struct PackedScores {
     }
 };
 
-// Issues sums += A B, 64 rows x 64 of a warpgroup
+// Issues sums += A B, 64 rows x 64 of a warpgroup, for example dV += P^T dO
 __device__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Writes a warp's 16 rows of a gradient, times `factor` and rounded, to `staging`
 template <int kColumns> __device__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane);
@@ -487,7 +487,7 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
         const int first_query = steps.block * kBlockM;
         if (needs_mask(params, warp_key, first_query)) apply_mask(params, p, warp_key + lane / 4, first_query + lane % 4 * 2);
         compute_p(p, lse, params.scale_log2);
-        // 2. Wait for delta and dP^T. dS^T = P^T (dP^T - delta). dV += P^T dO and dK += dS^T Q: issue.
+        // 2. dV += P^T dO, dS^T = P^T (dP^T - delta), dK += dS^T Q: wait for delta and dP^T, issue.
         PackedScores<kBlockM> packed_p, packed_ds;
         mbarrier_wait(barriers.delta_full(ring.stage), ring.parity);
         QueryValues delta;
@@ -711,7 +711,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = lse.two(j);
+        const float2 values = lse.at(j);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
     }
@@ -720,7 +720,7 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = delta.two(j);
+        const float2 values = delta.at(j);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
     }
@@ -851,8 +851,8 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
     wgmma_commit();
 }
 
-// Issues sums += A B, 64 rows x 64 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
-// columns contiguous: SBO leads to the next eight rows of B, LBO to the next panel of columns.
+// Issues sums += A B, 64 rows x 64 of a warpgroup, for example dV += P^T dO. `scores` is A. B is MN-major, its columns contiguous: SBO leads to
+// the next eight rows of B, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);

@@ -5,7 +5,7 @@
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, dropout none, gqa gqa, dq_order ordered
 // tile      block_m 32, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
 // block     1024 threads, 128 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
+// target    sm80: sm_80 or later, with 166912 bytes or more of shared memory per block
 // spec      flash_bwd_sm80.yaml
 // template  flash_bwd_sinks.cu.j2
 #include "flashgen/sm80.cuh"

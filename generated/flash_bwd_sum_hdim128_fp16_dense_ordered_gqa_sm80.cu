@@ -5,7 +5,7 @@
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, dropout none, gqa gqa, dq_order ordered
 // tile      block_m 32, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
 // block     256 threads, 0 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
+// target    sm80: sm_80 or later, with 166912 bytes or more of shared memory per block
 // spec      flash_bwd_sm80.yaml
 // template  flash_bwd_sum.cu.j2
 #include "flashgen/sm80.cuh"
@@ -40,8 +40,8 @@ struct Params {
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
-    float softmax_scale;                  // S is softmax_scale Q K^T
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    float softmax_scale;                  // the factor of Q K^T in the scores
 };
 
 __device__ int part_rows(const Params& params);  // Keys of a part in the workspace

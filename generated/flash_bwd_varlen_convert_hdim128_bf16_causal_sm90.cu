@@ -7,7 +7,7 @@
 // tile      block_m 64, block_n 128, stages 2, dout_stages 2, cluster 1, producer_registers 24, consumer_registers 240,
 //           lse early, dv early, starts turns, held_k 0, held_v 0, dq_address free, mask_bounds computed, steps all
 // block     256 threads, 0 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_bwd_varlen_sm90.yaml
 // template  flash_bwd_convert.cu.j2
 #include "flashgen/sm90.cuh"
@@ -35,7 +35,7 @@ struct Params {
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
-    float softmax_scale;                  // S is softmax_scale Q K^T
+    float softmax_scale;                  // the factor of Q K^T in the scores
 };
 
 // In the workspace each sequence of a head has whole units of rows. LSE and delta are read by blocks of queries, so their units are whole blocks,

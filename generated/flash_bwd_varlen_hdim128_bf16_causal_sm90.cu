@@ -7,7 +7,7 @@
 // tile      block_m 64, block_n 128, stages 2, dout_stages 2, cluster 1, producer_registers 24, consumer_registers 240,
 //           lse early, dv early, starts turns, held_k 0, held_v 0, dq_address free, mask_bounds computed, steps all
 // block     384 threads, 165944 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_bwd_varlen_sm90.yaml
 // template  flash_bwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
@@ -22,23 +22,24 @@
 //
 // Map
 //   warpgroup 0          the producer, kProducerRegisters = 24 a thread
-//     thread 0             produce(): loads Q and dO of each step by TMA
-//     other warps          idle, or helpers of the producer and the consumers: the branch of warpgroup 0 in the kernel names their jobs
+//     thread 0           produce(): loads Q and dO of each step by TMA
 //   warpgroups 1, 2      consume(): 64 keys each: dK, dV and a part of dQ. kConsumerRegisters = 240 a thread
 //
 //   SharedStorage        bytes
-//   k                    32768  x 1  K; at the end dK, on its way to TMA
-//   v                    32768  x 1  V; at the end dV, on its way to TMA
+//   k                    32768  x 1  K; at the end room to stage dK
+//   v                    32768  x 1  V; at the end room to stage dV
 //   q                    16384  x 2  Q of a step
 //   dout                 16384  x 2  dO of a step
 //   ds                   16384  x 2  dS^T of a step, and of the step before
 //   lse_log2, delta      256    x 2  of the queries of a step
+//   mbarriers            8 each; and 1024 more, so that SharedStorage begins at a multiple of 1024
 //
-//   barrier              arrivals of a phase                                          who waits
-//   q_full, dout_full    1: the producer, and the bytes of TMA                        consumers
-//   empty                4 kConsumers: lane 0 of each warp, after its MMAs of a step  producer
-//   ds_ready             4 kConsumers: lane 0 of each warp, new dS written, old read  consumers
-//   other barriers       see NamedBarrier and Mbarriers
+//   barrier              arrivals of a phase                                              who waits
+//   q_full, dout_full    1: the producer, and the bytes of TMA                            consumers
+//   empty                4 kConsumers: lane 0 of each warp, after its MMAs of a step      producer
+//   ds_ready             4 kConsumers: lane 0 of each warp, new dS written, old read      consumers
+//   kClearBarrier        256: consumers, once rows that no query sees are cleared         consumers
+//   kStartBarrier        256: the other consumer, S and dP issued; the one that waits     a consumer, before its S and dP
 
 using element = bf16;
 
@@ -67,7 +68,7 @@ enum NamedBarrier : int {  // __syncthreads() has the number 0
     kStartBarrier = 3,  // + consumer: the other consumer has issued its S and dP, so this consumer may issue its S and dP. 256 threads
 };
 
-// The mbarriers. The map above says who arrives and who waits. If an mbarrier is not in the map, its comment says who.
+// The mbarriers. The map above says who arrives and who waits.
 struct Mbarriers {
     uint64_t ds_ready;            // dS of a step is written, and dS of the step before is read
     uint64_t q_full[kStages];     // Q and LSE have arrived; with the first one K
@@ -75,8 +76,8 @@ struct Mbarriers {
     uint64_t empty[kStages];      // no warp reads the stage
 };
 
-// Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer warp has
-// released it.
+// Addresses of the mbarriers. A buffer is full when TMA has written its bytes. A stage holds Q and dO of a step. It is empty when every consumer
+// warp has released it.
 struct Barriers {
     shared_address first;
 
@@ -102,8 +103,8 @@ struct Barriers {
 
 // Begins at a multiple of 1,024 bytes, as the pattern of the swizzle repeats every 1,024 bytes.
 struct SharedStorage {
-    element k[kPanels][kBlockN][kPanelColumns];   // at the end dK, for TMA
-    element v[kPanelsV][kBlockN][kPanelColumns];  // at the end dV, for TMA
+    element k[kPanels][kBlockN][kPanelColumns];   // at the end room to stage dK
+    element v[kPanelsV][kBlockN][kPanelColumns];  // at the end room to stage dV
     element q[kStages][kPanels][kBlockM][kPanelColumns];
     element dout[kStages][kPanelsV][kBlockM][kPanelColumns];
     element ds[2][kBlockM / 64][kBlockN][64];  // dS^T of a step, and of the step before, whose dQ is computed meanwhile
@@ -152,7 +153,7 @@ struct Params {
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
-    float softmax_scale;                  // S is softmax_scale Q K^T
+    float softmax_scale;                  // the factor of Q K^T in the scores
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
@@ -201,7 +202,7 @@ struct QueryValues {
         for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
     }
 
-    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
+    __device__ __forceinline__ float2 at(int j) const { return values[j]; }
 };
 
 // ==== visible: which queries attend to a key, and which blocks of queries need a mask
@@ -211,7 +212,7 @@ __device__ int first_query_of_key(const Params& params, int key);  // The first 
 // Blocks of kBlockM queries.
 struct QueryBlocks {
     int first;
-    int last;  // below `first` where there are none
+    int last;  // less than `first` if there are no blocks
 };
 
 // The blocks with a query that attends to a key of [first_key, first_key + kBlockN)
@@ -255,11 +256,11 @@ __device__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& qu
 __device__ Step next_step(const Step& step, const QueryBlocks&);  // The step after this one
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
-__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
+__device__ int swizzled(int row, int chunk);  // The place of a 16-byte chunk of a row under the swizzle of 128 bytes
 // Issues scores = A B^T of a warpgroup, 64 x kBlockM, over kColumns columns of A and B
 template <int kColumns> __device__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// A score matrix of a warpgroup, 64 x kColumns, rounded and packed in pairs. Packed, an accumulator of wgmma has the layout of its operand A in
 // registers.
 template <int kColumns>
 struct PackedScores {
@@ -276,7 +277,7 @@ struct PackedScores {
     }
 };
 
-// Issues sums += A B, 64 rows x 128 of a warpgroup
+// Issues sums += A B, 64 rows x 128 of a warpgroup, for example dV += P^T dO
 __device__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem);
 // Issues dQ (64 x 2 kCount) = dS K of a warpgroup over kBlockN keys, or += if `accumulate`
 template <int kCount> __device__ void issue_dq(float (&dq)[kCount], uint64_t ds, uint64_t k, bool accumulate);
@@ -325,12 +326,12 @@ struct StepRows {
 __device__ StepRows rows_of(const Params& params, const KeyBlock& block, const Step& step);  // The rows of a step
 // Starts loading Q and LSE of a step
 __device__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
-    int more = 0);
+    int more_bytes = 0);
 // Starts loading dO and delta of a step
 __device__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers, int stage,
-    int more = 0);
+    int more_bytes = 0);
 
-// Bytes that the barrier of the first dO also counts: V.
+// Bytes that dout_full(0) counts in its first phase besides dO and delta: V.
 constexpr int kBytesWithDout = kVBytes;
 
 // Starts the first loads of a thread block
@@ -444,7 +445,8 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         float* dq_sums = dq_address_of(previous);
-        // 7. dK += dS^T Q: issue. Wait for dQ, with dK in flight. Release dS.
+        // 7. dK += dS^T Q: issue. Wait for dQ, with dK in flight. Arrive on ds_ready: dS of this step is written, dS of the previous step is
+        // read.
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // makes the writes of dS visible to the MMA of dQ in the next step; here it overlaps with MMAs
         wgmma_wait<1>();
@@ -585,7 +587,7 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = lse.two(j);
+        const float2 values = lse.at(j);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
     }
@@ -594,7 +596,7 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 values = delta.two(j);
+        const float2 values = delta.at(j);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
     }
@@ -727,8 +729,8 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
     wgmma_commit();
 }
 
-// Issues sums += A B, 64 rows x 128 of a warpgroup: dV += P^T dO, dK += dS^T Q or dQ += dS K. B is MN-major, its
-// columns contiguous: SBO leads to the next eight rows of B, LBO to the next panel of columns.
+// Issues sums += A B, 64 rows x 128 of a warpgroup, for example dV += P^T dO. `scores` is A. B is MN-major, its columns contiguous: SBO leads to
+// the next eight rows of B, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores<kBlockM>& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
@@ -922,27 +924,27 @@ __device__ __forceinline__ StepRows rows_of(const Params& params, const KeyBlock
     return rows;
 }
 
-// Starts loading Q and LSE of a step. `more` counts the bytes of further loads that complete on the same barrier.
+// Starts loading Q and LSE of a step. `more_bytes` are the bytes of other loads that complete on the same barrier.
 __device__ __forceinline__ void load_q(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
-                                       int stage, int more) {
+                                       int stage, int more_bytes) {
     const shared_address full = barriers.q_full(stage);
-    mbarrier_arrive_expect_tx(full, kQBytes + kQueryValueBytes + more);
+    mbarrier_arrive_expect_tx(full, kQBytes + kQueryValueBytes + more_bytes);
     load_rows<kPanels, kBlockM>(shared + kQOffset + stage * kQBytes, params.q, full, rows.row, rows.head, rows.batch);
     bulk_load(shared + kLseOffset + stage * kQueryValueBytes, params.lse_log2 + rows.unit_row, full, kQueryValueBytes);
 }
 
 __device__ __forceinline__ void load_dout(const Params& params, const StepRows& rows, shared_address shared, const Barriers& barriers,
-                                          int stage, int more) {
+                                          int stage, int more_bytes) {
     const shared_address full = barriers.dout_full(stage);
-    mbarrier_arrive_expect_tx(full, kDoutBytes + kQueryValueBytes + more);
+    mbarrier_arrive_expect_tx(full, kDoutBytes + kQueryValueBytes + more_bytes);
     load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + stage * kDoutBytes, params.dout, full, rows.row, rows.head, rows.batch);
     bulk_load(shared + kDeltaOffset + stage * kQueryValueBytes, params.delta + rows.unit_row, full, kQueryValueBytes);
 }
 
 // Starts the first loads of a thread block: K and Q, V and dO of the first step.
-// One thread calls it before __syncthreads(), so that the loads run meanwhile. K completes on q_full(0). V completes on dout_full(0). In a
-// cluster the peer's K completes there, too. Their bytes may arrive before load_q() and load_dout() announce them: a phase does not end without
-// the arrival of the thread that announces. A thread block without steps loads nothing.
+// One thread calls it before __syncthreads(), so that the loads run meanwhile. The bytes of K count on q_full(0), the bytes of V on dout_full(0).
+// load_q() and load_dout() announce these bytes. Bytes may arrive before they are announced: a phase does not end without the arrival of the
+// thread that announces. A thread block without steps loads nothing.
 __device__ __forceinline__ void start_loads(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const QueryBlocks queries = queries_of_block(with_lengths(params, block.seqlen_q, block.seqlen_kv), block);
     const int count = num_steps(params, queries);

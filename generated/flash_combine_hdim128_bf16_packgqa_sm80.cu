@@ -5,7 +5,7 @@
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, sinks none, gqa packed
 // tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
 // block     256 threads, 4160 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
+// target    sm80: sm_80 or later, with 166912 bytes or more of shared memory per block
 // spec      flash_decode_sm80.yaml
 // template  flash_combine_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -43,7 +43,7 @@ struct Params {
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     int32_t num_tiles;                    // tiles of the grid
     int32_t kv_blocks_per_tile;
     int32_t kv_blocks_per_share;          // of a thread block; the last may have fewer
@@ -80,7 +80,8 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 // ====
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group

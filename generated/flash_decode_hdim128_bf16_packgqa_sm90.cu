@@ -5,7 +5,7 @@
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, sinks none, gqa packed
 // tile      block_m 16, block_n 64, warps 4, stages 3, min_blocks 2, cluster 8
 // block     128 threads, 110728 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_decode_sm90.yaml
 // template  flash_decode_sm90.cu.j2
 #include "flashgen/sm90_mma.cuh"
@@ -25,14 +25,14 @@
 //
 //   shared memory        bytes
 //   Q                    4096         kBlockM = 16 rows
-//   stages               32768  x 3   K and V of a KV block; in the end O of all warps
+//   stages               32768  x 3   K and V of a KV block; in the end O, row_max and row_sum of all warps
 //   received rows        8192         O of the rows combined here, from each thread block of the cluster
 //   received sums        128          row_max and row_sum of these rows
 //
 //   barrier              arrivals of a phase                                            who waits
-//   received             1: thread 0, and the bytes of st.async from the cluster        all threads, before they combine
+//   at kBarrierOffset    1: thread 0, and the bytes of st.async from the cluster        all threads, before they combine
 //   cluster_wait()       all threads of the cluster, once the mbarriers are initialised all threads, before they send
-//   barrier_sync()       kThreads                                                       all threads, before and after the last use of the stages
+//   barrier_sync()       kThreads: Q is here; no warp reads the stages; O is in them    all threads
 //
 // The thread blocks of a cluster meet twice, without a barrier in the loop:
 //
@@ -102,7 +102,7 @@ struct Params {
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_heads_q;
     int32_t num_heads_kv;
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
     uint64_t num_row_blocks_divisor;      // of num_row_blocks; see divide()
     uint64_t group_size_divisor;          // of group_size; see divide()
@@ -110,7 +110,8 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -269,9 +270,9 @@ struct P {
 
 using VAddress = LaneAddress;
 
-__device__ VAddress v_address(shared_address block, int lane);
+__device__ VAddress v_address(shared_address block, int lane);  // For the loads of V by mma_pv()
 template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
-// Computes this lane's maximum of each row, in row_max's units
+// Computes, for each row, the row_max that this lane's scores need
 template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
     float (&block_max)[kTiles][2]);
 // Raises row_max to the maxima of a block, and rescales O and row_sum
@@ -689,8 +690,8 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
     }
 }
 
-// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
-// kSlack. The maximum is rounded up and the limit down, so that P stays within its limit for scores of any size.
+// Computes, for each row, the row_max that this lane's scores need: `block_max`. True, for the whole warp, if it exceeds the row_max of any row
+// by more than kSlack. block_max is rounded up and the limit down, so that P stays within its limit for scores of any size.
 template <int kTiles>
 __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
                                                 float (&block_max)[kTiles][2]) {
@@ -711,8 +712,6 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the maxima of a block, and rescales O and row_sum. If a pair of warps shares the rows, each warp raises row_max to an
-// integer. If the two integers differ, P is rescaled by a power of two, which does not round it a second time.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
@@ -820,12 +819,13 @@ __device__ __forceinline__ void send_rows(shared_address smem, int num_rows_of_t
 }
 
 // Waits for all parts of the rows that this thread block combines, adds them up in the order of their ranks, divides O by row_sum and stores O
-// and the LSE. A row that attends to nothing has the sum 0 and becomes 0, its LSE -inf. A thread has two elements of a row.
+// and the LSE. A row that attends to nothing has row_sum 0: its O becomes 0, its LSE -inf. A thread has two elements of a row.
 __device__ __forceinline__ void combine_rows(const Params& params, const Tile& tile, shared_address smem, int num_rows_of_tile) {
     constexpr int kRowPairs = kHeadDimV / 2;
     const int rank = cluster_rank();
     const int count = (num_rows_of_tile - rank + kCluster - 1) / kCluster;
-    if (count <= 0) return;
+    if (count <= 0) return;  // no thread block sends to this one, so it may exit
+    // After this wait no thread block sends to this one any more.
     if (threadIdx.x == 0) mbarrier_arrive_expect_tx(smem + kBarrierOffset, count * kCluster * (kHeadDimV * 4 + 8));
     mbarrier_wait_cluster(smem + kBarrierOffset, 0);
     for (int index = threadIdx.x; index < count * kRowPairs; index += kThreads) {

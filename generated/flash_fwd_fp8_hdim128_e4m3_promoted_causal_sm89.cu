@@ -6,7 +6,7 @@
 //           gqa mha
 // tile      block_m 128, block_n 64, warps 4, loop stages, min_blocks 2
 // block     128 threads, 32784 bytes of dynamic shared memory
-// target    sm89: GPUs of sm_89 or later whose blocks may have 101376 bytes of shared memory
+// target    sm89: sm_89 or later, with 101376 bytes or more of shared memory per block
 // spec      flash_fwd_fp8_sm89.yaml
 // template  flash_fwd_fp8_sm89.cu.j2
 #include "flashgen/fp8_sm89.cuh"
@@ -22,7 +22,7 @@
 //
 // Map
 //   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
-//   shared memory     SharedStorage, 32784 bytes: Q, kBlockM = 128 rows of kRowBytes = 128; blocks of K and V, kStageBytes = 8192 each.
+//   shared memory     SharedStorage, 32784 bytes: Q, kBlockM = 128 rows of kRowBytes = 128; the stages of K and of V, kStageBytes = 8192 each.
 //   barrier           barrier_sync(kThreads): all warps, before they read data that other warps copied, and before it is overwritten
 
 using element = e4m3;
@@ -84,7 +84,7 @@ struct Params {
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t num_l2_groups;                // the last group has the remaining heads
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
@@ -103,7 +103,8 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -146,7 +147,7 @@ template <int kTiles> __device__ void finish_scores(const Params& params, const 
 // KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
 struct KvBlocks {
     int first;
-    int last;  // below `first` where there are none
+    int last;  // less than `first` if there are no blocks
 };
 
 // The KV blocks that rows [first_row, first_row + count) attend to
@@ -272,7 +273,7 @@ __device__ VAddress v_address(shared_address block, int lane);  // For ldmatrix 
 // The address `row_step` rows down (a multiple of 8) and `chunk` chunks of 16 dims to the right
 __device__ shared_address chunk_address(VAddress lane, int row_step, int chunk);
 template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
-// Computes this lane's maximum of each row, in row_max's units
+// Computes, for each row, the row_max that this lane's scores need
 template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
     float (&block_max)[kTiles][2]);
 // Raises row_max to the maxima of a block, and rescales O and row_sum
@@ -570,7 +571,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     const int chunk = threadIdx.x % kSwizzleChunks;
     const int rows_left = num_rows(params) - tile.first_row - row;
     const shared_address destination = smem + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    // One pointer steps from row to row; the compiler would compute the addresses of all copies in advance.
+    // One pointer steps from row to row. Otherwise the compiler would compute the addresses of all copies in advance.
     const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
     for (int first = 0; first < kBlockM; first += kRowsPerPass) {
@@ -739,8 +740,8 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
     }
 }
 
-// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
-// kSlack. The maximum is rounded up and the limit down, so that P stays within its limit for scores of any size.
+// Computes, for each row, the row_max that this lane's scores need: `block_max`. True, for the whole warp, if it exceeds the row_max of any row
+// by more than kSlack. block_max is rounded up and the limit down, so that P stays within its limit for scores of any size.
 template <int kTiles>
 __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
                                                 float (&block_max)[kTiles][2]) {
@@ -761,8 +762,6 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the maxima of a block, and rescales O and row_sum. If a pair of warps shares the rows, each warp raises row_max to an
-// integer. If the two integers differ, P is rescaled by a power of two, which does not round it a second time.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
@@ -805,7 +804,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     exponentiate(scores, rows, scale_log2, p);
 }
 
-// Divides O by the complete row_sum. A row that attends to nothing has the sum 0 and becomes 0.
+// Divides O by the complete row_sum. A row that attends to nothing has row_sum 0: its O becomes 0.
 __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {

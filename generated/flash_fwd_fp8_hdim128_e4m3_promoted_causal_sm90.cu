@@ -6,7 +6,7 @@
 //           v_layout none, gqa mha
 // tile      block_m 128, block_n 128, q_stages 2, stages 3, panel 128, producer_registers 24
 // block     384 threads, 181440 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_fwd_fp8_sm90.yaml
 // template  flash_fwd_fp8_sm90.cu.j2
 #include "flashgen/fp8_sm90.cuh"
@@ -32,6 +32,7 @@
 //   k                    16384  x 3  K of a KV block
 //   v_rows               16384  x 3  V of a KV block, as it comes
 //   v                    16384  x 3  V^T of a KV block
+//   mbarriers            8 each; and 1024 more, so that SharedStorage begins at a multiple of 1024
 //
 //   barrier              arrivals of a phase                                              who waits
 //   q_full               1: the producer, and the bytes of TMA                            consumers
@@ -89,7 +90,7 @@ struct SharedStorage {
     uint64_t v_rows_empty[kStages];
     uint64_t v_full[kStages];
     uint64_t v_empty[kStages];
-    uint32_t ends[kStages];  // not 0: no V comes
+    uint32_t ends[kStages];  // not 0: there are no more KV blocks. Written before the arrival on v_rows_full
 };
 constexpr int kQBytes = sizeof(SharedStorage::q[0]);
 constexpr int kKBytes = sizeof(SharedStorage::k[0]);
@@ -118,7 +119,7 @@ struct SharedAddresses {
     __device__ __forceinline__ shared_address v_rows_full(int stage) const { return barrier(offsetof(SharedStorage, v_rows_full), stage); }
     __device__ __forceinline__ shared_address v_rows_empty(int stage) const { return barrier(offsetof(SharedStorage, v_rows_empty), stage); }
 
-    // Beside them, what v_rows_full says of its buffer.
+    // A word of each stage of V: see SharedStorage.
     __device__ __forceinline__ shared_address ends(int stage) const {
         return barriers + (int(offsetof(SharedStorage, ends) - offsetof(SharedStorage, q_full)) + 4 * stage);
     }
@@ -152,8 +153,8 @@ struct Params {
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_tiles;                    // tiles of the grid
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
-    int32_t rows_ahead;                   // rows of a head's first tile that come before its first query
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t rows_ahead;                   // a head's first tile begins this many rows before query 0
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t num_l2_groups;                // the last group has the remaining heads
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
@@ -168,7 +169,8 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -198,8 +200,8 @@ __device__ KeyRange keys_of_some(const Params& params, int first_row, int count)
 // The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
-// A lane holds two of every eight keys of a row. A word has a bit for each of these keys; the top bit is the first key. One R2P instruction
-// turns seven bits of a byte into predicates; a comparison sets only one predicate.
+// A mask of a row is a word of bits, because one R2P instruction turns seven bits of a byte into predicates, and a comparison sets only one.
+// A lane holds two of every eight keys of a row. The word has a bit for each of them; the top bit is the first key.
 using key_word = uint32_t;  // a bit for each key of a lane
 
 __device__ constexpr key_word key_bit(int key);  // The bit of a key
@@ -238,8 +240,8 @@ struct TileSequence {
 
     __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
 
-    // Under a causal mask or a window the tiles of an L2 group become shorter from first to last. Thread blocks go back and forth: a short tile
-    // follows a long one.
+    // Under a causal mask or a window the tiles of an L2 group become shorter from first to last. Thread blocks go back and forth, so a short tile
+    // follows a long one: of G thread blocks, thread block b takes the tiles b, 2 G - 1 - b, 2 G + b, 4 G - 1 - b, ...
     __device__ __forceinline__ void advance() {
         index += step;
         step = 2 * gridDim.x - step;
@@ -385,13 +387,13 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
-    // There are no turns: a consumer issues MMAs when it can.
+    // A consumer of this kernel issues MMAs when it can: a turn is empty.
     auto begin_turn = [] {};
     auto end_turn = [] {};
 
-    // Skips a KV block that this warpgroup's rows do not attend to. It still takes its turn and releases K and V, because the barriers count
-    // every warp. It waits for full first. Otherwise its arrival could count for the previous phase of empty, if another warp has not yet
-    // arrived for that phase.
+    // Skips a KV block that this warpgroup's rows do not attend to. It still passes begin_turn() and end_turn() and releases K and V, because the
+    // barriers count every warp. It waits for full first. Otherwise its arrival could count for the previous phase of empty, if another warp has
+    // not yet arrived for that phase.
     auto skip_block = [&] {
         mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         begin_turn();
@@ -411,7 +413,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         int kv_block = blocks.last;
 
         // The KV blocks that this warpgroup's 64 rows attend to. The first tile of a head may begin before query 0, by a multiple of 64 rows. So either
-        // all rows of a warpgroup are before query 0, and see no KV block, or none is.
+        // all 64 rows are before query 0, and attend to no KV block, or no row is before it.
         const int warpgroup_row = tile.first_row + 64 * consumer;
         const bool has_rows = warpgroup_row >= 0;
         const KvBlocks visible_blocks = has_rows ? find_kv_blocks(params, warpgroup_row, 64) : KvBlocks{0, -1};
@@ -444,7 +446,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             begin_turn();
             mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
-            // The first block: wait for S, release K. Softmax makes P.
+            // The first block, whose Q K^T is issued: wait for S, release K. Softmax turns S into P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
@@ -460,7 +462,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
                 mma_qk(scores, q_smem, shared.k(k_ring.stage));
-                // 2. O += P V of the previous block: wait for V, issue.
+                // 2. P V of the previous block: wait for V, issue.
                 mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
                 mma_pv(partial, p, shared.v(v_ring.stage));
                 end_turn();
@@ -477,17 +479,18 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
                 pin_registers(partial);
                 release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
-                // 6. Pack P for the next P V. Rescale O where row_max has moved.
+                // 6. Pack P for the next P V, and update O.
                 // The packing comes before the branch, in one basic block with the exponentials. Neither is volatile, so ptxas moves most exponentials below
                 // the wait and interleaves them with the packing.
                 p.set(scores);
+                // Add P V of the previous block to O.
                 promote(output, partial, factor);
                 factor[0] = moved ? rows.correction[0] : 1.0f;
                 factor[1] = moved ? rows.correction[1] : 1.0f;
             }
             release(shared.q_empty(q_ring.stage));
+            // P V of the last block: wait for V, issue outside of a turn, wait, release V.
             mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
-            // O += P V of the last block: issue, wait, release V.
             mma_pv(partial, p, shared.v(v_ring.stage));
             wgmma_wait<0>();
             pin_registers(partial);
@@ -498,7 +501,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         store_tile(params, tile, output, rows, first_row, lane);
         q_ring.advance();
     }
-    // Before the warpgroup exits, TMA must have read the O that it stores, and no arrival may be pending on a named barrier.
+    // The warpgroup may exit: O leaves from registers, and all its MMAs and loads have been awaited.
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -5,7 +5,7 @@
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type local, sinks none, dropout dropout, gqa mha
 // tile      block_m 192, block_n 64, q_stages 2, stages 3, panel 64, producer_registers 32
 // block     512 threads, 197760 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
@@ -27,6 +27,7 @@
 //   q                    49152  x 2  Q of a tile, then its O on the way out
 //   k                    16384  x 3  K of a KV block
 //   v                    16384  x 3  V of a KV block
+//   mbarriers            8 each; and 1024 more, so that SharedStorage begins at a multiple of 1024
 //
 //   barrier              arrivals of a phase                                              who waits
 //   q_full               1: the producer, and the bytes of TMA                            consumers
@@ -132,8 +133,8 @@ struct Params {
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t num_tiles;                    // tiles of the grid
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
-    int32_t rows_ahead;                   // rows of a head's first tile that come before its first query
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
+    int32_t rows_ahead;                   // a head's first tile begins this many rows before query 0
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t num_l2_groups;                // the last group has the remaining heads
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
@@ -146,7 +147,8 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -176,8 +178,8 @@ __device__ KeyRange keys_of_some(const Params& params, int first_row, int count)
 // The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
-// A lane holds two of every eight keys of a row. A word has a bit for each of these keys; the top bit is the first key. One R2P instruction
-// turns seven bits of a byte into predicates; a comparison sets only one predicate.
+// A mask of a row is a word of bits, because one R2P instruction turns seven bits of a byte into predicates, and a comparison sets only one.
+// A lane holds two of every eight keys of a row. The word has a bit for each of them; the top bit is the first key.
 using key_word = uint32_t;  // a bit for each key of a lane
 
 __device__ constexpr key_word key_bit(int key);  // The bit of a key
@@ -216,8 +218,8 @@ struct TileSequence {
 
     __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
 
-    // Under a causal mask or a window the tiles of an L2 group become shorter from first to last. Thread blocks go back and forth: a short tile
-    // follows a long one.
+    // Under a causal mask or a window the tiles of an L2 group become shorter from first to last. Thread blocks go back and forth, so a short tile
+    // follows a long one: of G thread blocks, thread block b takes the tiles b, 2 G - 1 - b, 2 G + b, 4 G - 1 - b, ...
     __device__ __forceinline__ void advance() {
         index += step;
         step = 2 * gridDim.x - step;
@@ -236,7 +238,7 @@ __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leadi
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// A score matrix of a warpgroup, 64 x kColumns, rounded and packed in pairs. Packed, an accumulator of wgmma has the layout of its operand A in
 // registers.
 template <int kColumns>
 struct PackedScores {
@@ -321,7 +323,7 @@ __device__ void drop_pairs(uint32_t word, uint32_t threshold, uint32_t& row0, ui
 __device__ void drop(PackedScores<kBlockN>& p, const Dropout& dropout, int threshold, int first_row, int first_key);
 // ====
 
-__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
+__device__ int swizzled(int row, int chunk);  // The place of a 16-byte chunk of a row under the swizzle of 128 bytes
 // Normalises O, rounds it and lets TMA write it
 __device__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2], const RowState& rows,
     int first_row, int lane, shared_address staging, int consumer);
@@ -369,9 +371,9 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         store_in_flight = false;
     };
 
-    // Skips a KV block that this warpgroup's rows do not attend to. It still takes its turn and releases K and V, because the barriers count
-    // every warp. It waits for full first. Otherwise its arrival could count for the previous phase of empty, if another warp has not yet
-    // arrived for that phase.
+    // Skips a KV block that this warpgroup's rows do not attend to. It still passes begin_turn() and end_turn() and releases K and V, because the
+    // barriers count every warp. It waits for full first. Otherwise its arrival could count for the previous phase of empty, if another warp has
+    // not yet arrived for that phase.
     auto skip_block = [&] {
         mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         begin_turn();
@@ -391,7 +393,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         int kv_block = blocks.last;
 
         // The KV blocks that this warpgroup's 64 rows attend to. The first tile of a head may begin before query 0, by a multiple of 64 rows. So either
-        // all rows of a warpgroup are before query 0, and see no KV block, or none is.
+        // all 64 rows are before query 0, and attend to no KV block, or no row is before it.
         const int warpgroup_row = tile.first_row + 64 * consumer;
         const bool has_rows = warpgroup_row >= 0;
         const KvBlocks visible_blocks = has_rows ? find_kv_blocks(params, warpgroup_row, 64) : KvBlocks{0, -1};
@@ -422,7 +424,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
             release_previous_q();
-            // The first block: wait for S, release K. Softmax makes P.
+            // The first block, whose Q K^T is issued: wait for S, release K. Softmax turns S into P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
@@ -437,7 +439,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
                 mma_qk(scores, q_smem, shared.k(k_ring.stage));
-                // 2. O += P V of the previous block: wait for V, issue.
+                // 2. P V of the previous block: wait for V, issue.
                 mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
                 mma_pv(output, p, shared.v(v_ring.stage));
                 end_turn();
@@ -454,15 +456,16 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
                 pin_registers(output);
                 release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
-                // 6. Pack P for the next P V. Rescale O where row_max has moved.
+                // 6. Pack P for the next P V, and update O.
                 // The packing comes before the branch, in one basic block with the exponentials. Neither is volatile, so ptxas moves most exponentials below
                 // the wait and interleaves them with the packing.
                 p.set(scores);
                 drop(p, dropout, params.keep_threshold, params.dropout_row + first_row, kv_block * kBlockN);
+                // Rescale O where row_max has moved.
                 if (moved) rescale(output, rows);
             }
+            // P V of the last block: wait for V, issue outside of a turn, wait, release V.
             mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
-            // O += P V of the last block: issue, wait, release V.
             mma_pv(output, p, shared.v(v_ring.stage));
             wgmma_wait<0>();
             pin_registers(output);
@@ -477,9 +480,9 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         store_in_flight = true;
         q_ring.advance();
     }
-    // Before the warpgroup exits, TMA must have read the O that it stores, and no arrival may be pending on a named barrier.
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // the end of the grid waits for the writes
-    if (consumer == 0) begin_turn();  // takes the last turn that was passed on
+    // TMA must have read the staged O before the warpgroup exits. The end of the grid waits for the writes.
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+    if (consumer == 0) begin_turn();  // takes the last turn: no arrival may be pending on a named barrier at the exit
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

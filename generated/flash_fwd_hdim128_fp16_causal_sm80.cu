@@ -5,7 +5,7 @@
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type causal, sinks none, dropout none, gqa mha
 // tile      block_m 128, block_n 64, warps 4, loop halves, min_blocks 2
 // block     128 threads, 81952 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
+// target    sm80: sm_80 or later, with 166912 bytes or more of shared memory per block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -19,7 +19,7 @@
 //
 // Map
 //   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
-//   shared memory     SharedStorage, 81952 bytes: Q, kBlockM = 128 rows of kRowBytes = 256; blocks of K and V, kStageBytes = 16384 each.
+//   shared memory     SharedStorage, 81952 bytes: Q, kBlockM = 128 rows of kRowBytes = 256; the stages of K and of V, kStageBytes = 16384 each.
 //                     O is staged in the rows of Q
 //   barrier           barrier_sync(kThreads): all warps, before they read data that other warps copied, and before it is overwritten
 
@@ -81,7 +81,7 @@ struct Params {
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t num_l2_groups;                // the last group has the remaining heads
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
@@ -93,7 +93,8 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -136,7 +137,7 @@ template <int kTiles> __device__ void finish_scores(const Params& params, const 
 // KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
 struct KvBlocks {
     int first;
-    int last;  // below `first` where there are none
+    int last;  // less than `first` if there are no blocks
 };
 
 // The KV blocks that rows [first_row, first_row + count) attend to
@@ -165,7 +166,8 @@ constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. A step XORs `swizzled`; `offset` is added after that.
+// The address of a lane's part of the first MMA fragment in a row. step_address() computes the addresses of the next fragments: it XORs `swizzled`,
+// then adds `offset`.
 struct LaneAddress {
     shared_address swizzled;
     int offset;
@@ -177,7 +179,7 @@ struct LaneAddress {
     __device__ __forceinline__ LaneAddress with_offset(int bytes) const { return {swizzled, offset + bytes}; }
 };
 
-__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);  // The address of a 16-byte chunk of a row
 // The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
 __device__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair);
 __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
@@ -257,9 +259,9 @@ struct P {
 
 using VAddress = LaneAddress;
 
-__device__ VAddress v_address(shared_address block, int lane);
+__device__ VAddress v_address(shared_address block, int lane);  // For the loads of V by mma_pv()
 template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
-// Computes this lane's maximum of each row, in row_max's units
+// Computes, for each row, the row_max that this lane's scores need
 template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
     float (&block_max)[kTiles][2]);
 // Raises row_max to the maxima of a block, and rescales O and row_sum
@@ -279,12 +281,12 @@ struct KvHead {
 
 __device__ void stash_kv_head(const KvHead& head, shared_address smem);  // Stashes where K and V of the tile's head begin
 __device__ KvHead stashed_kv_head(shared_address smem);  // Where K and V of the tile's head begin, from the stash
-__device__ SeenRows whole_at_its_end(const Params&, int);  // The rows that are copied of a block before the last one that a tile visits
-// Start the copy of such a block of K, and of V
+__device__ SeenRows rows_of_whole_block(const Params&, int);  // The rows to copy of a KV block other than the tile's last one
+// Start the copy of a KV block of K, or of V, other than the tile's last one
 __device__ void copy_k_whole(const Params& params, const element* k, shared_address stage, int block);
 __device__ void copy_v_whole(const Params& params, const element* v, shared_address stage, int block);
 
-// Which of the warp's MMA tiles visit a block. Empty arguments that choose them at compile time.
+// Tags: which of the warp's MMA tiles visit a KV block, known at compile time.
 struct LowerHalf {
     static constexpr int kFirst = 1, kTiles = 1;
 };
@@ -312,7 +314,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     auto k_stage = [&](int block) { return smem + kKOffset + (block & 1) * kStageBytes; };
     auto fetch_next_k = [&](const element* k, int block) {
         if (block > blocks.first) copy_k_whole(params, k, k_stage(block - 1), block - 1);
-        // At blocks.first the group is empty; it keeps V the second youngest, so that wait<1> below waits for V.
+        // Commit a group also at blocks.first, where it is empty: V is then always the last group but one, and wait<1> below waits for V.
         cp_async_commit();
     };
 
@@ -365,8 +367,8 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
 
     const int upper_last = kv_blocks_of(params, tile.first_row, kRowTileStep).last;
     int block = blocks.last;
-    // Ranges of keys end further right from row to row: the last blocks matter to the lower half alone, the others to both. A lower half past
-    // the last row is computed, too: its rows are zeros, and are not stored.
+    // The key range of a row never ends before the range of the previous row. So only the lower half attends to the last KV blocks, and both halves
+    // to the others. A lower half past the last row is computed, too: its rows are zeros, and are not stored.
     for (; block >= blocks.first && block > upper_last; --block) visit(LowerHalf{}, block);
     for (; block >= blocks.first; --block) visit(BothHalves{}, block);
 }
@@ -598,7 +600,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     const int chunk = threadIdx.x % kSwizzleChunks;
     const int rows_left = num_rows(params) - tile.first_row - row;
     const shared_address destination = smem + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    // One pointer steps from row to row; the compiler would compute the addresses of all copies in advance.
+    // One pointer steps from row to row. Otherwise the compiler would compute the addresses of all copies in advance.
     const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
     for (int first = 0; first < kBlockM; first += kRowsPerPass) {
@@ -723,8 +725,8 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
     }
 }
 
-// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
-// kSlack. The maximum is rounded up and the limit down, so that P stays within its limit for scores of any size.
+// Computes, for each row, the row_max that this lane's scores need: `block_max`. True, for the whole warp, if it exceeds the row_max of any row
+// by more than kSlack. block_max is rounded up and the limit down, so that P stays within its limit for scores of any size.
 template <int kTiles>
 __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
                                                 float (&block_max)[kTiles][2]) {
@@ -745,8 +747,6 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the maxima of a block, and rescales O and row_sum. If a pair of warps shares the rows, each warp raises row_max to an
-// integer. If the two integers differ, P is rescaled by a power of two, which does not round it a second time.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
@@ -802,21 +802,21 @@ __device__ __forceinline__ KvHead stashed_kv_head(shared_address smem) {
             reinterpret_cast<const element*>(uint64_t(words.w) << 32 | words.z)};
 }
 
-// The rows that are copied of a block before the last one that a tile visits: only the last block may reach past the last key that some
-// query sees, so rows are not predicated.
-__device__ __forceinline__ SeenRows whole_at_its_end(const Params&, int) { return {kBlockN}; }
+// The rows to copy of a KV block other than the tile's last one. Such a block ends before the last key that some query sees, so rows are not
+// predicated.
+__device__ __forceinline__ SeenRows rows_of_whole_block(const Params&, int) { return {kBlockN}; }
 
 __device__ __forceinline__ void copy_k_whole(const Params& params, const element* k, shared_address stage, int block) {
-    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, whole_at_its_end(params, block),
+    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, rows_of_whole_block(params, block),
                         params.head_dim);
 }
 
 __device__ __forceinline__ void copy_v_whole(const Params& params, const element* v, shared_address stage, int block) {
-    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, whole_at_its_end(params, block),
+    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, rows_of_whole_block(params, block),
                          params.head_dim_v);
 }
 
-// Divides O by the complete row_sum. A row that attends to nothing has the sum 0 and becomes 0.
+// Divides O by the complete row_sum. A row that attends to nothing has row_sum 0: its O becomes 0.
 __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -896,7 +896,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
         }
     }
     element* out = params.out + tile.batch * params.out_batch_stride;
-    // One pointer steps from row to row; the compiler would compute the addresses of all stores in advance.
+    // One pointer steps from row to row. Otherwise the compiler would compute the addresses of all stores in advance.
     element* out_row = out + row_offset(params, tile, tile.first_row + first_row + row_of_pass(0), params.out_row_stride,
                                         params.out_head_stride);
 #pragma unroll

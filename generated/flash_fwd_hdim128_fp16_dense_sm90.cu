@@ -5,7 +5,7 @@
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, sinks none, dropout none, gqa mha
 // tile      block_m 128, block_n 128, q_stages 1, stages 2, panel 64, producer_registers 88
 // block     384 threads, 173232 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
@@ -28,6 +28,7 @@
 //   k                    32768  x 2  K of a KV block
 //   v                    32768  x 2  V of a KV block
 //   mask                 2056   x 4  the bits of a KV block
+//   mbarriers            8 each; and 1024 more, so that SharedStorage begins at a multiple of 1024
 //
 //   barrier              arrivals of a phase                                              who waits
 //   q_full               1: the producer, and the bytes of TMA                            consumers
@@ -156,7 +157,7 @@ struct Params {
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
     int32_t num_tiles;                    // tiles of the grid
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t num_l2_groups;                // the last group has the remaining heads
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
@@ -167,7 +168,8 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -346,8 +348,8 @@ struct TileSequence {
 
     __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
 
-    // Under a causal mask or a window the tiles of an L2 group become shorter from first to last. Thread blocks go back and forth: a short tile
-    // follows a long one.
+    // Under a causal mask or a window the tiles of an L2 group become shorter from first to last. Thread blocks go back and forth, so a short tile
+    // follows a long one: of G thread blocks, thread block b takes the tiles b, 2 G - 1 - b, 2 G + b, 4 G - 1 - b, ...
     __device__ __forceinline__ void advance() {
         index += step;
         step = 2 * gridDim.x - step;
@@ -366,7 +368,7 @@ __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leadi
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// A score matrix of a warpgroup, 64 x kColumns, rounded and packed in pairs. Packed, an accumulator of wgmma has the layout of its operand A in
 // registers.
 template <int kColumns>
 struct PackedScores {
@@ -541,7 +543,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
             begin_turn();
             mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
-            // The first block: wait for S, release K. Softmax makes P.
+            // The first block, whose Q K^T is issued: wait for S, release K. Softmax turns S into P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
@@ -555,7 +557,7 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
                 mma_qk(scores, q_smem, shared.k(k_ring.stage));
-                // 2. O += P V of the previous block: wait for V, issue.
+                // 2. P V of the previous block: wait for V, issue.
                 mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
                 mma_pv(output, p, shared.v(v_ring.stage));
                 end_turn();
@@ -572,15 +574,16 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
                 pin_registers(output);
                 release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
-                // 6. Pack P for the next P V. Rescale O where row_max has moved.
+                // 6. Pack P for the next P V, and update O.
                 // The packing comes before the branch, in one basic block with the exponentials. Neither is volatile, so ptxas moves most exponentials below
                 // the wait and interleaves them with the packing.
                 p.set(scores);
+                // Rescale O where row_max has moved.
                 if (moved) rescale(output, rows);
             }
             release(shared.q_empty(q_ring.stage));
+            // P V of the last block: wait for V, issue outside of a turn, wait, release V.
             mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
-            // O += P V of the last block: issue, wait, release V.
             mma_pv(output, p, shared.v(v_ring.stage));
             wgmma_wait<0>();
             pin_registers(output);
@@ -590,8 +593,8 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         store_tile(params, tile, output, rows, first_row, lane);
         q_ring.advance();
     }
-    // Before the warpgroup exits, TMA must have read the O that it stores, and no arrival may be pending on a named barrier.
-    if (consumer == 0) begin_turn();  // takes the last turn that was passed on
+    // The warpgroup may exit: O leaves from registers, and all its MMAs and loads have been awaited.
+    if (consumer == 0) begin_turn();  // takes the last turn: no arrival may be pending on a named barrier at the exit
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

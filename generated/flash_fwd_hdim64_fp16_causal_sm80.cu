@@ -5,7 +5,7 @@
 // axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type causal, sinks none, dropout none, gqa mha
 // tile      block_m 256, block_n 96, warps 8, loop turns, min_blocks 1
 // block     256 threads, 81936 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
+// target    sm80: sm_80 or later, with 166912 bytes or more of shared memory per block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -19,7 +19,7 @@
 //
 // Map
 //   warps             kWarps = 8. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
-//   shared memory     SharedStorage, 81936 bytes: Q, kBlockM = 256 rows of kRowBytes = 128; blocks of K and V, kStageBytes = 12288 each.
+//   shared memory     SharedStorage, 81936 bytes: Q, kBlockM = 256 rows of kRowBytes = 128; the stages of K and of V, kStageBytes = 12288 each.
 //                     O is staged in the rows of Q
 //   barrier           barrier_sync(kThreads): all warps, before they read data that other warps copied, and before it is overwritten
 
@@ -79,7 +79,7 @@ struct Params {
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     int32_t heads_per_l2_group;           // heads of the grid whose tiles are launched together
     int32_t num_l2_groups;                // the last group has the remaining heads
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
@@ -91,7 +91,8 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -134,7 +135,7 @@ template <int kTiles> __device__ void finish_scores(const Params& params, const 
 // KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
 struct KvBlocks {
     int first;
-    int last;  // below `first` where there are none
+    int last;  // less than `first` if there are no blocks
 };
 
 // The KV blocks that rows [first_row, first_row + count) attend to
@@ -163,7 +164,8 @@ constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
 __device__ int swizzle_key(int row);  // The number by which the chunks of a row are permuted
 
-// The address of a lane's part of the first MMA fragment in a row; step_address() goes on from there. A step XORs `swizzled`; `offset` is added after that.
+// The address of a lane's part of the first MMA fragment in a row. step_address() computes the addresses of the next fragments: it XORs `swizzled`,
+// then adds `offset`.
 struct LaneAddress {
     shared_address swizzled;
     int offset;
@@ -172,7 +174,7 @@ struct LaneAddress {
     __device__ __forceinline__ LaneAddress with_offset(int bytes) const { return {swizzled, offset + bytes}; }
 };
 
-__device__ LaneAddress lane_address(shared_address block, int row, int chunk);
+__device__ LaneAddress lane_address(shared_address block, int row, int chunk);  // The address of a 16-byte chunk of a row
 // The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right
 __device__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair);
 __device__ LaneAddress qv_lane_address(shared_address block, int lane);  // For ldmatrix of Q and, transposed, of V
@@ -249,7 +251,7 @@ struct P {
 
 using VAddress = LaneAddress;
 
-__device__ VAddress v_address(shared_address block, int lane);
+__device__ VAddress v_address(shared_address block, int lane);  // For the loads of V by mma_pv()
 
 // The B fragments of P . V for 16 keys.
 using VFragments = uint32_t[kDimTiles / 2][4];
@@ -257,7 +259,7 @@ using VFragments = uint32_t[kDimTiles / 2][4];
 __device__ void load_v(VFragments& fragments, const VAddress& v_lane, int first_key);
 // O += P . V
 template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, VFragments (&v_fragments)[2], const VAddress& v_lane);
-// Computes this lane's maximum of each row, in row_max's units
+// Computes, for each row, the row_max that this lane's scores need
 template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
     float (&block_max)[kTiles][2]);
 // Raises row_max to the maxima of a block, and rescales O and row_sum
@@ -589,7 +591,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     const int chunk = threadIdx.x % kSwizzleChunks;
     const int rows_left = num_rows(params) - tile.first_row - row;
     const shared_address destination = smem + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    // One pointer steps from row to row; the compiler would compute the addresses of all copies in advance.
+    // One pointer steps from row to row. Otherwise the compiler would compute the addresses of all copies in advance.
     const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
     for (int first = 0; first < kBlockM; first += kRowsPerPass) {
@@ -720,8 +722,8 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, VFragm
     }
 }
 
-// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
-// kSlack. The maximum is rounded up and the limit down, so that P stays within its limit for scores of any size.
+// Computes, for each row, the row_max that this lane's scores need: `block_max`. True, for the whole warp, if it exceeds the row_max of any row
+// by more than kSlack. block_max is rounded up and the limit down, so that P stays within its limit for scores of any size.
 template <int kTiles>
 __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
                                                 float (&block_max)[kTiles][2]) {
@@ -742,8 +744,6 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the maxima of a block, and rescales O and row_sum. If a pair of warps shares the rows, each warp raises row_max to an
-// integer. If the two integers differ, P is rescaled by a power of two, which does not round it a second time.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
@@ -786,7 +786,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     exponentiate(scores, rows, scale_log2, p);
 }
 
-// Divides O by the complete row_sum. A row that attends to nothing has the sum 0 and becomes 0.
+// Divides O by the complete row_sum. A row that attends to nothing has row_sum 0: its O becomes 0.
 __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -864,7 +864,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
         }
     }
     element* out = params.out + tile.batch * params.out_batch_stride;
-    // One pointer steps from row to row; the compiler would compute the addresses of all stores in advance.
+    // One pointer steps from row to row. Otherwise the compiler would compute the addresses of all stores in advance.
     element* out_row = out + row_offset(params, tile, tile.first_row + first_row + row_of_pass(0), params.out_row_stride,
                                         params.out_head_stride);
 #pragma unroll

@@ -6,7 +6,7 @@
 //           none, kv_dtype none, gqa gqa
 // tile      block_m 192, block_n 64, q_stages 2, stages 3, panel 64, producer_registers 32
 // block     512 threads, 197864 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_fwd_varlen_sm90.yaml
 // template  flash_fwd_sequences_sm90.cu.j2
 #include "flashgen/sm90.cuh"
@@ -28,13 +28,14 @@
 //   q                    49152  x 2  Q of a tile
 //   k                    16384  x 3  K of a KV block
 //   v                    16384  x 3  V of a KV block
+//   mbarriers            8 each; and 1024 more, so that SharedStorage begins at a multiple of 1024
 //
 //   barrier              arrivals of a phase                                              who waits
 //   q_full               1: the producer, and the bytes of TMA                            consumers
 //   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T           producer
 //   k_full, v_full       1: the producer, and the bytes of TMA                            consumers
 //   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it    producer
-//   tile_full            1: lane 0 of find_tiles()                                        producer, consumers
+//   tile_full            1: lane 0 of find_tiles()                                        each role that reads the tile
 //   tile_empty           lane 0 of each warp that reads the tile                          find_tiles()
 //   rows_clear           4 kConsumers: lane 0 of each warp, once its rows of V are zero   consumers
 //   kTurnBarrier         256: the previous consumer, and the consumer that waits          a consumer, before its MMAs
@@ -194,7 +195,8 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -240,8 +242,8 @@ __device__ KeyRange keys_of_some(const Params& params, int first_row, int count)
 // The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
-// A lane holds two of every eight keys of a row. A word has a bit for each of these keys; the top bit is the first key. One R2P instruction
-// turns seven bits of a byte into predicates; a comparison sets only one predicate.
+// A mask of a row is a word of bits, because one R2P instruction turns seven bits of a byte into predicates, and a comparison sets only one.
+// A lane holds two of every eight keys of a row. The word has a bit for each of them; the top bit is the first key.
 using key_word = uint32_t;  // a bit for each key of a lane
 
 __device__ constexpr key_word key_bit(int key);  // The bit of a key
@@ -277,7 +279,7 @@ __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leadi
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// A score matrix of a warpgroup, 64 x kColumns, rounded and packed in pairs. Packed, an accumulator of wgmma has the layout of its operand A in
 // registers.
 template <int kColumns>
 struct PackedScores {
@@ -369,8 +371,8 @@ struct TileSequence {
 
     __device__ __forceinline__ TileSequence() : index(block_index()), step(2 * (gridDim.x - index) - 1) {}
 
-    // Under a causal mask or a window the tiles of an L2 group become shorter from first to last. Thread blocks go back and forth: a short tile
-    // follows a long one.
+    // Under a causal mask or a window the tiles of an L2 group become shorter from first to last. Thread blocks go back and forth, so a short tile
+    // follows a long one: of G thread blocks, thread block b takes the tiles b, 2 G - 1 - b, 2 G + b, 4 G - 1 - b, ...
     __device__ __forceinline__ void advance() {
         index += step;
         step = 2 * gridDim.x - step;
@@ -499,9 +501,9 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
     auto end_turn = [&] { barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();  // consumer 0 has the first turn
 
-    // Skips a KV block that this warpgroup's rows do not attend to. It still takes its turn and releases K and V, because the barriers count
-    // every warp. It waits for full first. Otherwise its arrival could count for the previous phase of empty, if another warp has not yet
-    // arrived for that phase.
+    // Skips a KV block that this warpgroup's rows do not attend to. It still passes begin_turn() and end_turn() and releases K and V, because the
+    // barriers count every warp. It waits for full first. Otherwise its arrival could count for the previous phase of empty, if another warp has
+    // not yet arrived for that phase.
     auto skip_block = [&] {
         mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         begin_turn();
@@ -525,8 +527,8 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         if (found.sequence < 0) break;
         const Params params = of_sequence(all, found);
         const Tile tile = tile_of(params, found);
-        // V of the block in which the sequence ends is cleared past that end, by all consumers, also a consumer that skips the block. Each awaits
-        // the others, so none is a phase further.
+        // V of the block in which the sequence ends is cleared past that end, by all consumers, also a consumer that skips the block. Each waits
+        // for the others, so no consumer can be a phase ahead.
         auto has_tail = [&](int kv_block) { return (kv_block + 1) * kBlockN > params.seqlen_kv; };
         auto clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
@@ -543,7 +545,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
         int kv_block = blocks.last;
         // The KV blocks that this warpgroup's 64 rows attend to. The first tile of a head may begin before query 0, by a multiple of 64 rows. So either
-        // all rows of a warpgroup are before query 0, and see no KV block, or none is.
+        // all 64 rows are before query 0, and attend to no KV block, or no row is before it.
         const int warpgroup_row = tile.first_row + 64 * consumer;
         const bool has_rows = warpgroup_row >= 0;
         const KvBlocks visible_blocks = has_rows ? find_kv_blocks(params, warpgroup_row, 64) : KvBlocks{0, -1};
@@ -586,7 +588,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
             mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
             clear_tail(kv_block);
-            // The first block: wait for S, release K. Softmax makes P.
+            // The first block, whose Q K^T is issued: wait for S, release K. Softmax turns S into P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
@@ -601,7 +603,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
                 mma_qk(scores, q_smem, shared.k(k_ring.stage));
-                // 2. O += P V of the previous block: wait for V, issue.
+                // 2. P V of the previous block: wait for V, issue.
                 mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
                 mma_pv(output, p, shared.v(v_ring.stage));
                 end_turn();
@@ -618,15 +620,16 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
                 pin_registers(output);
                 release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
-                // 6. Pack P for the next P V. Rescale O where row_max has moved.
+                // 6. Pack P for the next P V, and update O.
                 // The packing comes before the branch, in one basic block with the exponentials. Neither is volatile, so ptxas moves most exponentials below
                 // the wait and interleaves them with the packing.
                 p.set(scores);
+                // Rescale O where row_max has moved.
                 if (moved) rescale(output, rows);
             }
             release(shared.q_empty(q_ring.stage));
+            // P V of the last block: wait for V, issue outside of a turn, wait, release V.
             mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
-            // O += P V of the last block: issue, wait, release V.
             mma_pv(output, p, shared.v(v_ring.stage));
             wgmma_wait<0>();
             pin_registers(output);
@@ -636,8 +639,8 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         store_tile(params, tile, output, rows, first_row, lane);
         q_ring.advance();
     }
-    // Before the warpgroup exits, TMA must have read the O that it stores, and no arrival may be pending on a named barrier.
-    if (consumer == 0) begin_turn();  // takes the last turn that was passed on
+    // The warpgroup may exit: O leaves from registers, and all its MMAs and loads have been awaited.
+    if (consumer == 0) begin_turn();  // takes the last turn: no arrival may be pending on a named barrier at the exit
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

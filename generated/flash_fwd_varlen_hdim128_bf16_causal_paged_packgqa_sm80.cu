@@ -6,7 +6,7 @@
 //           none, kv_dtype none, gqa packed
 // tile      block_m 128, block_n 32, warps 4, loop stages, min_blocks 2
 // block     128 threads, 49168 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// target    sm80: sm_80 or later, with 101376 bytes or more of shared memory per block
 // spec      flash_fwd_varlen_sm80.yaml
 // template  flash_fwd_varlen_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -20,7 +20,7 @@
 //
 // Map
 //   warps             kWarps = 4. Each copies a share of Q, K and V (cp.async) and computes rows of the tile: main_loop()
-//   shared memory     SharedStorage, 49168 bytes: Q, kBlockM = 128 rows of kRowBytes = 256; blocks of K and V, kStageBytes = 8192 each.
+//   shared memory     SharedStorage, 49168 bytes: Q, kBlockM = 128 rows of kRowBytes = 256; the stages of K and of V, kStageBytes = 8192 each.
 //                     O is staged in the rows of Q
 //   barrier           barrier_sync(kThreads): all warps, before they read data that other warps copied, and before it is overwritten
 
@@ -98,7 +98,8 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -173,7 +174,7 @@ template <int kTiles> __device__ void finish_scores(const Params& params, const 
 // KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
 struct KvBlocks {
     int first;
-    int last;  // below `first` where there are none
+    int last;  // less than `first` if there are no blocks
 };
 
 // The KV blocks that rows [first_row, first_row + count) attend to
@@ -282,9 +283,9 @@ struct P {
 
 using VAddress = LaneAddress;
 
-__device__ VAddress v_address(shared_address block, int lane);
+__device__ VAddress v_address(shared_address block, int lane);  // For the loads of V by mma_pv()
 template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
-// Computes this lane's maximum of each row, in row_max's units
+// Computes, for each row, the row_max that this lane's scores need
 template <int kTiles> __device__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
     float (&block_max)[kTiles][2]);
 // Raises row_max to the maxima of a block, and rescales O and row_sum
@@ -425,7 +426,7 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
 }
 
 // The lengths of a sequence.
-// None where there is no such sequence.
+// All are 0 if there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
     return {queries_of(params, sequence), keys_of(params, sequence)};
@@ -800,8 +801,8 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
     }
 }
 
-// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
-// kSlack. The maximum is rounded up and the limit down, so that P stays within its limit for scores of any size.
+// Computes, for each row, the row_max that this lane's scores need: `block_max`. True, for the whole warp, if it exceeds the row_max of any row
+// by more than kSlack. block_max is rounded up and the limit down, so that P stays within its limit for scores of any size.
 template <int kTiles>
 __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
                                                 float (&block_max)[kTiles][2]) {
@@ -822,8 +823,6 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the maxima of a block, and rescales O and row_sum. If a pair of warps shares the rows, each warp raises row_max to an
-// integer. If the two integers differ, P is rescaled by a power of two, which does not round it a second time.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
@@ -866,7 +865,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
     exponentiate(scores, rows, scale_log2, p);
 }
 
-// Divides O by the complete row_sum. A row that attends to nothing has the sum 0 and becomes 0.
+// Divides O by the complete row_sum. A row that attends to nothing has row_sum 0: its O becomes 0.
 __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {

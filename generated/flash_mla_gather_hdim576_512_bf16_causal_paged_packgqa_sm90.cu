@@ -6,14 +6,14 @@
 //           none, gqa packed
 // tile      block_m 64, block_n 64, q_stages 2, stages 2, producer_registers 72
 // block     384 threads, 231648 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_mla_gather_sm90.yaml
 // template  flash_mla_gather_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
 // Decoding in the latent space of MLA. A key is a row of the cache, its value the first kHeadDimV elements of that row: each KV block is loaded
 // once, for both. A tile is kBlockM rows, (query, head) pairs, and thread blocks have equal shares of the KV blocks of all tiles. A thread block
-// takes what it has of tile after tile, the last KV block first:
+// goes through the tiles of its share, and through its KV blocks of each tile, the last one first:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -41,18 +41,18 @@
 //   k_empty[group]       4: lane 0 of each warp of the consumer that reads it last        producer
 //   tile_full            1: lane 0 of find_tiles()                                        producer, consumers
 //   tile_empty           11: lane 0 of each warp that reads the tile                      find_tiles()
-//   kScoresBarrier       128: consume_scores(), once Q is here, or rows of V are zero     the same
+//   kScoresBarrier       128: consume_scores(), around its writes that wgmma reads         the same
 //   kPFull               256: consume_scores(), once P is in p                            consume_values()
 //   kPEmpty              256: consume_values(), once P is in registers                    consume_scores()
 //   kScoresComplete      256: consume_scores(), once the next S is computed               consume_values()
 //
-// The columns of a KV block are three groups, each with barriers of its own: those of either consumer's V, and the rest, which K alone has. Of KV
-// block n in the order of visits, S(n) is Q K^T, O(n) the consumer's columns of P V:
+// The columns of a KV block form three groups: the columns of V of consume_scores(), of consume_values(), and the columns of K that V lacks. Each
+// group has its own barriers. S(n) is Q K^T and O(n) the consumer's columns of P V of the n-th KV block visited:
 //
 //   consume_scores()     O(0), S(1) | softmax(1), P(1) -> p | O(1), S(2) | softmax(2), P(2) -> p | O(2), S(3)
 //   consume_values()                | O(0)                  |            | O(1)                  |
 //
-// So the tensor cores have work during softmax, and the columns of consume_scores() are free, to be loaded into, when S has still to be computed.
+// So the tensor cores have work during softmax. The V columns of consume_scores() are released early: the producer loads into them while S is computed.
 
 using element = bf16;
 
@@ -61,7 +61,7 @@ constexpr int kHeadDimV = 512;  // of V and O
 constexpr int kColumns = kHeadDimV / 2;  // of V and O, in a consumer
 constexpr int kBlockM = 64;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a KV block
-constexpr int kQStages = 2;  // tiles that are passed on before they are taken
+constexpr int kQStages = 2;  // stages of the ring of tiles that find_tiles() fills
 constexpr int kStages = 2;  // KV blocks in shared memory
 constexpr int kThreads = 384;  // the producer, and two consumers
 
@@ -88,7 +88,7 @@ struct SequenceTile {
     int seqlen_kv;
     int first_block;  // the KV blocks [first_block, end_block) are this thread block's
     int end_block;
-    int slot;         // of the workspace, where other thread blocks have KV blocks of the tile as well; else below 0
+    int slot;         // of the workspace, if other thread blocks also have KV blocks of the tile; otherwise below 0
 
     __device__ __forceinline__ void load(shared_address words) {
         sequence = load_shared_32(words + offsetof(SequenceTile, sequence));
@@ -210,7 +210,8 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -294,8 +295,7 @@ struct Place {
 };
 
 __device__ Lengths of_lane(const Lengths& lengths, int lane);  // What another lane has
-// The sequence that has number `index` of the pieces, of which there are more
-__device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);
+__device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);  // The sequence that piece `index` belongs to
 __device__ Place next_place(const Params& params, const Place& place);  // The next sequence that has pieces
 // The part that begins with KV block `index` of the share
 __device__ Part find_part(const Params& params, const Share& share, const Place& place, int index);
@@ -320,8 +320,8 @@ __device__ KeyRange keys_of_some(const Params& params, int first_row, int count)
 // The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
-// A lane holds two of every eight keys of a row. A word has a bit for each of these keys; the top bit is the first key. One R2P instruction
-// turns seven bits of a byte into predicates; a comparison sets only one predicate.
+// A mask of a row is a word of bits, because one R2P instruction turns seven bits of a byte into predicates, and a comparison sets only one.
+// A lane holds two of every eight keys of a row. The word has a bit for each of them; the top bit is the first key.
 using key_word = uint32_t;  // a bit for each key of a lane
 
 __device__ constexpr key_word key_bit(int key);  // The bit of a key
@@ -370,7 +370,7 @@ template <int kGroup> __device__ void add_group(float (&scores)[kBlockN / 2], co
 // Starts S (64 x kBlockN) = Q . K^T, group of columns after group in the order in which they are loaded
 __device__ void mma_qk(float (&scores)[kBlockN / 2], const SharedAddresses& shared, const RingPosition<kStages>& ring);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// A score matrix of a warpgroup, 64 x kColumns, rounded and packed in pairs. Packed, an accumulator of wgmma has the layout of its operand A in
 // registers.
 template <int kColumns>
 struct PackedScores {
@@ -442,9 +442,9 @@ __device__ void store_tile(const Params& params, const Tile& tile, const float (
 // Leaves a consumer's columns of O of a part in a slot of the workspace, not divided yet, for the kernel that combines the parts
 __device__ void store_part(const Params& params, const Tile& tile, int slot, const float (&output)[kColumns / 2], int first_row,
     int first_column, int lane);
-// Leaves row_max and row_sum of a part there
+// Leaves row_max and row_sum of a part in its slot of the workspace
 __device__ void store_sums(const Params& params, const Tile& tile, int slot, const RowState& rows, int first_row, int lane);
-__device__ int swizzled(int row, int chunk);  // Where the swizzle of 128 bytes puts a 16-byte chunk of a row
+__device__ int swizzled(int row, int chunk);  // The place of a 16-byte chunk of a row under the swizzle of 128 bytes
 __device__ void init_barriers(const SharedAddresses& shared);  // Initialises the barriers with the arrivals that complete a phase of each
 
 // The panels [begin, end) of a group of columns.
@@ -567,10 +567,10 @@ __device__ __forceinline__ void produce(const Params& params, const SharedAddres
     publish_last(shared, unpublished, lane);
 }
 
-// The warp that finds what the thread block's share has of tile after tile, before the producer and the consumers need it: the part with which
-// the share begins, the one with which it ends, then the whole tiles between them. All tiles of a sequence are equally long, and each is
-// visited from its last KV block on. Both partial tiles come first. Their lengths add up to the same in all shares, modulo the length of a
-// tile, so all thread blocks start whole tiles at about the same time and share K and V of a head in L2.
+// Finds the tiles of the thread block's share, each before the producer and the consumers need it. One warp calls it. The order is: the part
+// that the share begins with, the part that it ends with, then the whole tiles between them. All tiles of a sequence are equally long, and each
+// is visited from its last KV block on. Modulo the length of a tile, the lengths of the two parts add up to the same in all shares. So all
+// thread blocks start whole tiles at about the same time and share K and V of a head in L2.
 __device__ __forceinline__ void find_tiles(const Params& params, const SharedAddresses& shared) {
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> ring;
@@ -717,7 +717,7 @@ __device__ __forceinline__ void consume_values(const Params& all, const SharedAd
             receive(p, shared);
             receive(factor, shared);
             if (__any_sync(0xffffffff, factor[0] != 1.0f || factor[1] != 1.0f)) multiply(output, factor);
-            // 2. Wait until the tensor cores have computed the next S: this P V is for the time of its softmax.
+            // 2. Wait until the tensor cores have computed the next S. This P V then runs during the softmax of that S.
             barrier_sync(kScoresComplete, 256);
             barrier_arrive(kPEmpty, 256);
             // 3. O += P V: issue, wait, release V.
@@ -824,7 +824,7 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
 }
 
 // The lengths of a sequence.
-// None where there is no such sequence.
+// All are 0 if there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
     return {queries_of(params, sequence), keys_of(params, sequence)};
@@ -878,10 +878,10 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
 
 // The share of a thread block. `lane_lengths` are the lengths of the lane's sequence among the first 32.
 __device__ __forceinline__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane) {
-    // Numbers are of KV blocks. A share may begin and end in the middle of a tile.
+    // A share is a range of KV blocks. It may begin and end in the middle of a tile.
     int num_kv_blocks;
     const int per_share = kv_blocks_per_share(params, lane_lengths, num_kv_blocks, lane);
-    // Of the thread block's set of heads.
+    // Thread blocks of a set of heads share the KV blocks of that set.
     const int begin = min(num_kv_blocks, share_of(params, thread_block) * per_share);
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
@@ -895,8 +895,8 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has number `index` of the pieces, of which there are more. `lengths` are the lengths of the lane's
-// sequence among the first 32.
+// The sequence that piece `index` belongs to. `index` is less than the number of pieces. `lengths` are the lengths of the lane's sequence among
+// the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
@@ -923,7 +923,7 @@ __device__ __forceinline__ Place next_place(const Params& params, const Place& p
 }
 
 // The part that begins with KV block `index` of the share. A share leaves at most two parts in the workspace: its first, and its last.
-// `params` are the parameters of the sequence. How many KV blocks its tiles have, no launcher knows, so this is a real division.
+// `params` are the parameters of the sequence. The launcher does not know how many KV blocks its tiles have, so this is a real division.
 __device__ __forceinline__ Part find_part(const Params& params, const Share& share, const Place& place, int index) {
     const Tiles tiles = tiles_of(params);
     const int tile = (index - place.begin) / tiles.kv_blocks;
@@ -1386,7 +1386,8 @@ __device__ __forceinline__ void release(shared_address empty, int lane) {
 }
 
 // Loads Q of a tile of the sequence whose queries begin at `q`, rows past the last one and elements from head_dim on as zeros. The 128 threads of
-// consume_scores() call it. All of them have computed the last S of the tile before when they passed on its P.
+// consume_scores() call it. They no longer read the previous Q: send() of the previous tile's last P synchronised them, after
+// their last S.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, const element* q, shared_address q_smem) {
     constexpr int kRowChunks = kHeadDim * sizeof(element) / 16;
     constexpr int kPanelChunks = kPanelRowBytes / 16;

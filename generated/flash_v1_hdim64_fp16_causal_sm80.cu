@@ -5,7 +5,7 @@
 // axes      head_dim 64, dtype fp16, mask_type causal, gqa mha
 // tile      block_m 128, block_n 128, warps 8
 // block     256 threads, 49152 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// target    sm80: sm_80 or later, with 101376 bytes or more of shared memory per block
 // spec      flash_fwd_v1.yaml
 // template  flash_fwd_v1.cu.j2
 #include "flashgen/sm80.cuh"
@@ -115,7 +115,7 @@ template <int kTiles> __device__ void finish_scores(const Params& params, const 
 // KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
 struct KvBlocks {
     int first;
-    int last;  // below `first` where there are none
+    int last;  // less than `first` if there are no blocks
 };
 
 // The KV blocks that rows [first_row, first_row + count) attend to
@@ -214,7 +214,7 @@ struct P {
 
 using VAddress = LaneAddress;
 
-__device__ VAddress v_address(shared_address block, int lane);
+__device__ VAddress v_address(shared_address block, int lane);  // For the loads of V by mma_pv()
 template <int kTiles> __device__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane);  // O += P . V
 __device__ void clear(RowTile (&rows)[kRowTiles]);  // Clears rows
 // Multiplies O of each row by a function of the row's l
@@ -470,7 +470,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     const int chunk = threadIdx.x % kSwizzleChunks;
     const int rows_left = num_rows(params) - tile.first_row - row;
     const shared_address destination = smem + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    // One pointer steps from row to row; the compiler would compute the addresses of all copies in advance.
+    // One pointer steps from row to row. Otherwise the compiler would compute the addresses of all copies in advance.
     const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
     for (int first = 0; first < kBlockM; first += kRowsPerPass) {

@@ -6,7 +6,7 @@
 //           none, kv_dtype none, gqa packed
 // tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
 // block     128 threads, 2080 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
+// target    sm80: sm_80 or later, with 166912 bytes or more of shared memory per block
 // spec      flash_varlen_decode_sm80.yaml
 // template  flash_varlen_combine_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -93,7 +93,8 @@ __device__ RowEnd row_end(float row_max, float row_sum);  // The end of a row, f
 // ====
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -161,8 +162,7 @@ struct Place {
 };
 
 __device__ Lengths of_lane(const Lengths& lengths, int lane);  // What another lane has
-// The sequence that has number `index` of the pieces, of which there are more
-__device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);
+__device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);  // The sequence that piece `index` belongs to
 // Tile `tile_index` of a sequence, whose parameters are `params`, among the tiles of the heads that the thread block computes
 __device__ Tile find_tile(const Params& params, const Place& place, int tile_index);
 
@@ -294,7 +294,7 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
 }
 
 // The lengths of a sequence.
-// None where there is no such sequence.
+// All are 0 if there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
     return {queries_of(params, sequence), keys_of(params, sequence)};
@@ -355,8 +355,8 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has number `index` of the pieces, of which there are more. `lengths` are the lengths of the lane's
-// sequence among the first 32.
+// The sequence that piece `index` belongs to. `index` is less than the number of pieces. `lengths` are the lengths of the lane's sequence among
+// the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {

@@ -6,7 +6,7 @@
 //           none, kv_dtype none, gqa packed
 // tile      block_m 192, block_n 64, q_stages 2, stages 3, panel 64, producer_registers 56
 // block     256 threads, 0 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_varlen_split_sm90.yaml
 // template  flash_combine_rows_sm90.cu.j2
 #include "flashgen/sm90.cuh"
@@ -44,7 +44,7 @@ struct Params {
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     int32_t num_tiles;                    // tiles of the grid
     int32_t num_shares;                   // thread blocks of a set of heads in the main kernel
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; see divide()
@@ -256,7 +256,7 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
 }
 
 // The lengths of a sequence.
-// None where there is no such sequence.
+// All are 0 if there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
     return {queries_of(params, sequence), keys_of(params, sequence)};

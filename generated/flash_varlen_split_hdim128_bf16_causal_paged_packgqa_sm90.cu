@@ -6,13 +6,13 @@
 //           none, kv_dtype none, gqa packed
 // tile      block_m 192, block_n 64, q_stages 2, stages 3, panel 64, producer_registers 56
 // block     512 threads, 197960 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      flash_varlen_split_sm90.yaml
 // template  flash_split_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
 // A few hundred rows of queries on many keys. A tile is kBlockM of these rows, and thread blocks have equal shares of the KV blocks of
-// all tiles. A thread block takes what it has of tile after tile, the last KV block first:
+// all tiles. A thread block goes through the tiles of its share, and through its KV blocks of each tile, the last one first:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -23,20 +23,21 @@
 //   warpgroup 0          the producer, kProducerRegisters = 56 a thread
 //     warp 0             produce(): loads Q, K and V by TMA
 //     warp 1             find_tiles(): finds tile after tile, and passes each on to the other roles
-//     warp 2             produce_v(): loads V, whose rows are in pages; then produce() loads Q and K alone
+//     warp 2             produce_v(): loads V, whose rows are in pages, so that produce() loads only Q and K
 //   warpgroup 1 + c      consume(): S, softmax and O of 64 rows, as consumer c of 3, kConsumerRegisters a thread
 //
 //   SharedStorage        bytes
 //   q                    49152  x 2  Q of a tile
 //   k                    16384  x 3  K of a KV block
 //   v                    16384  x 3  V of a KV block
+//   mbarriers            8 each; and 1024 more, so that SharedStorage begins at a multiple of 1024
 //
 //   barrier              arrivals of a phase                                              who waits
 //   q_full               1: the producer, and the bytes of TMA                            consumers
 //   q_empty              4 kConsumers: lane 0 of each warp, past the last Q K^T           producer
 //   k_full, v_full       1: the producer, and the bytes of TMA                            consumers
 //   k_empty, v_empty     4 kConsumers: lane 0 of each warp, once its MMAs have read it    producer
-//   tile_full            1: lane 0 of find_tiles()                                        producer, consumers
+//   tile_full            1: lane 0 of find_tiles()                                        each role that reads the tile
 //   tile_empty           lane 0 of each warp that reads the tile                          find_tiles()
 //   rows_clear           4 kConsumers: lane 0 of each warp, once its rows of V are zero   consumers
 //   kTurnBarrier         256: the previous consumer, and the consumer that waits          a consumer, before its MMAs
@@ -80,7 +81,7 @@ struct SequenceTile {
     int seqlen_kv;
     int first_block;  // the KV blocks [first_block, end_block) are this thread block's
     int end_block;
-    int slot;         // of the workspace, where other thread blocks have KV blocks of the tile as well; else below 0
+    int slot;         // of the workspace, if other thread blocks also have KV blocks of the tile; otherwise below 0
 
     __device__ __forceinline__ void load(shared_address words) {
         sequence = load_shared_32(words + offsetof(SequenceTile, sequence));
@@ -216,7 +217,8 @@ struct Params {
 };
 
 // A tile: kBlockM rows of queries that attend to the keys of one kv head.
-// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest.
+// A row is a query. If the heads of a group are packed, it is a (query, head in group) pair, heads fastest. The heads of the grid are the query
+// heads; if heads are packed, they are the kv heads.
 struct Tile {
     int batch;
     int head;  // query head; if heads are packed, the first of the group
@@ -293,8 +295,7 @@ struct Place {
 };
 
 __device__ Lengths of_lane(const Lengths& lengths, int lane);  // What another lane has
-// The sequence that has number `index` of the pieces, of which there are more
-__device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);
+__device__ Place find_place(const Params& params, Lengths lengths, int index, int lane);  // The sequence that piece `index` belongs to
 __device__ Place next_place(const Params& params, const Place& place);  // The next sequence that has pieces
 // The part that begins with KV block `index` of the share
 __device__ Part find_part(const Params& params, const Share& share, const Place& place, int index);
@@ -319,8 +320,8 @@ __device__ KeyRange keys_of_some(const Params& params, int first_row, int count)
 // The intersection of the key ranges of rows [first_row, first_row + count)
 __device__ KeyRange keys_of_every(const Params& params, int first_row, int count);
 
-// A lane holds two of every eight keys of a row. A word has a bit for each of these keys; the top bit is the first key. One R2P instruction
-// turns seven bits of a byte into predicates; a comparison sets only one predicate.
+// A mask of a row is a word of bits, because one R2P instruction turns seven bits of a byte into predicates, and a comparison sets only one.
+// A lane holds two of every eight keys of a row. The word has a bit for each of them; the top bit is the first key.
 using key_word = uint32_t;  // a bit for each key of a lane
 
 __device__ constexpr key_word key_bit(int key);  // The bit of a key
@@ -356,7 +357,7 @@ __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leadi
 // Starts S (64 x kBlockN) = Q . K^T of a warpgroup
 __device__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem);
 
-// P or dS of a warpgroup, 64 x kColumns, rounded and packed. An accumulator that is packed in pairs has the layout of wgmma's operand A in
+// A score matrix of a warpgroup, 64 x kColumns, rounded and packed in pairs. Packed, an accumulator of wgmma has the layout of its operand A in
 // registers.
 template <int kColumns>
 struct PackedScores {
@@ -440,7 +441,7 @@ __device__ void to_whole_array(const Params& params, const SequenceTile& found, 
 // Loads Q of a tile when its buffer is empty
 __device__ void produce_q(const Params& params, const Tile& tile, const SharedAddresses& shared, const RingPosition<kQStages>& ring);
 
-// Where the keys of a lane's boxes are, for one KV block after another, from the last to the first. Instructions of a producer warp take issue
+// Where the keys of a lane's box are, for one KV block after another, from the last to the first. Instructions of a producer warp take issue
 // slots from the softmax of the consumers, so there is no division for each KV block: the index of the page's entry is counted down.
 struct BoxKeys {
     const int32_t* entries;  // of the sequence's page table
@@ -559,10 +560,10 @@ __device__ __forceinline__ void produce_v(const Params& params, const SharedAddr
     }
 }
 
-// The warp that finds what the thread block's share has of tile after tile, before the producer and the consumers need it: the part with which
-// the share begins, the one with which it ends, then the whole tiles between them. All tiles of a sequence are equally long, and each is
-// visited from its last KV block on. Both partial tiles come first. Their lengths add up to the same in all shares, modulo the length of a
-// tile, so all thread blocks start whole tiles at about the same time and share K and V of a head in L2.
+// Finds the tiles of the thread block's share, each before the producer and the consumers need it. One warp calls it. The order is: the part
+// that the share begins with, the part that it ends with, then the whole tiles between them. All tiles of a sequence are equally long, and each
+// is visited from its last KV block on. Modulo the length of a tile, the lengths of the two parts add up to the same in all shares. So all
+// thread blocks start whole tiles at about the same time and share K and V of a head in L2.
 __device__ __forceinline__ void find_tiles(const Params& params, const SharedAddresses& shared) {
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> ring;
@@ -623,8 +624,8 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         if (found.sequence < 0) break;
         const Params params = of_sequence(all, found);
         const Tile tile = tile_of(params, found);
-        // V of the block in which the sequence ends is cleared past that end, by all consumers, also a consumer that skips the block. Each awaits
-        // the others, so none is a phase further.
+        // V of the block in which the sequence ends is cleared past that end, by all consumers, also a consumer that skips the block. Each waits
+        // for the others, so no consumer can be a phase ahead.
         auto has_tail = [&](int kv_block) { return (kv_block + 1) * kBlockN > params.seqlen_kv; };
         auto clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
@@ -672,7 +673,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
             mma_qk(scores, q_smem, shared.k(k_ring.stage));
             end_turn();
             clear_tail(kv_block);
-            // The first block: wait for S, release K. Softmax makes P.
+            // The first block, whose Q K^T is issued: wait for S, release K. Softmax turns S into P.
             wgmma_wait<0>();
             pin_registers(scores);
             release(shared.k_empty(k_ring.stage));
@@ -687,7 +688,7 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
                 mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
                 mma_qk(scores, q_smem, shared.k(k_ring.stage));
-                // 2. O += P V of the previous block: wait for V, issue.
+                // 2. P V of the previous block: wait for V, issue.
                 mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
                 mma_pv(output, p, shared.v(v_ring.stage));
                 end_turn();
@@ -704,15 +705,16 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
                 pin_registers(output);
                 release(shared.v_empty(v_ring.stage));
                 v_ring.advance();
-                // 6. Pack P for the next P V. Rescale O where row_max has moved.
+                // 6. Pack P for the next P V, and update O.
                 // The packing comes before the branch, in one basic block with the exponentials. Neither is volatile, so ptxas moves most exponentials below
                 // the wait and interleaves them with the packing.
                 p.set(scores);
+                // Rescale O where row_max has moved.
                 if (moved) rescale(output, rows);
             }
             release(shared.q_empty(q_ring.stage));
+            // P V of the last block: wait for V, issue outside of a turn, wait, release V.
             mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
-            // O += P V of the last block: issue, wait, release V.
             mma_pv(output, p, shared.v(v_ring.stage));
             wgmma_wait<0>();
             pin_registers(output);
@@ -726,8 +728,8 @@ __device__ __forceinline__ void consume(const Params& all, const SharedAddresses
         }
         q_ring.advance();
     }
-    // Before the warpgroup exits, TMA must have read the O that it stores, and no arrival may be pending on a named barrier.
-    if (consumer == 0) begin_turn();  // takes the last turn that was passed on
+    // The warpgroup may exit: O leaves from registers, and all its MMAs and loads have been awaited.
+    if (consumer == 0) begin_turn();  // takes the last turn: no arrival may be pending on a named barrier at the exit
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -833,7 +835,7 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
 }
 
 // The lengths of a sequence.
-// None where there is no such sequence.
+// All are 0 if there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return {};
     return {queries_of(params, sequence), keys_of(params, sequence)};
@@ -885,7 +887,7 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
 
 // The share of a thread block. `lane_lengths` are the lengths of the lane's sequence among the first 32.
 __device__ __forceinline__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane) {
-    // Numbers are of KV blocks. A share may begin and end in the middle of a tile.
+    // A share is a range of KV blocks. It may begin and end in the middle of a tile.
     int num_kv_blocks;
     const int per_share = kv_blocks_per_share(params, lane_lengths, num_kv_blocks, lane);
     const int begin = min(num_kv_blocks, thread_block * per_share);
@@ -901,8 +903,8 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has number `index` of the pieces, of which there are more. `lengths` are the lengths of the lane's
-// sequence among the first 32.
+// The sequence that piece `index` belongs to. `index` is less than the number of pieces. `lengths` are the lengths of the lane's sequence among
+// the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
@@ -929,7 +931,7 @@ __device__ __forceinline__ Place next_place(const Params& params, const Place& p
 }
 
 // The part that begins with KV block `index` of the share. A share leaves at most two parts in the workspace: its first, and its last.
-// `params` are the parameters of the sequence. How many KV blocks its tiles have, no launcher knows, so this is a real division.
+// `params` are the parameters of the sequence. The launcher does not know how many KV blocks its tiles have, so this is a real division.
 __device__ __forceinline__ Part find_part(const Params& params, const Share& share, const Place& place, int index) {
     const Tiles tiles = tiles_of(params);
     const int tile = (index - place.begin) / tiles.kv_blocks;

@@ -5,7 +5,7 @@
 // axes      dtype bf16
 // tile      block_m 32, lanes 8
 // block     256 threads, 0 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// target    sm80: sm_80 or later, with 101376 bytes or more of shared memory per block
 // spec      merge_sm80.yaml
 // template  merge_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -45,7 +45,7 @@ struct Params {
     int32_t num_heads_q;
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
 };
 
 __device__ float load_lse(const float* lse);  // The LSE of a row

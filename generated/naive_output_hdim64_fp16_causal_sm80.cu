@@ -5,7 +5,7 @@
 // axes      head_dim 64, dtype fp16, mask_type causal, gqa mha
 // tile      block_m 64, block_n 64, warps 4
 // block     128 threads, 16384 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// target    sm80: sm_80 or later, with 101376 bytes or more of shared memory per block
 // spec      flash_fwd_naive.yaml
 // template  naive_output.cu.j2
 #include "flashgen/sm80.cuh"
@@ -45,7 +45,7 @@ struct Params {
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t head_dim_v;                   // of v and out in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
 };
 
@@ -236,7 +236,7 @@ __device__ __forceinline__ void mma_pv(float (&output)[kRowTiles][kDimTiles][4],
     }
 }
 
-// Divides O by the sums of P's rows and writes it. A row that attends to nothing has the sum 0 and becomes 0.
+// Divides O by the sums of P's rows and writes it. A row that attends to nothing has row_sum 0: its O becomes 0.
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const float (&output)[kRowTiles][kDimTiles][4],
                                              int warp, int lane) {
 #pragma unroll

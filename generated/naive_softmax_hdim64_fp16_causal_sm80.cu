@@ -5,7 +5,7 @@
 // axes      head_dim 64, dtype fp16, mask_type causal, gqa mha
 // tile      block_m 64, block_n 64, warps 4
 // block     128 threads, 0 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// target    sm80: sm_80 or later, with 101376 bytes or more of shared memory per block
 // spec      flash_fwd_naive.yaml
 // template  naive_softmax.cu.j2
 #include "flashgen/sm80.cuh"
@@ -27,7 +27,7 @@ struct Params {
     float* lse;                           // (batch, num_heads_q, seqlen_q); may be null; natural logarithm
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 

@@ -5,7 +5,7 @@
 // axes      dtype bf16, per token
 // tile      block_m 32, lanes 8, tokens 256
 // block     256 threads, 0 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// target    sm80: sm_80 or later, with 101376 bytes or more of shared memory per block
 // spec      quantize_sm80.yaml
 // template  quantize_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -38,7 +38,7 @@ struct Params {
     int32_t num_heads;
     int32_t seqlen;
     int32_t head_dim;                     // of q and k in the call: whole chunks of 16 bytes
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
 };
 
 // The 8 elements that a lane takes at once, as they are in memory.

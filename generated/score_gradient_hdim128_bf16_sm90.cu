@@ -5,7 +5,7 @@
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, sums none
 // tile      block_m 128, block_n 128, stages 6, producer_registers 24, consumer_registers 240
 // block     384 threads, 197728 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      score_gradient_sm90.yaml
 // template  score_gradient_sm90.cu.j2
 #include "flashgen/sm90.cuh"
@@ -30,7 +30,7 @@
 //   barrier              arrivals of a phase                                          who waits
 //   full                 1: the producer, and the bytes of TMA                        consumers
 //   empty                kWarps: lane 0 of each consumer warp, after its MMAs         producer
-//   kTurnBarrier         256: the other consumer, and the consumer that waits          a consumer, before its MMAs
+//   kTurnBarrier         256: the other consumer, and the consumer that waits         a consumer, before its MMAs
 //   kSumsBarrier         256: consumers, around their use of shared memory for sums   consumers
 //
 // Consumers take turns at issuing MMAs, so that the tensor cores work for one while the other computes P and dS. S(n) is Q K^T and dP(n) is
@@ -108,7 +108,7 @@ struct Params {
     int32_t seqlen_q;                     // queries of a sequence; of the longest one if lengths vary
     int32_t seqlen_kv;                    // keys of a sequence; of the longest one if lengths vary
     int32_t num_tiles;                    // tiles of the grid
-    int32_t num_row_blocks;               // tiles along the first dimension of the grid
+    int32_t num_row_blocks;               // tiles of the grid's first dimension: rows, keys or tokens
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 
@@ -184,7 +184,7 @@ __device__ KeyRange keys_of_some(const Params& params, int first_row, int count)
 // KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
 struct KvBlocks {
     int first;
-    int last;  // below `first` where there are none
+    int last;  // less than `first` if there are no blocks
 };
 
 // The KV blocks that rows [first_row, first_row + count) attend to

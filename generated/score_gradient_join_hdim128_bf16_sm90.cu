@@ -5,7 +5,7 @@
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, sums none
 // tile      block_m 128, block_n 128, stages 6, producer_registers 24, consumer_registers 240
 // block     256 threads, 0 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// target    sm90: sm_90a alone, with 232448 bytes or more of shared memory per block
 // spec      score_gradient_sm90.yaml
 // template  score_gradient_join.cu.j2
 #include "flashgen/sm90.cuh"

@@ -53,7 +53,7 @@ FAULTS = (
           "        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);\n", ""),
     fault("K is not awaited", ROWS, SHAPE, PHASES, "shared, barriers, 0, kKBytes);", "shared, barriers, 0);"),
     fault("LSE is not announced", ROWS, SHAPE, PHASES,
-          "(full, kQBytes + kQueryValueBytes + more)", "(full, kQBytes + more)"),
+          "(full, kQBytes + kQueryValueBytes + more_bytes)", "(full, kQBytes + more_bytes)"),
     fault("LSE of another stage", ROWS, SHAPE, (*ASYNC, WRONG),
           "lse.load(shared + kLseOffset + ring.stage * kQueryValueBytes",
           "lse.load(shared + kLseOffset + (ring.stage ^ 1) * kQueryValueBytes"),

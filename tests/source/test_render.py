@@ -76,7 +76,7 @@ def test_the_header_says_what_the_kernel_is(variant):
         "axes      head_dim 64, dtype fp16, mask_type causal, gqa mha",
         "tile      block_m 128, block_n 64, warps 8, stages 2, min_blocks 1",
         "256 threads, 49152 bytes",
-        f"sm80: GPUs of sm_80 or later whose blocks may have {variant.max_smem} bytes of shared memory",
+        f"sm80: sm_80 or later, with {variant.max_smem} bytes or more of shared memory per block",
         "tiny.yaml",
         "tiny.cu.j2",
     ):

@@ -194,10 +194,10 @@ NUMBERS = {
     "scale_row_step": Declared("int64_t", "the same of tokens"),
     "scale_head_step": Declared("int64_t", "the same of heads"),
     # The grid.
-    "num_row_blocks": Declared("int32_t", "tiles along the first dimension of the grid"),
+    "num_row_blocks": Declared("int32_t", "tiles of the grid's first dimension: rows, keys or tokens"),
     "num_row_blocks_beside": Declared("int32_t", "the same of the second kind of tiles"),
     "num_tiles": Declared("int32_t", "tiles of the grid"),
-    "rows_ahead": Declared("int32_t", "rows of a head's first tile that come before its first query"),
+    "rows_ahead": Declared("int32_t", "a head's first tile begins this many rows before query 0"),
     "heads_per_l2_group": Declared("int32_t", "heads of the grid whose tiles are launched together"),
     "num_l2_groups": Declared("int32_t", "the last group has the remaining heads"),
     "num_heads_divisor": Declared("uint64_t", "of the heads of a batch entry in the grid; see divide()"),
@@ -257,7 +257,7 @@ NUMBERS = {
     "diagonal_offset": Declared("int32_t", "query i is aligned with key i + diagonal_offset", _DIAGONAL),
     "window_left": Declared("int32_t", "keys before the diagonal that a query attends to", _WINDOW),
     "window_right": Declared("int32_t", "and after it", _WINDOW),
-    "softmax_scale": Declared("float", "S is softmax_scale Q K^T"),
+    "softmax_scale": Declared("float", "the factor of Q K^T in the scores"),
     "scale_log2": Declared("float", "softmax_scale * log2(e), above 0"),
     # Codes of e4m3.
     "out_is_fp16": Declared("int32_t", "elements of out are fp16, not bfloat16"),

@@ -147,8 +147,8 @@ def header_comment(variant: Variant) -> str:
         "axes": axes,
         "tile": tile + (f" ({variant.tile_name})" if variant.tile_name else ""),
         "block": f"{variant.threads} threads, {variant.smem_bytes} bytes of dynamic shared memory",
-        "target": f"{variant.target}: GPUs of {range_of(variant.min_arch)} "
-        f"whose blocks may have {variant.max_smem} bytes of shared memory",
+        "target": f"{variant.target}: {range_of(variant.min_arch)}, "
+        f"with {variant.max_smem} bytes or more of shared memory per block",
         "spec": f"{variant.spec}.yaml",
         "template": variant.template,
     }

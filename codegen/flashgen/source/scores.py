@@ -215,10 +215,9 @@ class _Writer:
         return [*self._about_score("The modified score"), *opening, f"    return {result};", "}"]
 
     def _about_score(self, what: str) -> list[str]:
-        about = [f"// {what} of the key `step` past `first_key`, from its q . k, not scaled yet."]
+        about = [f"// {what} of key first_key + step, from q . k before any scale."]
         if self._lowered.factor != number(1.0):
-            by = "What makes P of it" if self._differentiated else "softmax_step()"
-            about.append(f"// {by} multiplies it further, by scale_log2.")
+            about.append("// The exponent of P is this score times scale_log2, less row_max or the LSE.")
         if self._offset is not None:
             about.append("// What is the same for all of a row's keys in a block is left to score_offset().")
         return about
@@ -241,7 +240,7 @@ class _Writer:
         return [
             "struct ModifiedScore {",
             "    float score;",
-            "    float derivative;  // of the score, all its factors included, by softmax_scale q . k",
+            "    float derivative;  // d(score) / d(softmax_scale q . k), with all factors of the score",
             "};",
             "",
             *self._about_score("The modified score and the derivative"),

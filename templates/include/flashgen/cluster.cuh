@@ -1,4 +1,4 @@
-// PTX of Hopper for mbarriers and for what the blocks of a cluster send each other. Thin wrappers of PTX; the comment of each names its
+// PTX of Hopper for mbarriers and for transfers between the thread blocks of a cluster. Thin wrappers of PTX; the comment of each names its
 // instruction. The headers of the architectures include it.
 #pragma once
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(shared_address barrier
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// mbarrier.try_wait.parity, again and again: returns when the phase of the given parity has ended.
+// mbarrier.try_wait.parity in a loop: returns when the phase of this parity has ended.
 __device__ __forceinline__ void mbarrier_wait(shared_address barrier, int parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void mbarrier_wait(shared_address barrier, int parity
         : "memory");
 }
 
-// mbarrier.try_wait.parity.acquire.cluster: as mbarrier_wait(), for what other blocks of the cluster have sent by st.async.
+// mbarrier.try_wait.parity.acquire.cluster: as mbarrier_wait(), for data that other blocks of the cluster have sent by st.async.
 __device__ __forceinline__ void mbarrier_wait_cluster(shared_address barrier, int parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
@@ -50,7 +50,7 @@ __device__ __forceinline__ void mbarrier_wait_cluster(shared_address barrier, in
         : "memory");
 }
 
-// mapa: where an address of shared memory lies in the block of that rank of the cluster.
+// mapa: the address in shared::cluster of this shared memory address of the block with rank `rank`.
 __device__ __forceinline__ shared_address map_shared(shared_address address, int rank) {
     shared_address mapped;
     asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(mapped) : "r"(address), "r"(rank));
@@ -58,7 +58,7 @@ __device__ __forceinline__ shared_address map_shared(shared_address address, int
 }
 
 // mbarrier.arrive: at a barrier of any block of the cluster, at an address of map_shared(). Its release has the scope of the block, so it
-// publishes no writes to the other block. That is enough to hand back a buffer, whose wgmmas and copies have been awaited. A release at the
+// publishes no writes to the other block. That is enough to release a buffer: the wgmmas and copies that read it have been awaited. A release at the
 // scope of the cluster would wait for all outstanding writes to global memory, too.
 __device__ __forceinline__ void mbarrier_arrive_cluster(shared_address barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_async_128(shared_address destination, cons
                  : "memory");
 }
 
-// barrier.cluster.arrive.relaxed: all threads of the cluster. Before it, fence_mbarrier_init() makes initialised barriers visible.
+// barrier.cluster.arrive.relaxed: all threads of the cluster arrive. Call fence_mbarrier_init() before it, to make initialised barriers visible.
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory"); }
 
 // barrier.cluster.wait.

@@ -21,16 +21,15 @@ constexpr bool kGridsOverlap = true;
 constexpr bool kGridsOverlap = false;
 #endif
 
-// griddepcontrol.wait: returns when the grids before this one, which a dependent launch need not have awaited, have ended and
-// their writes are visible. Compiles to nothing before sm_90, where no launch is dependent.
+// griddepcontrol.wait: returns when all earlier grids have ended and their writes are visible. A dependent launch may start before that. Compiles to nothing before sm_90, where no launch is dependent.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\n" ::: "memory");
 #endif
 }
 
-// griddepcontrol.launch_dependents: once all blocks have come here or ended, the next grid may begin if it is launched
-// dependently. Compiles to nothing before sm_90.
+// griddepcontrol.launch_dependents: once all blocks have executed it or exited, the next grid may begin if it is a dependent
+// launch. Compiles to nothing before sm_90.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
@@ -163,7 +162,7 @@ __device__ __forceinline__ float tanh_approx(float x) {
     return y;
 }
 
-// ld.global.u8, .u32, .v2.f32, .v4.u32. Not .nc, and volatile: the grid ahead may write what they load until griddepcontrol.wait
+// ld.global.u8, .u32, .v2.f32, .v4.u32. Not .nc, and volatile: the previous grid may write the source until griddepcontrol.wait
 // returns.
 __device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
     uint32_t value;
@@ -223,7 +222,7 @@ __device__ __forceinline__ void store_global_128(void* destination, uint4 value)
                  : "memory");
 }
 
-// No instruction: the compiler forgets what it knows of the value.
+// No instruction: hides from the compiler how the value was computed, so that it keeps the value instead of recomputing it.
 template <typename T>
 __device__ __forceinline__ void opaque(T*& pointer) {
     asm volatile("" : "+l"(pointer));
@@ -262,13 +261,13 @@ __device__ __forceinline__ void store_release_32(void* destination, uint32_t val
     asm volatile("st.release.gpu.global.u32 [%0], %1;\n" ::"l"(destination), "r"(value) : "memory");
 }
 
-// red.release.gpu.add.u32: an atomic addition without a result. A load_acquire_32() that finds the sum sees what precedes each of its
+// red.release.gpu.add.u32: an atomic addition without a result. A load_acquire_32() that reads the sum sees all writes before each of the
 // additions.
 __device__ __forceinline__ void add_release_32(void* destination, uint32_t value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(destination), "r"(value) : "memory");
 }
 
-// atom.inc: adds 1, or sets `largest` to 0. Returns what was there; relaxed, at gpu scope.
+// atom.inc: adds 1; a counter that is `largest` becomes 0. Returns the value before; relaxed, at gpu scope.
 __device__ __forceinline__ uint32_t increment_and_wrap(int32_t* counter, int largest) {
     uint32_t before;
     asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;\n" : "=r"(before) : "l"(counter), "r"(largest) : "memory");

@@ -1,14 +1,13 @@
-// PTX of compute capability 9.0a (Hopper). Thin wrappers of PTX; the comment of each names its instruction. wgmma.mma_async stands in
-// the kernels, each with those of its shapes.
+// PTX of compute capability 9.0a (Hopper). Thin wrappers of PTX; the comment of each names its instruction. A kernel defines
+// the wgmma.mma_async of its shapes itself.
 //
-// A kernel includes this header and nothing else, so that a header of the same name with other bodies (a simulator's, say) can
-// stand in for it.
+// A kernel includes only this header, so a header of the same name with other bodies, for example the simulator's, can replace it.
 #pragma once
 
 #include "flashgen/cluster.cuh"
 #include "flashgen/ptx.cuh"
 
-// A CUtensorMap: what TMA knows of a tensor in global memory. Made by the host, opaque here.
+// A CUtensorMap: the description of a tensor in global memory that TMA reads. The host encodes it; it is opaque here.
 struct alignas(64) tensor_map {
     uint64_t opaque[16];
 };
@@ -24,7 +23,7 @@ __device__ __forceinline__ void prefetch_tensormap(const tensor_map& map) {
     asm volatile("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");
 }
 
-// elect.sync: true in one lane, always the same; all 32 must come here. ptxas then knows that one lane takes the branch, and puts no loop
+// elect.sync: true in one lane, always the same. All 32 lanes must call it. ptxas then knows that one lane takes the branch, and puts no loop
 // over lanes around TMA.
 __device__ __forceinline__ bool elect_one() {
     int elected;
@@ -32,8 +31,8 @@ __device__ __forceinline__ bool elect_one() {
     return elected != 0;
 }
 
-// cp.async.bulk.tensor.4d: a box of the tensor at the given coordinates into shared memory; what lies outside the tensor
-// becomes zeros. Reports its bytes to `barrier`.
+// cp.async.bulk.tensor.4d: copies a box of the tensor, at coordinates c0 to c3, into shared memory. Elements outside of the
+// tensor become zeros. Reports its bytes to `barrier`.
 __device__ __forceinline__ void tma_load_4d(shared_address destination, const tensor_map& map, shared_address barrier, int c0,
                                             int c1, int c2, int c3) {
     asm volatile(
@@ -59,7 +58,7 @@ __device__ __forceinline__ void tma_load_5d(shared_address destination, const te
         : "memory");
 }
 
-// cp.async.bulk.tensor.4d: a box of shared memory to the given coordinates of the tensor; what lies outside is left out.
+// cp.async.bulk.tensor.4d: copies a box of shared memory to coordinates c0 to c3 of the tensor. Elements outside of it are skipped.
 __device__ __forceinline__ void tma_store_4d(const tensor_map& map, shared_address source, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(&map),
                  "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
@@ -90,7 +89,7 @@ __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
 
-// fence.proxy.async: orders the thread's accesses to shared memory before later ones of TMA and wgmma.
+// fence.proxy.async: orders the thread's accesses to shared memory before later accesses by TMA and wgmma.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
 // stmatrix.x4: four 8x8 matrices of 16-bit elements, whose rows go where lane 8 i + j says for row j of matrix i.
@@ -138,7 +137,7 @@ __device__ __forceinline__ bool barrier_red_or(int barrier, int threads, bool pr
     return any;
 }
 
-// setmaxnreg: a warpgroup takes registers from the block's pool, or gives some back.
+// setmaxnreg: a warpgroup takes registers from the thread block's pool, or returns registers to it.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
@@ -152,7 +151,7 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 // wgmma.fence: orders register accesses before the wgmmas that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 
-// wgmma.commit_group / wgmma.wait_group: closes a group of wgmmas; waits until at most kPending are under way.
+// wgmma.commit_group / wgmma.wait_group: closes a group of wgmmas; waits until at most kPending groups are in flight.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 
 template <int kPending>
@@ -160,7 +159,7 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// No instruction: the compiler forgets what it knows of the value.
+// No instruction: hides from the compiler how the value was computed, so that it keeps the value instead of recomputing it.
 __device__ __forceinline__ void opaque(int& value) { asm volatile("" : "+r"(value)); }
 
 // No instruction: keeps the compiler from moving uses of registers that a wgmma works on across this point.
