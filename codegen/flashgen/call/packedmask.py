@@ -1,5 +1,5 @@
-"""Calls of packed sequences with a mask by a line, as kernels take them: one sequence of all tokens. Which
-calls with lengths and such a mask have no gradients.
+"""Calls of packed sequences with a mask by a line, converted for kernels to one sequence of all tokens; and
+which calls with lengths and such a mask have no gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class OneSequence(NamedTuple):
-    """A call without lengths, the rule of its pack, and the arrays of that."""
+    """A call without lengths, with the rule of its packed sequences and the arrays of the rule."""
 
     call: Call
     rule: RuleOfCall
@@ -58,8 +58,8 @@ def refuse_gradients(rule: Rule) -> NoReturn:
 
 
 def one_sequence(call: Call, mask: Mask, score: Score | None) -> OneSequence:
-    """The call of all tokens as one sequence. Raises DeviceTypeNotSupported for what no kernel has with it,
-    and what the contract of lengths raises.
+    """The call of all tokens as one sequence. Raises DeviceTypeNotSupported for features that no kernel has
+    with it, and the errors of the contract of lengths.
     """
     from flashgen.operators.packedrules import packed  # other calls need no formulas
 
