@@ -316,7 +316,7 @@ def _checked_array(rule: Rule, param: RuleParam, x: Any) -> Any:
 
 
 def _sizes(rule: Rule, arrays: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of batch, heads and lengths, from the shapes of arrays. Raises BadTensorShape if two differ."""
+    """Batch, heads and lengths, from the shapes of arrays. Raises BadTensorShape if two differ."""
     sizes: dict[str, int] = {}
     owners: dict[str, str] = {}
     for param in rule.arrays:

@@ -56,7 +56,7 @@ class Execution:
 
     @cached_property
     def runner(self) -> Runner:
-        """The runner of the call; making it compiles and loads the kernels. Raises as `backends.runner_for`."""
+        """The runner of the call; making it compiles and loads kernels. Raises as `backends.runner_for`."""
         request = self._described.request
         return runner_for(self.problem, request.backend, request.algorithm)
 
