@@ -1,4 +1,4 @@
-"""Locks that are free in a forked child, which has none of its parent's other threads to release them."""
+"""Locks that are free in a forked child, where the threads that held them do not run."""
 
 from __future__ import annotations
 
