@@ -22,6 +22,7 @@ from flashgen.distributed.gather import (
     table_of,
     token_rows,
 )
+from flashgen.distributed.heads import query_heads_of
 from flashgen.distributed.kernels import attend
 from flashgen.distributed.masks import mask_of
 from flashgen.distributed.segments import (
@@ -105,7 +106,7 @@ def _forward_of_step(call: _Call, inputs: Inputs, step: Step, out: Tensor, lse: 
     """`forward` of one step of a part, of arrays of its rows."""
     setting, options, part = call
     q, k, v = inputs[:3]
-    heads = _q_heads(step.heads, q, k)
+    heads = query_heads_of(step.heads, q.shape[2], k.shape[2])
     if part.tables and _forward_of_tables(call, inputs, step, heads, out, lse):
         return
     whole = _Whole.of(call, step, k, v)
@@ -233,7 +234,7 @@ def _backward_of_step(
     """
     _, options, part = call
     q, k, v = inputs[:3]
-    heads = _q_heads(step.heads, q, k)
+    heads = query_heads_of(step.heads, q.shape[2], k.shape[2])
     fp32 = _adds_up(call, q)
     pieces = list(_launches(call, q))
     furthest = 0
@@ -401,12 +402,6 @@ def _dropout_seed(setting: Setting, seed: Tensor, heads: slice, number: int) -> 
     all_heads = setting.split.q_heads * setting.split.inner
     place = number * all_heads + setting.q_heads.start + heads.start
     return torch.stack((seed[0], seed[1] + place * LANES))
-
-
-def _q_heads(kv_heads: slice, q: Tensor, k: Tensor) -> slice:
-    """The query heads of some kv heads."""
-    group = q.shape[2] // k.shape[2]
-    return slice(kv_heads.start * group, min(kv_heads.stop, k.shape[2]) * group)
 
 
 def _of_launch(part: PartOfCall, x: Tensor) -> Tensor:
