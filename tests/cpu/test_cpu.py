@@ -10,7 +10,7 @@ from threadpoolctl import threadpool_limits
 
 import flashgen
 from flashgen.cpu import attention as cpu
-from flashgen.cpu import threads
+from flashgen.cpu import keyspans, threads
 from flashgen.errors import BadParam
 from flashgen.operators import reference
 from flashgen.operators.attention import normalise
@@ -59,8 +59,8 @@ def test_every_mask_in_blocks_of_any_size(data, rows, keys, heads, options, mask
     views = {} if mask is None else {"mask": view(mask, "mask")}
     problem = normalise(view(q, "q"), view(k, "k"), view(v, "v"), **views, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "BLOCK_ROWS", data.draw(st.sampled_from([1, 4, 16, 512])))
-        patch.setattr(cpu, "BLOCK_KEYS", data.draw(st.sampled_from([1, 7, 16, 512])))
+        patch.setattr(keyspans, "BLOCK_ROWS", data.draw(st.sampled_from([1, 4, 16, 512])))
+        patch.setattr(keyspans, "BLOCK_KEYS", data.draw(st.sampled_from([1, 7, 16, 512])))
         out, lse = cpu.attention(problem, {"q": q, "k": k, "v": v, "mask": mask})
     verdict = judge(problem, by_name(problem, q, k, v, mask, out, lse))
     assert verdict.ok, verdict
@@ -159,7 +159,6 @@ def test_threads_give_the_bits_of_one_thread(monkeypatch):
         alone = flashgen.attention(q, k, v, causal=True)
     monkeypatch.setattr(threads, "_PARALLEL_WORK", 0)
     monkeypatch.setattr(threads, "processors", lambda: 4)
-    monkeypatch.setattr(cpu, "BLOCK_ROWS", 512)
     np.testing.assert_array_equal(flashgen.attention(q, k, v, causal=True), alone)
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from threadpoolctl import ThreadpoolController
 
 import flashgen
-from flashgen.cpu import attention_backward as cpu
-from flashgen.cpu import threads
+from flashgen.cpu import keyspans, threads
 from flashgen.operators.gradients import judge
 from named import by_name
 
@@ -64,8 +63,8 @@ def test_every_mask_in_blocks_of_any_size(data, rows, keys, heads, options, mask
         shape = shapes.get(mask_shape, (2, 1, rows, keys))
         mask = rng.integers(0, 256, shape).astype(np.uint8) * (rng.random(shape) < 0.7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "BLOCK_ROWS", data.draw(st.sampled_from([1, 4, 16, 512])))
-        patch.setattr(cpu, "BLOCK_KEYS", data.draw(st.sampled_from([1, 7, 16, 512])))
+        patch.setattr(keyspans, "BLOCK_ROWS", data.draw(st.sampled_from([1, 4, 16, 512])))
+        patch.setattr(keyspans, "BLOCK_KEYS", data.draw(st.sampled_from([1, 7, 16, 512])))
         verdict = judged(q, k, v, dout, mask=mask, dlse=dlse, **options)
     assert verdict.ok, verdict
 

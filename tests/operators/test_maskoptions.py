@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flashgen import errors
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.attention import normalise
-from flashgen.operators.maskoptions import sees_no_later_key, simplify
+from flashgen.operators.maskoptions import KernelMask, sees_no_later_key, simplify
 from flashgen.operators.masks import UNBOUNDED, Band
 
 MASK = view_of_shape((5, 7), "bool", 0)
@@ -35,7 +35,7 @@ sides = st.integers(0, 12) | st.just(UNBOUNDED)
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(-12, 12), sides, sides)
 def test_simplify_hides_the_same_keys_and_leaves_no_side_that_hides_nothing(rows, keys, offset, left, right):
     before = visible("local", rows, keys, offset, left, right)
-    kind, offset, left, right = simplify("local", rows, keys, offset, left, right)
+    kind, offset, left, right = simplify(KernelMask("local", offset, left, right), rows, keys)
     assert np.array_equal(visible(kind, rows, keys, offset, left, right), before)
     hides_late = ~visible("local", rows, keys, offset, UNBOUNDED, right)
     hides_early = ~visible("local", rows, keys, offset, left, UNBOUNDED)
@@ -46,8 +46,9 @@ def test_simplify_hides_the_same_keys_and_leaves_no_side_that_hides_nothing(rows
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(-12, 12), sides, sides)
 def test_simplify_keeps_a_dense_mask_and_treats_its_band_alike(rows, keys, offset, left, right):
-    _, *alone = simplify("local", rows, keys, offset, left, right)
-    assert simplify("dense", rows, keys, offset, left, right) == ("dense", *alone)
+    local, dense = (KernelMask(kind, offset, left, right) for kind in ("local", "dense"))
+    alone = simplify(local, rows, keys)
+    assert simplify(dense, rows, keys) == alone._replace(mask_type="dense")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_what_is_no_integer_is_refused(options, says):
 
 
 def test_a_band_beside_a_mask_that_hides_nothing_is_dropped():
-    assert simplify("dense", 1, 1, 3, 4, 5) == ("dense", 0, UNBOUNDED, UNBOUNDED)
+    assert simplify(KernelMask("dense", 3, 4, 5), 1, 1) == ("dense", 0, UNBOUNDED, UNBOUNDED)
     one_query = {"q": (2, 1, 4, 64), "mask": view_of_shape((1, 7), "bool", 0)}
     assert call(causal=True, **one_query) == call(**one_query)
     assert call(mask=MASK, window_size=(11, 6)) == call(mask=MASK)

@@ -51,13 +51,14 @@ from flashgen.runtime.arrays import kind_of
 from flashgen.runtime.torchkind import WITH_TANGENT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from flashgen.call.record import Call
+    from flashgen.call.request import Request
 
 is_file_of(__file__, __name__)
 
-# The tensors whose operators nobody but autograd looks at.
+# The types of tensors for which a call needs no operator.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _COUNT, _GRADIENTS = len(INPUTS), len(DIFFERENTIABLE)
 # The options of both passes.
@@ -105,8 +106,8 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether nothing needs to see an operator: nothing watches, there is no transform of torch.func, and no
-    subclass of tensors.
+    """Whether a call needs no operator: nothing watches the tensors, no transform of torch.func is active,
+    and no tensor is of a subclass.
     """
     if not _PLAIN.issuperset(map(type, tensors)) or torch._C._are_functorch_transforms_active():
         return False
@@ -133,8 +134,15 @@ def _attend(*args: Any) -> tuple[Tensor, Tensor]:
     arrays, score_arrays, *entries = args[:_COUNT], *args[_COUNT:]
     values = {**dict(zip(INPUTS, arrays, strict=True)), "return_lse": True}
     call = decode(AttentionCall, values, score_arrays, entries)
+    return _computed(call, request_of, call.q)
+
+
+def _computed(call: Call, requested: Callable[[Call], Request], x: Tensor) -> Any:
+    """The results of what a call requests; ``x`` is one of its arrays. Errors name arguments as the caller
+    does.
+    """
     try:
-        return compute(request_of(call), kind_of(call.q))
+        return compute(requested(call), kind_of(x))
     except FlashgenError as error:
         error.rename(names_of(call))
         raise
@@ -147,7 +155,7 @@ def _attend(*args: Any) -> tuple[Tensor, Tensor]:
 )
 @torch.no_grad()
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    # Inductor drops a copy that a caller has made: to it a tensor that starts elsewhere is as good.
+    # Inductor drops copies that only align a tensor, so the copy is made here.
     pairs = zip(INPUTS, args, strict=False)
     inputs = (with_rows(x) if name in IN_ROWS and x is not None else x for name, x in pairs)
     return _attend(*inputs, *args[_COUNT:])
@@ -192,12 +200,8 @@ def _(*args: Any) -> Tensor:
 
 def gradient_of_score(call: Call, name: str) -> Tensor:
     """The gradient of an array ``name`` of the score modification of a `GradientCall`."""
-    try:
-        gradient = compute(score_gradient_of(call, name), kind_of(call.dout))
-        return gradient.reshape(arrays_of_score(call)[name].shape)
-    except FlashgenError as error:
-        error.rename(names_of(call))
-        raise
+    gradient = _computed(call, lambda call: score_gradient_of(call, name), call.dout)
+    return gradient.reshape(arrays_of_score(call)[name].shape)
 
 
 def differentiate(
@@ -210,11 +214,7 @@ def differentiate(
 def _gradients(call: Call) -> tuple[Tensor, ...]:
     if torch.are_deterministic_algorithms_enabled():
         call = call.replace(deterministic=True)
-    try:
-        return compute(gradients_of(call), kind_of(call.dout))
-    except FlashgenError as error:
-        error.rename(names_of(call))
-        raise
+    return _computed(call, gradients_of, call.dout)
 
 
 @torch.library.custom_op(
@@ -277,9 +277,8 @@ _inputs: Any = attrgetter(*INPUTS)
 
 
 def plain(call: Call) -> Any:
-    """What `attention` gives of a call, or out alone without ``return_lse``: as most calls are, of eager
-    tensors without a score modification or a mask by a line. None for any other call, which `attention` has
-    to look at.
+    """The results of `attention`, or out alone without ``return_lse``, for most calls: eager tensors without
+    a score modification or a mask by a line. None for any other call, which `attention` computes.
     """
     if torch.compiler.is_compiling():  # torch.compile does not trace the next line
         return None
@@ -315,7 +314,7 @@ class _Attention(torch.autograd.Function):
         out, lse = compute(request, kind_of(call.q))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, out, lse)
-        call.drop_arrays()  # what has memory is in autograd's care: it looks for changes, and calls hooks
+        call.drop_arrays()  # autograd keeps the tensors: it detects changes and calls hooks
         ctx.of_call = call, "kv_lengths" in request.operator.positions
         return (out, lse) if return_lse else out
 
@@ -335,7 +334,7 @@ class _Attention(torch.autograd.Function):
             arrays = (with_rows(dout), *arrays[1:])
         try:
             gradients = compute(_GRADIENT_REQUESTS[has_lengths](call, *arrays), kind_of(dout))
-        except (FlashgenError, RuntimeError):  # some array needs a copy, or an error names what is wrong
+        except (FlashgenError, RuntimeError):  # an array needs a copy, or the call is wrong
             options = {name: getattr(call, name) for name in _SHARED}
             gradients = _gradients(call_of(GradientCall, **options, **readable(arrays)))
         return *by_input(gradients, saved[:_GRADIENTS]), None
@@ -346,8 +345,8 @@ class _Attention(torch.autograd.Function):
 
 
 class _Modified(torch.autograd.Function):
-    """Attention with a score modification or a mask by a line in eager mode. Takes
-    the differentiable arrays, the tensors of the score modification, their names, and the record of the call.
+    """Attention with a score modification or a mask by a line in eager mode. Takes the differentiable arrays,
+    the tensors of the score modification, their names, and the record of the call.
     """
 
     @staticmethod
@@ -361,7 +360,7 @@ class _Modified(torch.autograd.Function):
         if isinstance(call.mask, Mask):
             ctx.line = call.mask.line, tuple(call.mask.arrays), call.mask.numbers, call.mask.kept
         ctx.set_materialize_grads(False)
-        # What has memory is in autograd's care: it looks for changes, and calls hooks.
+        # Autograd keeps the tensors: it detects changes and calls hooks.
         ctx.call, ctx.score_names = call.replace(**dict.fromkeys(INPUTS)), names
         if names:
             ctx.call = _with_score(ctx.call, dict.fromkeys(names))

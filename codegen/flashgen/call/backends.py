@@ -42,41 +42,41 @@ _log = logs.logger("runtime")
 def backend_for(device: int | None, backend: str | None = None) -> str:
     """The backend that computes arrays on ``device``, a CUDA ordinal or None for host memory.
 
-    It is ``backend``, else FLASHGEN_BACKEND, else what the device asks for.
+    It is ``backend``, else FLASHGEN_BACKEND, else the CPU path in host memory and CUDA on a GPU.
     Raises BadParam for an unknown name, DeviceTypeNotSupported for a backend that cannot reach the arrays:
-    nothing is copied unasked.
+    flashgen does not copy them.
     """
-    wanted = (os.environ.get("FLASHGEN_BACKEND") or None) if backend is None else backend
-    natural = "cpu" if device is None else "cuda"
-    if wanted is None:
-        return natural
-    if not isinstance(wanted, str) or wanted not in BACKENDS:
-        of_environment = isinstance(wanted, str) and wanted == os.environ.get("FLASHGEN_BACKEND")
+    chosen = (os.environ.get("FLASHGEN_BACKEND") or None) if backend is None else backend
+    of_device = "cpu" if device is None else "cuda"
+    if chosen is None:
+        return of_device
+    if not isinstance(chosen, str) or chosen not in BACKENDS:
+        of_environment = isinstance(chosen, str) and chosen == os.environ.get("FLASHGEN_BACKEND")
         name = "FLASHGEN_BACKEND" if of_environment else "backend"
-        raise BadParam(f"{arg(name)} is {shown(wanted)}; allowed are {', '.join(map(repr, BACKENDS))}")
-    if wanted != natural and not (device is None and wanted in _ON_HOST):
+        raise BadParam(f"{arg(name)} is {shown(chosen)}; allowed are {', '.join(map(repr, BACKENDS))}")
+    if chosen != of_device and not (device is None and chosen in _ON_HOST):
         place = on_device(device)
-        raise DeviceTypeNotSupported(f"backend {wanted!r} cannot compute arrays {place}; copy them first")
-    return wanted
+        raise DeviceTypeNotSupported(f"backend {chosen!r} cannot compute arrays {place}; copy them first")
+    return chosen
 
 
 def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> Runner:
-    """What computes a problem. Raises what `backend_for` does, and what making its kernels does."""
+    """The runner of a problem, with its kernels. Raises as `backend_for` and `prepare`."""
     chosen = backend_for(problem.device, backend)
     folders = os.environ.get("FLASHGEN_SPECS", "")
     if chosen == "cpu":
         from flashgen.cpu import runner_of
 
         if folders:
-            _specs(folders)  # raises for what is wrong there, though no kernel is needed
+            _specs(folders)  # raises the errors of these specs, though no kernel is needed
         if algorithm is not None:
             from flashgen.schedule.dispatch import named
 
-            named(problem, _specs(folders), algorithm)  # raises for a name that there is not
+            named(problem, _specs(folders), algorithm)  # raises for an unknown name
         if problem.splits not in (AUTO, 1):
             from flashgen.schedule.dispatch import candidates, offers
 
-            # Raises for splits that no kernel makes: those that do run on every GPU.
+            # Raises for splits that no kernel makes. Kernels that split keys run on every GPU.
             any_gpu = typical(KNOWN_ARCHS[0])
             candidates(problem, any_gpu, offers(problem, any_gpu, _specs(folders), algorithm))
         return runner_of(problem.operator.name)
@@ -102,7 +102,7 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
 
 
 def _refuse_line(problem: Problem) -> None:
-    """Raise DeviceTypeNotSupported for a mask by a line beside what no kernel has with one."""
+    """Raise DeviceTypeNotSupported if no kernel has the call's mask by a line with its other features."""
     if problem.rule is None:
         return
     if problem.has("dropout_seed") and problem.lengths_on_device:
@@ -120,9 +120,9 @@ def _refuse_line(problem: Problem) -> None:
 def prepare(choices: Iterable[Steps], device: Device) -> Runner:
     """The first of the choices of dispatch whose kernels can be loaded, compiling what no cache has.
 
-    A tile tuned on this machine that no longer compiles is passed over with a TunedWarning, and one whose
-    clusters the device has no room for, as a slice of a GPU may not, without. Raises NoCompilerError,
-    NoBindingError, DeviceTypeNotSupported, CompileError, and what making a choice raises.
+    A tile tuned on this machine that no longer compiles is skipped with a TunedWarning. A kernel whose
+    clusters do not fit on the device, for example on a slice of a GPU, is skipped without a warning. Raises
+    NoCompilerError, NoBindingError, DeviceTypeNotSupported, CompileError, and the errors of ``choices``.
     """
     from flashgen.families.variant import TUNED_TILE
     from flashgen.runtime.clusters import NoRoomForClusters
@@ -149,7 +149,7 @@ def prepare(choices: Iterable[Steps], device: Device) -> Runner:
 
 
 def specs_of(problem: Problem, device: Device) -> tuple[Spec, ...]:
-    """The specs that a call of this problem chooses among, with what makes lists of its mask by a line."""
+    """The specs for calls of this problem, with the specs that list the blocks of its mask by a line."""
     specs = specs_for(device, problem.operator.name, problem.lengths_on_device)
     if problem.rule is None or problem.lengths_on_device or any(spec.operator == LISTING for spec in specs):
         return specs
@@ -159,9 +159,9 @@ def specs_of(problem: Problem, device: Device) -> tuple[Spec, ...]:
 def specs_for(
     device: Device, operator: str | None = None, has_lengths: bool | None = None
 ) -> tuple[Spec, ...]:
-    """The specs that calls on a device choose among, with its tuned tiles: all specs, or an operator's specs
-    for calls with lengths, without, or (None) for either. So the first call of a process does not wait for
-    other specs to be read. The caller's folders are read whole.
+    """The specs for calls on a device, with its tuned tiles: all specs, or the specs of an operator, for
+    calls with lengths, without them, or (None) both. Other specs are not read, so the first call of a process
+    does not wait for them. Folders of the caller are always read whole.
     """
     folders, tuned = os.environ.get("FLASHGEN_SPECS", ""), os.environ.get("FLASHGEN_TUNED", "")
     return _specs(folders, tuned, device.name, None if folders else operator, has_lengths)

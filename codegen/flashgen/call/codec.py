@@ -51,7 +51,7 @@ _ENTRIES = {
     "block_size": ("int[]? {}",),
     "margin": ("int {}",),
 }
-# What operators have of both records; that results are wanted an operator says itself.
+# The options of both records in the schemas. return_lse is left out: the operator itself says it.
 OPTIONS = tuple(
     field
     for field in AttentionCall.fields
@@ -112,7 +112,7 @@ def arguments_schema(operator: Operator, absent: tuple[str, ...] = ()) -> str:
 
 def encode(call: Call) -> tuple[list[Tensor], tuple[Any, ...]]:
     """The arrays of a score modification and of a mask by a line, and the entries of SCHEMA. Raises BadParam,
-    and BadTensorShape for q, whose dimensions the shapes of results are made of.
+    and BadTensorShape for q, from which the shapes of results are derived.
     """
     check_rank(call.q.shape)
     score_arrays, score = encode_score(call) if call.has_score() else ([], "")
@@ -213,7 +213,7 @@ def _parsed(rest: str) -> dict[str, Any]:
     return values
 
 
-# What follows writes JSON by itself: torch.compile traces it, and does not trace the module json.
+# The functions below write JSON without the module json, which torch.compile does not trace.
 
 
 def encode_score(call: Call) -> tuple[list[Tensor], str]:
@@ -221,7 +221,7 @@ def encode_score(call: Call) -> tuple[list[Tensor], str]:
     BadParam.
     """
     names, values = named_score(call)
-    # Names and formulas are in a string of JSON, which they must not end.
+    # Names and formulas are written into a string of JSON without escapes.
     for name in names:
         if not name.isprintable() or '"' in name or "\\" in name:
             raise BadParam(f"{arg('score')} is {name!r}; neither a name nor a formula has such characters")
@@ -229,7 +229,7 @@ def encode_score(call: Call) -> tuple[list[Tensor], str]:
         if not (isinstance(name, str) and name.isidentifier()):
             raise BadParam(f"{arg('score')} {', '.join(names)} has no parameter {name}")
     if call.score is None:
-        # Errors in a graph call arguments as the caller does.
+        # Keep the names of the caller, for errors in a graph.
         names = ()
         values = {name: getattr(call, name) for name, _ in SHORTHANDS if getattr(call, name) is not None}
         for name, shorthand in SHORTHANDS:

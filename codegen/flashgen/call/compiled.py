@@ -2,8 +2,8 @@
 ``attention_backward``, ``append``, ``merge`` and ``quantize``, as operators for torch.compile, torch.export,
 and whatever else looks at operators.
 
-What such an operator writes to is among its arguments, allocated before it where the caller passed none. None
-has gradients.
+Such an operator writes to some of its arguments; an array that the caller leaves out is allocated before the
+operator. These operators have no gradients.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ _OF_CACHE = ("index", "pages", "indices", "q_rope")
 
 
 def attention(call: Call, append_request: Request | None, what: str) -> tuple[Tensor, Tensor | None]:
-    """out and lse of a call. ``append_request`` is what it requests of the operator ``append``; ``what`` are
-    such calls, in messages. Raises BadParam or NullPointer.
+    """out and lse of a call. ``append_request`` is its request of the operator ``append``, if any; ``what``
+    is the name of such calls in messages. Raises BadParam or NullPointer.
     """
     if isinstance(call.k, KVCache):
         call = call.replace(k=_with_codes(call.k))
@@ -103,8 +103,8 @@ def attention(call: Call, append_request: Request | None, what: str) -> tuple[Te
 
 
 def _with_codes(cache: KVCache) -> KVCache:
-    """A cache whose codes have PyTorch's dtype for them: no entry of a schema says what uint8 stands for, but
-    in rows of a latent cache that carry their scales.
+    """The cache with codes of PyTorch's dtype instead of uint8, because the schema has no entry that says
+    what uint8 holds. Rows of a latent cache that carry their scales stay as they are.
     """
     if cache.kv_dtype != E4M3 or cache.k.dtype != torch.uint8:
         return cache
@@ -215,7 +215,7 @@ def _checked(request: Request, stream: Any, what: str) -> dict[str, Any]:
 
 
 def check(arrays: Mapping[str, Any], stream: Any, what: str, optional: Collection[str]) -> None:
-    """Raise NullPointer for an array that is missing, BadParam for what no operator of this module has."""
+    """Raise NullPointer for an array that is missing, BadParam for a gradient or a stream."""
     check_tensors(arrays)
     refuse_transforms()
     for name, x in arrays.items():
@@ -229,8 +229,8 @@ def check(arrays: Mapping[str, Any], stream: Any, what: str, optional: Collectio
 
 
 def _fix_layout(written: Tensor | None) -> None:
-    """Make constants of the sizes and strides of an array that is written to: where these place a part of an
-    allocation and are symbolic, Inductor of PyTorch 2.13 writes to its begin.
+    """Make constants of the sizes and strides of an array that is written to. If they are symbolic and the
+    array is a part of an allocation, Inductor of PyTorch 2.13 writes to the allocation's first byte instead.
     """
     if written is not None:
         for size in (*written.shape, *written.stride()):

@@ -1,5 +1,5 @@
-"""What a request computes: by the plan kept of an earlier one whose arrays had the same layouts, or by a new
-one.
+"""Computes requests: by the kept plan of an earlier request with the same options and layouts, or by a new
+plan.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MAX_PLANS = 1024
 
 _log = logs.logger("api")
 _plans: dict[Any, Plan] = {}
-# By all of a request but its arrays: the plan of the last one and, once two of one layout followed each
-# other, what gives the pointers of such arrays.
+# By everything of a request except its arrays: the plan of the last such request and, if the last two had one
+# layout, a guard that reads the pointers of arrays with this layout.
 _recent: dict[Any, tuple[Plan, Expecting | None]] = {}
-# By what calls have in common whose numbers of keys differ: the last plan that was made anew.
+# By everything that calls which differ in the number of keys have in common: the last plan made anew.
 _relatives: dict[Any, growing.Relative] = {}
 _plans_lock = forks.guard()
 # Called with each new plan's request, views and problem, while calls are recorded.
@@ -77,7 +77,7 @@ def _refuse_mixed(request: Request) -> NoReturn:
 
 def are_all(kind: arrays.Kind | None, values: tuple[Any, ...]) -> bool:
     """Whether all arrays are of one native library: the first array's."""
-    # Most arrays are of these types, and then nobody has to look for the kind of every one.
+    # Fast path: most arrays are of these types.
     if kind is None:
         return False
     if kind.types.issuperset(map(type, values)):
@@ -87,10 +87,10 @@ def are_all(kind: arrays.Kind | None, values: tuple[Any, ...]) -> bool:
 
 
 def _plan_of(request: Request, kind: arrays.Kind) -> tuple[Plan, tuple[int, ...]]:
-    """The kept plan of a request, made if it is the first, and the pointers of its arrays, of one library."""
+    """The kept plan of a request, made on the first call, and the pointers of its arrays, of one library."""
     values, backend = request.arrays, request.backend
     if backend is None and kind.on_host(values[0]):
-        # On a GPU there is one backend, and only a new plan asks whether it is forbidden: a look takes 1 µs.
+        # On a GPU there is one backend: a new plan checks the variable, and other calls save 1 µs.
         backend = os.environ.get("FLASHGEN_BACKEND") or None
     settings = request.operator.name, request.options, backend, request.algorithm
     expecting = kind.expecting
@@ -143,8 +143,8 @@ def kept_plan(request: Request, kind: arrays.Kind) -> Plan | None:
 
 
 def recent(key: Any, values: tuple[Any, ...]) -> tuple[Plan | None, tuple[int, ...] | None]:
-    """The plan that was noted last under a key, and the pointers of these arrays if their layouts are those
-    of two calls in a row that were noted; (..., None) otherwise.
+    """The plan that was noted last under a key, and the pointers of these arrays if they have the layouts of
+    the last two calls that were noted; (..., None) otherwise.
     """
     plan, pointers_of = _recent.get(key, (None, None))
     return plan, None if pointers_of is None else pointers_of(values)
@@ -192,7 +192,7 @@ def ready(request: Request) -> tuple[Plan, Ready]:
 
 
 class planning:
-    """While a plan is made by ``function``: BadParam says what to do in a graph of torch.compile, or with a
+    """A context in which ``function`` makes a plan: BadParam says what to do under torch.compile, or with a
     tensor that requires a gradient. ``x`` is one of the arrays.
     """
 
@@ -210,9 +210,10 @@ class planning:
 
 
 def make_plan(request: Request, keeps_scalars: bool = True) -> Plan:
-    """A plan whose scalars are these, or, where it does not keep them, those that a call leaves out.
+    """A plan for requests like this. With ``keeps_scalars`` its calls may leave out scalars, which then have
+    the values of this request.
 
-    Each line takes what the line before made: views of the arrays, the problem, what computes it, the plan.
+    Each line takes the result of the line before: views of the arrays, the problem, its runner, the plan.
     """
     operator, scalars = request.operator, request.scalars
     arrays, views = viewed(operator, request.by_name())

@@ -49,8 +49,8 @@ class Field:
     functions: which functions take it; none takes what a KVCache holds.
     type: for type checkers.
     gradient: whether the backward pass gives a gradient of the array, which has the field ``dNAME``.
-    elsewhere: what other libraries call it.
-    hint: what to add where one of these names was used.
+    elsewhere: its names in other libraries.
+    hint: what a message adds if a caller used one of these names.
     """
 
     name: str

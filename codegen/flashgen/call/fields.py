@@ -280,9 +280,9 @@ FIELDS = (
     Field("pages", "array", ()),
     Field("head_dim_v", "host", ()),
     Field("kv_dtype", "name", ()),
-    # Of calls with the rows of a part of a sequence: the row of random numbers of the first query.
+    # If a call has some rows of a sequence: the row of random numbers of its first query.
     Field("dropout_row", "host", ()),
-    # Of gradients whose caller adds dk and dv of several calls: "fp32".
+    # "fp32" if the caller adds dk and dv of several calls.
     Field("dkv_dtype", "name", ()),
     Field(
         "max_seqlen_q",
@@ -425,15 +425,15 @@ _AFTER = next(place for place, field in enumerate(FIELDS, 1) if field.name == "d
 FIELDS = (*FIELDS[:_AFTER], *(Field(name, "array", BACKWARD) for name in GRADIENTS), *FIELDS[_AFTER:])
 BY_NAME = {field.name: field for field in FIELDS}
 SHORTHANDS = tuple((field.name, field.shorthand) for field in FIELDS if field.shorthand)
-# What calls and their gradients have of a BlockMask.
+# The fields that hold a BlockMask.
 OF_BLOCK_MASK = ("block_indptr", "block_indices", "block_size")
 SCORES = tuple(field.name for field in FIELDS if field.kind == "score")
-# What only a call has whose q, k and v are e4m3 codes.
+# The fields of calls whose q, k and v are e4m3 codes.
 OF_CODES = ("q_scale", "k_scale", "v_scale", "dtype", "out_dtype", "out_scale", "accumulate")
 # The arrays that say which rows each sequence has.
 LENGTHS = ("kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_kv")
-# What calls and plans, also with append=, take by name beside the arguments of the operators of attention: a
-# plan takes the parameters of a score modification by name, too, so none of them may have such a name.
+# Keywords of calls and plans that are not arguments of attention's operators. A plan takes the parameters of
+# a score modification as keywords, so no parameter may have one of these names.
 PLAN_KEYWORDS = frozenset(
     (
         *(x.name for x in FIELDS if x.kind == "host" and {*FORWARD, *BACKWARD} & {*x.functions}),

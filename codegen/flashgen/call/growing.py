@@ -29,8 +29,8 @@ _MAX_STRIDE = 1 << 36
 
 @dataclass(slots=True)
 class Relative:
-    """A plan whose steps may serve other numbers of keys; and once a second number came, which numbers, and
-    how the steps follow, False where they do not.
+    """A plan whose steps may serve other numbers of keys. After the second call: for which numbers of keys,
+    and how the steps follow; False if they do not.
     """
 
     plan: Plan
@@ -39,7 +39,7 @@ class Relative:
 
 
 def key_of(settings: Any, layouts: tuple[Any, ...]) -> Any:
-    """All that calls have in common which differ in the number of keys; None for those that have not."""
+    """A key that is the same for calls that differ only in the number of keys; None for other calls."""
     if settings[0] != "attention" or layouts[_K] is None or layouts[_V] is None:
         return None
     shapes = [layouts[place][0] for place in (_K, _V)]
@@ -51,8 +51,8 @@ def key_of(settings: Any, layouts: tuple[Any, ...]) -> Any:
 
 
 def plan_of(relative: Relative, request: Request, kind: Kind, layouts: tuple[Any, ...]) -> Plan | None:
-    """The plan of a request for arrays of ``layouts``, which have the `key_of` a relative; None where it does
-    not follow from the relative.
+    """The plan of a request for arrays of ``layouts``, whose `key_of` is the relative's; None if it does not
+    follow from the relative.
     """
     plan = relative.plan
     problem, keys = plan.problem, layouts[_K][0][-_ROWS]
@@ -76,7 +76,7 @@ def plan_of(relative: Relative, request: Request, kind: Kind, layouts: tuple[Any
 
 
 def _keys_alike(problem: Problem, runner: Runner) -> range:
-    """For how many keys dispatch chooses as for ``problem``, with the same grid: for none on the CPU path."""
+    """The numbers of keys with the kernel and grid of ``problem``; empty on the CPU path."""
     offered = getattr(runner, "offered", ())
     if not offered:
         return range(0)

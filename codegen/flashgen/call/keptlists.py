@@ -33,7 +33,7 @@ class Lists(NamedTuple):
     table: LineTable
 
     def entries(self, arrays: tuple[Any, ...]) -> list[np.ndarray]:
-        """The lists that ``arrays``, like ``outputs``, hold, on the host, and what tables have of queries."""
+        """The lists and the ranges of queries in ``arrays``, which are like ``outputs``, on the host."""
         indptr, indices, _ = map(on_host, arrays)
         found = []
         for table in indptr.reshape(-1, indptr.shape[-1]):
@@ -43,10 +43,11 @@ class Lists(NamedTuple):
 
 
 class KeptLists:
-    """The lists that a mask keeps, for each kind of call and each stream: nothing waits for another stream.
+    """The lists that a mask keeps, for each kind of call and each stream, so that no stream waits for
+    another.
 
-    They are of the arrays as these were. Tensors of PyTorch count their versions, so writing to one by
-    PyTorch makes new lists; `check` looks at the elements of any array.
+    Lists are of the elements at the time of the call that made them. PyTorch counts writes to a tensor, so a
+    write by PyTorch makes new lists. `Mask.check` compares the elements of any array.
     """
 
     def __init__(self) -> None:
@@ -55,19 +56,19 @@ class KeptLists:
         self._versions: tuple[int, ...] = ()
 
     def added(self, request: Any, make_plan: Callable[..., Plan]) -> Any:
-        """The request with lists as arguments, which a plan writes the first time. A request is left as it is
-        if its call has to list the blocks itself: of packed sequences, on the host, in a graph that is
-        captured, and on a stream that the caller passes.
+        """The request with lists as arguments, which the first call of a kind writes. Unchanged if the call
+        has to list the blocks itself: with packed sequences, on the host, in a graph that is captured, or on
+        a stream that the caller passes.
         """
         rule, first = request.options[-1], request.arrays[0]
         kind = kind_of(first)
         if kind is None or request.stream is not None or rule.rule.pack is not None:
             return request
         if not runs_kernels(first, request.backend) or kind.is_capturing():
-            return request  # a graph lists what arrays hold in its replay
+            return request  # at each replay a graph has to list the current elements
         try:
             layouts, _ = kind.read(request.arrays)
-        except RuntimeError:  # of an array that the request is refused for, by name
+        except RuntimeError:  # an array without memory: the call raises the error, by name
             return request
         arrays = request.arrays[len(request.arrays) - len(rule.rule.arrays) :]
         versions = tuple([_version(x) for x in arrays])
@@ -111,7 +112,7 @@ class KeptLists:
         return self._by_block[key]
 
     def are_stale(self, arrays: tuple[Any, ...]) -> bool:
-        """Whether some lists are not what the arrays of the mask say now. Waits for the GPU."""
+        """Whether some lists differ from the lists of the current elements. Waits for the GPU."""
         for lists in self._by_block.values():
             kind = lists.plan.kind
             fresh = tuple([kind.empty(tuple(x.shape), x, None) for x in lists.outputs])

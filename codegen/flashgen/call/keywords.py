@@ -1,5 +1,5 @@
-"""What to say of a keyword that a public function does not have: the name here of what other libraries call
-so, or the name that is spelled most like it.
+"""Advice for a keyword that a public function lacks: flashgen's name for this keyword of another library, or
+the keyword that is spelled most like it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flashgen.call.fields import FIELDS
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-# Keywords of other libraries, by what they are here.
+# Keywords of other libraries, by flashgen's name.
 _ELSEWHERE = {field.name: field.elsewhere for field in FIELDS if field.elsewhere}
 _HERE = {field.name: field.hint for field in FIELDS if field.hint}
 _LEFT_OUT = {
@@ -37,7 +37,7 @@ def unexpected(function: Callable[..., Any], unknown: Mapping[str, Any]) -> Type
 
 
 def advice(name: str, names: Collection[str]) -> str:
-    """What the caller may have meant by a keyword, from "; " on; nothing where nobody can tell."""
+    """What the caller may have meant by a keyword, after "; "; empty if there is no guess."""
     for here, elsewhere in _ELSEWHERE.items():
         if name in elsewhere and here in names:
             return f"; did you mean {here}{_HERE.get(here, '')}?"

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 FIELDS = {"k_cache": "k", "v_cache": "v", "k_scale_out": "k_scale", "v_scale_out": "v_scale"}
 
 
-def arrays_instead(given: Mapping[str, Any]) -> str:
-    """How a plan made with these arrays, of which some are None, takes a KVCache, for its messages: by the
-    arrays of it. Nothing where the plan has no lengths of keys.
+def arrays_instead(arrays: Mapping[str, Any]) -> str:
+    """What the messages of a plan made with these arrays say of a KVCache: which of its arrays to pass. Empty
+    for a plan without lengths of keys.
     """
-    if given.get("kv_lengths") is None:
+    if arrays.get("kv_lengths") is None:
         return ""
     same = "pages", "index", "k_scale", "v_scale"
     of_cache = ("kv_lengths", "lengths"), ("kv_starts", "starts"), *((name, name) for name in same)
-    named = (f", {name}=cache.{field}" for name, field in of_cache if given.get(name) is not None)
+    named = (f", {name}=cache.{field}" for name, field in of_cache if arrays.get(name) is not None)
     return f"; of a KVCache pass cache.k, cache.v{''.join(named)}"
 
 
 def kv_dtype_of(cache: KVCache) -> str | None:
-    """ "e4m3" for a cache of codes, else what the cache says of them."""
+    """The option ``kv_dtype`` of a cache: "e4m3" also if its arrays have that dtype."""
     if cache.kv_dtype is None and getattr(getattr(cache.k, "dtype", None), "itemsize", 2) == 1:
-        # Arrays of a library without such a dtype may take the place of these.
+        # The call may convert the arrays to a library without this dtype.
         return "e4m3" if str(cache.k.dtype).endswith("float8_e4m3fn") else None
     return cache.kv_dtype
 
@@ -40,8 +40,8 @@ class ShapesShown:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        given = ((each.name, getattr(self, each.name)) for each in fields(self))
-        shown = (f"{name}={getattr(x, 'shape', x)}" for name, x in given if x is not None)
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        shown = (f"{name}={getattr(x, 'shape', x)}" for name, x in values if x is not None)
         return f"{type(self).__name__}({', '.join(shown)})"
 
 

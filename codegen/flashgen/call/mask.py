@@ -91,7 +91,8 @@ class Mask:
             raise BadTensorDtype(f"{arg('hidden')} has dtype {hidden.dtype}; {_HIDDEN}")
         if not 1 <= len(shape) <= 4:
             raise BadTensorShape(f"{arg('hidden')} has shape {shape}; {_HIDDEN}")
-        # What is alike for all queries, heads or batch entries has no index: they share lists.
+        # A dimension of 1 has no index in the line, so that all its queries, heads or batch entries share
+        # lists.
         names = ("b", "h", "q", "kv")[4 - len(shape) :]
         kept = [size != 1 or name == "kv" for name, size in zip(names, shape, strict=True)]
         indices = ", ".join(name for name, keeps in zip(names, kept, strict=True) if keeps)
@@ -162,9 +163,9 @@ class Mask:
         """Which blocks of ``rows`` queries and ``keys`` keys are empty, partial and full: lists of runs. No
         visible block is missed, and a full block has no hidden key; a partial one may be empty or full.
 
-        Arrays with an element for each token say the lengths, and seqlen_q is seqlen_kv
-        by default. Arrays on a GPU are copied to the host, which waits for them. Raises BadParam for a length
-        that neither an array nor an argument says.
+        The lengths follow from arrays with an element for each token; seqlen_q is seqlen_kv by default.
+        Arrays on a GPU are copied to the host, which waits for them. Raises BadParam for a length that
+        follows from no array and is not passed.
         """
         from flashgen.operators.maskblocks import blocks_of
         from flashgen.operators.visibility import visibility_on_host
@@ -254,14 +255,14 @@ def _made(line: str, params: dict[str, Any], keeps: bool = False) -> Mask:
 def mask_of(
     line: str, arrays: Mapping[str, Any], numbers: Mapping[str, int], kept: KeptLists | None = None
 ) -> Mask:
-    """A mask of what `Mask.line`, `Mask.arrays`, `Mask.numbers` and `Mask.kept` gave."""
+    """A mask made from the properties ``line``, ``arrays``, ``numbers`` and ``kept`` of a mask."""
     mask = Mask(line, **arrays, **numbers)
     object.__setattr__(mask, "_kept", kept)
     return mask
 
 
 def lengths_of(mask: Mask) -> Mapping[str, int]:
-    """The sizes that the arrays of a mask say."""
+    """The sizes that follow from the arrays of a mask."""
     return _sizes(mask.rule.rule, mask.arrays)
 
 
@@ -315,7 +316,7 @@ def _checked_array(rule: Rule, param: RuleParam, x: Any) -> Any:
 
 
 def _sizes(rule: Rule, arrays: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes that arrays say: of batch, heads and lengths. Raises BadTensorShape where two disagree."""
+    """Batch, heads and lengths, from the shapes of arrays. Raises BadTensorShape if two differ."""
     sizes: dict[str, int] = {}
     owners: dict[str, str] = {}
     for param in rule.arrays:

@@ -1,5 +1,5 @@
-"""Calls of packed sequences with a mask by a line, as kernels take them: one sequence of all tokens. Which
-calls with lengths and such a mask have no gradients.
+"""Calls of packed sequences with a mask by a line, converted for kernels to one sequence of all tokens; and
+which calls with lengths and such a mask have no gradients.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from flashgen.errors import BadTensorShape, DeviceTypeNotSupported, NullPointer, arg
 from flashgen.operators.arguments import flag, shown
 from flashgen.operators.dropout import NO_DROPOUT
-from flashgen.operators.maskoptions import NO_WINDOW, mask_semantics, mask_type_name
+from flashgen.operators.maskoptions import NO_WINDOW, MaskOptions, mask_semantics, mask_type_name
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.rules import ENDS, RuleOfCall
 from flashgen.runtime.arrays import runs_kernels
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class OneSequence(NamedTuple):
-    """A call without lengths, the rule of its pack, and the arrays of that."""
+    """A call without lengths, with the rule of its packed sequences and the arrays of the rule."""
 
     call: Call
     rule: RuleOfCall
@@ -58,8 +58,8 @@ def refuse_gradients(rule: Rule) -> NoReturn:
 
 
 def one_sequence(call: Call, mask: Mask, score: Score | None) -> OneSequence:
-    """The call of all tokens as one sequence. Raises DeviceTypeNotSupported for what no kernel has with it,
-    and what the contract of lengths raises.
+    """The call of all tokens as one sequence. Raises DeviceTypeNotSupported for features that no kernel has
+    with it, and the errors of the contract of lengths.
     """
     from flashgen.operators.packedrules import packed  # other calls need no formulas
 
@@ -75,8 +75,10 @@ def one_sequence(call: Call, mask: Mask, score: Score | None) -> OneSequence:
             f"{arg('mask_type')} is {shown(call.mask_type)}, and {arg('mask')} is a Mask, {title}, of packed "
             "sequences, which kernels align at the end; write it into the line, or leave it out"
         )
-    semantics = mask_semantics(flag("causal", call.causal), call.mask_type, call.window_size, False, 1, 1)
-    left, right = (None if side == UNBOUNDED else side for side in semantics[2:])
+    causal = flag("causal", call.causal)
+    semantics = mask_semantics(MaskOptions(causal, call.mask_type, call.window_size, False), 1, 1)
+    sides = semantics.window_left, semantics.window_right
+    left, right = (None if side == UNBOUNDED else side for side in sides)
     rule = packed(mask.rule.rule, left is not None, right is not None)
     bounds = tuple(side for side in (left, right) if side is not None)
     ends = call.cu_seqlens_q, call.cu_seqlens_kv

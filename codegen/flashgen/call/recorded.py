@@ -78,7 +78,7 @@ class record:
             self._entries.setdefault(entry)
 
     def close(self) -> None:
-        """Stop, and write the file; nothing where that was done before."""
+        """Stop, and write the file. A second call does nothing."""
         from flashgen.toolchain import atomic
 
         with _lock:

@@ -94,8 +94,8 @@ class Request:
 
 
 class _Packed(Request):
-    """A request made empty, to be filled attribute by attribute: quicker than its arguments by position, and
-    torch.compile of PyTorch 2.11 traces it, but not object.__new__.
+    """A request whose attributes are set one by one after it is made. This is quicker than arguments by
+    position, and torch.compile of PyTorch 2.11 traces it, which it does not with object.__new__.
     """
 
     __slots__ = ()
@@ -133,8 +133,8 @@ def packing(
 
 
 class _Operators:
-    """An operator, with a score modification or without, and how records become its requests. Loaded when a
-    call first needs it: the first calls of a process need not wait for all modules.
+    """An operator, with or without a score modification, and how records become its requests. Loaded when a
+    call first needs it, so that the first call of a process does not wait for all modules.
     """
 
     __slots__ = ("_lengths", "name", "pack", "plain", "record", "with_lengths")
@@ -200,7 +200,7 @@ _SCORE_GRADIENT = _Operators("score_gradient", GradientCall)
 
 
 def load_operators() -> None:
-    """Load what the functions below use, before torch.compile traces them."""
+    """Load all operators, before torch.compile traces the functions below."""
     plain, others = (_ATTENTION, _BACKWARD, _FP8), (_LATENT, _SPARSE_LATENT, _WEIGHTS, _SCORE_GRADIENT)
     for operators in (*plain, *(x.with_lengths for x in plain), *others):
         if operators.plain is None:
@@ -297,7 +297,7 @@ def _requested(call: Call, is_plain: bool, operators: _Operators) -> Request:
 
 
 def refuse_beside_codes(call: Call) -> None:
-    """Raise BadParam for what no call with `OF_CODES` has."""
+    """Raise BadParam for features that calls with e4m3 codes lack."""
     first = next(name for name in OF_CODES if getattr(call, name) is not None)
     others = {"codes": Feature(first)}
     if isinstance(call.k, KVCache):
@@ -313,7 +313,7 @@ def refuse_beside_codes(call: Call) -> None:
 
 
 def of_cache(call: Call) -> Call:
-    """A call over a KVCache, with what the cache holds as arrays of the call. Raises BadParam and
+    """A call with a KVCache, with the arrays of the cache as fields of the call. Raises BadParam and
     NullPointer.
     """
     keys: KVCache = call.k

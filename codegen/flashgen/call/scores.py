@@ -30,7 +30,7 @@ def score_of(call: Call) -> tuple[Score | None, tuple[Any, ...], tuple[Any, ...]
         return None, (), ()
     score = _chain(os.environ.get("FLASHGEN_SPECS", ""), names, _types(names, values))
     params = {param.name for param in score.params}
-    # A name that is wrong comes first: because of it another is missing.
+    # Report a wrong name before a missing one: it is likely to be meant for it.
     for name in sorted(values.keys() - params, key=str):
         has = f"it has {', '.join(sorted(params)) or 'none'}{advice(str(name), params)}"
         raise BadParam(f"{arg('score')} {score.title} has no parameter {name}; {has}")
@@ -58,7 +58,7 @@ def _types(names: tuple[str, ...], values: Mapping[str, Any]) -> tuple[tuple[str
 
 
 def _tensors(score: Score, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The numbers of a modification that arrays hold."""
+    """The names of the numbers of a modification that are passed as arrays."""
     tensors: tuple[str, ...] = ()
     for param in score.scalars:
         if _is_tensor(values.get(param.name)) and not param.is_integer:

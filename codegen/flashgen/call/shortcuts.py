@@ -1,6 +1,6 @@
-"""Calls that are like an earlier one: from their arguments straight to its plan, or to both of its plans.
+"""Shortcuts: a call like an earlier one goes from its arguments straight to its plan, or to both plans.
 
-A drop-in, or ``attention(append=)``, checks its arguments and makes requests of them. Where a call has the
+A drop-in, or ``attention(append=)``, checks its arguments and makes requests from them. If a call has the
 options of an earlier call, and a guard of PyTorch finds that its tensors have the same types and layouts,
 the plans are the same.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Leg(NamedTuple):
-    """A plan, what puts the arrays of a call, or their pointers, into its order, and its scalars."""
+    """A plan with its scalars; ``in_order`` puts the arrays of a call, or their pointers, into its order."""
 
     plan: Plan
     in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -36,8 +36,8 @@ Way = tuple[Leg, ...]
 
 
 def keep(key: Any, arrays: tuple[Any, ...], kind: Kind, *legs: tuple[Any, ...]) -> None:
-    """Keep the way of calls like one with these arrays of ``kind``. Of each leg ``legs`` has the plan, the
-    places of its arguments among the arrays of a call, and the scalars.
+    """Keep the plans of calls like one with these arrays of ``kind``. For each plan ``legs`` has the plan,
+    the places of its arguments among the arrays of a call, and the scalars.
     """
     try:
         compute.note(key, _way(*legs), kind.expecting, arrays)
@@ -51,8 +51,8 @@ def _way(*legs: tuple[Plan, tuple[int, ...], tuple[Any, ...]]) -> Way:
 
 
 class Shortcuts:
-    """The shortcuts of one drop-in. ``names`` are what the operator calls the drop-in's arrays, of which the
-    first three are q, k and v; all others may be None.
+    """The shortcuts of one drop-in. ``names`` are the operator's names of the drop-in's arrays. The first
+    three are q, k and v; the others may be None.
     """
 
     def __init__(self, *names: str) -> None:
@@ -60,9 +60,7 @@ class Shortcuts:
         self._copying: set[Any] = set()  # keys of calls that copied an array, which have no shortcut
 
     def run(self, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
-        """The results of a call, or None for one that no shortcut serves: the drop-in does what it does for a
-        first call.
-        """
+        """The results of a call, or None without a shortcut: then the drop-in computes it as a first call."""
         kind = tensor_kind(arrays[0])
         if kind is None or kind.records(*arrays[:3]) or kind.on_host(arrays[0]):
             return None
@@ -79,8 +77,8 @@ class Shortcuts:
             return None
 
     def keep(self, options: tuple[Any, ...], arrays: tuple[Any, ...], request: Callable[[], Request]) -> None:
-        """After a call: keep the shortcut of calls like it. ``request`` makes what it requested of these very
-        arrays, or views of them. A call that was recorded, or copied an array, has none.
+        """Keep the shortcut of calls like this one, after it. ``request`` makes its request again, with these
+        arrays or views of them. A call that records gradients, or copied an array, has no shortcut.
         """
         kind = tensor_kind(arrays[0])
         if kind is None or kind.on_host(arrays[0]) or kind.expecting is None or kind.records(*arrays[:3]):
@@ -103,5 +101,5 @@ class Shortcuts:
         keep(key, arrays, kind, (plan, in_order, requested.scalars))
 
     def _key(self, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
-        # 1, 1.0 and True are equal, and not each is a flag.
+        # The types are part of the key, because 1, 1.0 and True are equal.
         return self.names, arrays[0].shape, arrays[1].shape, options, *map(type, options)

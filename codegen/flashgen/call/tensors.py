@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _DTYPES = {
     of: torch.float32 for name, of in INPUT_OF.items() if BACKWARD.arguments[BACKWARD.position(name)].dtypes
 }
-# What the backward pass takes beside the inputs: the first before them, the others after them.
+# The arrays of the backward pass: the inputs of the forward pass, and others before and after them.
 OF_BACKWARD = ("dout", *INPUTS, "out", "lse", "dlse")
 # Of these the arrays whose rows are aligned, and the ones that are contiguous; lengths and lists of key
 # blocks are as the caller has them.
@@ -41,7 +41,7 @@ IN_ROWS, _CONTIGUOUS = (
 
 
 def arrays_of(call: Call, names: tuple[str, ...] = INPUTS) -> dict[str, Any]:
-    """The arrays of a call of these names; a mask by a line is none."""
+    """The arrays of a call with these names; None for a mask by a line."""
     return {name: None if isinstance(x := getattr(call, name), Mask) else x for name in names}
 
 
@@ -51,18 +51,18 @@ def arrays_of_mask(call: Call) -> dict[str, Any]:
 
 
 def arrays_of_score(call: Call) -> dict[str, Any]:
-    """What may be arrays of a score modification, by name."""
+    """The parameters of a score modification by name, which may be arrays."""
     params = dict(call.params) if isinstance(call.params, Mapping) else {}
     return {name: getattr(call, name) for name, _ in SHORTHANDS} | params
 
 
-def check_tensors(given: Mapping[str, Any]) -> None:
+def check_tensors(arrays: Mapping[str, Any]) -> None:
     """That all arrays of a call that is recorded are tensors, and dense. Raises BadParam."""
-    for name, x in given.items():
+    for name, x in arrays.items():
         if x is None:
             continue
         if not isinstance(x, Tensor):
-            leaves = [other for other, y in given.items() if isinstance(y, Tensor) and y.requires_grad]
+            leaves = [other for other, y in arrays.items() if isinstance(y, Tensor) and y.requires_grad]
             why = f"{arg(leaves[0])} requires a gradient" if leaves else "another array is traced"
             raise BadParam(
                 f"{arg(name)} has type {type(x).__name__}, and {why}; pass a tensor, which torch.as_tensor "
@@ -72,9 +72,9 @@ def check_tensors(given: Mapping[str, Any]) -> None:
             raise BadParam(f"{arg(name)}: {NESTED}")
 
 
-def check_meta(given: Mapping[str, Any]) -> None:
+def check_meta(arrays: Mapping[str, Any]) -> None:
     """That no tensor has memory where the first one has none. Raises DeviceTypeNotSupported."""
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    tensors = {name: x for name, x in arrays.items() if isinstance(x, Tensor)}
     first, *others = tensors
     if tensors[first].is_meta:
         for name in others:
@@ -122,7 +122,7 @@ def new_gradient(name: str, x: Tensor) -> Tensor:
 
 
 def single(gradient: Tensor) -> Tensor:
-    """``gradient`` without a pending negation. Raises BadParam where it is several at once."""
+    """``gradient`` without a pending negation. Raises BadParam for a batch of several gradients."""
     gradient = gradient.resolve_neg()
     try:
         gradient.data_ptr()
@@ -150,7 +150,7 @@ def with_rows(x: Tensor) -> Tensor:
 def readable(arrays: tuple[Any, ...]) -> dict[str, Any]:
     """What the backward pass takes, by name, in layouts that kernels read."""
     values = dict(zip(OF_BACKWARD, arrays, strict=False))
-    # Hooks of saved tensors keep values, and not where these are in memory.
+    # Hooks of saved tensors may return them with other strides.
     for name in IN_ROWS:
         if values[name] is not None:
             values[name] = with_rows(values[name])

@@ -45,8 +45,8 @@ _RECORDS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """What a text says: a request without its arrays, the names of the arrays that it has, and what the
-    caller calls arguments of the operator, for `errors.naming`.
+    """A decoded text: a request without its arrays, the names of the arrays that it has, and the caller's
+    names of the operator's arguments, for `errors.naming`.
     """
 
     request: Request

@@ -14,24 +14,27 @@ if TYPE_CHECKING:
 
     from flashgen.operators.attention_problem import AttentionProblem
 
+BLOCK_ROWS = 512
+BLOCK_KEYS = 256
+
 # Of a batch entry, a kv head and a first row: the spans [first, last) of [begin, end), in order.
 KeySpans = Callable[[int, int, int, int, int], Iterator[tuple[int, int]]]
 
 
-def block_rows(problem: AttentionProblem, most: int) -> int:
-    """The rows of a block: about ``most`` over the heads of a group, or the rows of a list of key blocks."""
+def block_rows(problem: AttentionProblem) -> int:
+    """The rows of a block: as many as lists of key blocks have, else about `BLOCK_ROWS` over all heads."""
     if problem.block_lists is not None:
         return problem.block_lists.rows
-    return max(1, most // problem.group_size)
+    return max(1, BLOCK_ROWS // problem.group_size)
 
 
-def key_spans(problem: AttentionProblem, arrays: Mapping[str, Any], width: int) -> KeySpans:
-    """Spans of up to ``width`` keys; of a call with lists of key blocks only the keys of listed blocks.
+def key_spans(problem: AttentionProblem, arrays: Mapping[str, Any]) -> KeySpans:
+    """Spans of up to `BLOCK_KEYS` keys; of a call with lists of key blocks only the keys of listed blocks.
     ``arrays`` are by name. Raises BadParam for lists that are none.
     """
     lists = problem.block_lists
     if lists is None:
-        return lambda batch, kv_head, first_row, begin, end: _spans(begin, end, width)
+        return lambda batch, kv_head, first_row, begin, end: _spans(begin, end)
     blocklists.check(lists, problem.seqlen_kv, arrays)
     indptr, indices = (arrays[name] for name in blocklists.NAMES)
 
@@ -40,11 +43,11 @@ def key_spans(problem: AttentionProblem, arrays: Mapping[str, Any], width: int) 
         row = first_row // lists.rows
         for block in indices[ends[row] : ends[row + 1]].tolist():
             first, last = block * lists.keys, (block + 1) * lists.keys
-            yield from _spans(max(begin, first), min(end, last), width)
+            yield from _spans(max(begin, first), min(end, last))
 
     return listed
 
 
-def _spans(begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
-    for first in range(begin, end, width):
-        yield first, min(first + width, end)
+def _spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    for first in range(begin, end, BLOCK_KEYS):
+        yield first, min(first + BLOCK_KEYS, end)

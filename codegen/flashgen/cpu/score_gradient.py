@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashgen.cpu.attention import BLOCK_KEYS, BLOCK_ROWS, named_on_host
-from flashgen.operators.masks import Band, hidden_keys
+from flashgen.cpu.attention import named_on_host
+from flashgen.cpu.attention_backward import RowsOfGradients
+from flashgen.cpu.keyspans import key_spans
+from flashgen.cpu.queryrows import Call, all_rows
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reduction import parameter
 from flashgen.operators.scores import DIMENSIONS
 from flashgen.runtime.hostarrays import check_writable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from flashgen.cpu.queryrows import KeyBlock, QueryRows
     from flashgen.operators.modification import FormulaAt, ScoreOfCall
     from flashgen.operators.score_gradient import ScoreGradientProblem
     from flashgen.runtime.plans import Arrays
@@ -34,69 +35,38 @@ def run(problem: ScoreGradientProblem, arrays: Arrays, stream: int) -> None:
         whole = problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv
         named["mask"] = np.broadcast_to(mask, whole)
     total = np.zeros(problem.extents, np.float64)
-    block = max(1, BLOCK_ROWS // problem.group_size)
-    for batch in range(problem.batch):
-        for kv_head in range(problem.num_heads_kv):
-            for start in range(0, problem.seqlen_q, block):
-                rows = range(start, min(start + block, problem.seqlen_q))
-                _add_rows(problem, named, score, batch, kv_head, rows, total)
+    call = Call(named, key_spans(problem, named), score)
+    for rows in all_rows(problem):
+        _add_rows(problem, call, rows, total)
     result = named["dscore"]
     rounded = total.reshape(result.shape).astype(np.float32)
     result[...] = bfloat16_bits(rounded) if result.dtype == np.uint16 else rounded
 
 
 @np.errstate(all="ignore")
-def _add_rows(
-    problem: ScoreGradientProblem,
-    arrays: Mapping[str, np.ndarray | None],
-    score: ScoreOfCall | None,
-    batch: int,
-    kv_head: int,
-    rows: range,
-    total: np.ndarray,
-) -> None:
-    """What some rows of the heads that share a kv head add to the gradient."""
-    group, count = problem.group_size, len(rows)
-    heads, part = slice(kv_head * group, (kv_head + 1) * group), slice(rows.start, rows.stop)
-
-    def of_heads(name: str) -> np.ndarray:
-        some = widened(arrays[name][batch, part, heads], problem.dtype, np.float32)
-        return some.transpose(1, 0, 2).reshape(group * count, -1)
-
-    queries, douts = of_heads("q") * np.float32(problem.softmax_scale), of_heads("dout")
-    delta = np.einsum("ij,ij->i", douts, of_heads("out"))
-    if arrays["dlse"] is not None:
-        delta -= arrays["dlse"][batch, heads, part].reshape(-1)
-    lse = arrays["lse"][batch, heads, part].reshape(-1)
-    # A row that sees nothing has no gradient, whatever its dlse is.
-    delta[np.isneginf(lse)] = 0
-    lse = np.where(np.isneginf(lse), np.float32(np.inf), lse)
+def _add_rows(problem: ScoreGradientProblem, call: Call, block: QueryRows, total: np.ndarray) -> None:
+    """What a block of query rows adds to the gradient."""
+    rows = RowsOfGradients.of(problem, call.arrays, block, np.float32)
+    lse = np.where(rows.sees_nothing, np.float32(np.inf), rows.lse)
     keys, values = (
-        widened(arrays[name][batch, :, kv_head], problem.dtype, np.float32) for name in ("k", "v")
+        widened(call.arrays[name][block.batch, :, block.kv_head], problem.dtype, np.float32)
+        for name in ("k", "v")
     )
-    band, positions = Band.of(problem), np.arange(rows.start, rows.stop)[:, None]
-    begin, end = band.keys_of_some(rows.start, rows.stop, problem.seqlen_kv)
-    for first in range(begin, end, BLOCK_KEYS):
-        some = np.arange(first, min(first + BLOCK_KEYS, end))
-        block = slice(first, first + len(some))
-        whole = (group, count, len(some))
-        scores = (queries @ keys[block].T).reshape(whole)
-        terms = (douts @ values[block].T - delta[:, None]).reshape(whole)
-        at = None
-        if score is not None:
-            at = score.at(batch, np.arange(heads.start, heads.stop)[:, None, None], positions, some)
-            terms = terms * at.derived().value(np, scores)
-            scores = np.broadcast_to(at.value(np, scores), whole)
-        dense = None if arrays["mask"] is None else arrays["mask"][batch, heads, part, block]
-        hidden = hidden_keys(band, dense, positions, some)
-        p = np.exp(np.minimum(scores - lse.reshape(group, count, 1), 0))
-        p = p if hidden is None else np.where(hidden, np.float32(0), p)
+    for some in block.seen_keys(problem, call):
+        scores = (rows.queries @ keys[some.slice].T).reshape(*block.shape, -1)
+        terms = (rows.douts @ values[some.slice].T - rows.delta[:, None]).reshape(scores.shape)
+        if (formula := block.formula(call, some)) is not None:
+            terms = terms * formula.derived().value(np, scores)
+            scores = np.broadcast_to(formula.value(np, scores), terms.shape)
+        p = np.exp(np.minimum(scores - lse.reshape(*block.shape, 1), 0))
+        if some.hidden is not None:
+            p = np.where(some.hidden, np.float32(0), p)
         # Where a key is hidden the derivative may be anything.
         gradient = np.where(p == 0, 0, p * terms)
-        if score is not None and problem.reduction.gathered:
-            _gather(score, at, gradient, total)
+        if formula is not None and problem.reduction.gathered:
+            _gather(call.score, formula, gradient, total)
         else:
-            _add_block(problem, batch, heads, part, block, gradient, total)
+            _add_block(problem, block, some, gradient, total)
 
 
 def _gather(score: ScoreOfCall, at: FormulaAt, gradient: np.ndarray, total: np.ndarray) -> None:
@@ -109,17 +79,11 @@ def _gather(score: ScoreOfCall, at: FormulaAt, gradient: np.ndarray, total: np.n
 
 
 def _add_block(
-    problem: ScoreGradientProblem,
-    batch: int,
-    heads: slice,
-    rows: slice,
-    keys: slice,
-    gradient: np.ndarray,
-    total: np.ndarray,
+    problem: ScoreGradientProblem, rows: QueryRows, keys: KeyBlock, gradient: np.ndarray, total: np.ndarray
 ) -> None:
     """Adds a block of scores, (heads, rows, keys), to the elements that they read."""
     names = tuple(DIMENSIONS) if problem.score is None else parameter(problem.score).dimensions
-    where = {"b": slice(batch, batch + 1), "h": heads, "q": rows, "kv": keys}
+    where = {"b": slice(rows.batch, rows.batch + 1), "h": rows.heads, "q": rows.slice, "kv": keys.slice}
     kept = {name: extent > 1 for name, extent in zip(names, total.shape, strict=True)}
     summed = tuple(axis for axis, name in enumerate(DIMENSIONS) if not kept.get(name, False))
     block = gradient[None].sum(axis=summed, keepdims=True, dtype=np.float64)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashgen.distributed.attend import attention
     from flashgen.distributed.decoding import decode, local_lengths
-    from flashgen.distributed.model import Partition, Rates, partition
+    from flashgen.distributed.model import Partition, partition
+    from flashgen.distributed.rates import Rates
     from flashgen.distributed.shards import positions, shard, unshard
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
 # No module has the name of a function: an import of the module would replace the function.
 _HOMES = {
     "Partition": "model",
-    "Rates": "model",
+    "Rates": "rates",
     "attention": "attend",
     "decode": "decoding",
     "local_lengths": "decoding",

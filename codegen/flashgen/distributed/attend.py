@@ -17,7 +17,9 @@ from flashgen.call.mask import Mask
 from flashgen.call.record import AttentionCall, call_of
 from flashgen.distributed import operators
 from flashgen.distributed.groups import Names, names_of, resolved
-from flashgen.distributed.model import H200, bounds_of, check_method, partition
+from flashgen.distributed.model import bounds_of, check_method, partition
+from flashgen.distributed.rates import H200
+from flashgen.distributed.setting import Options
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import flag, margin_of, shown
 from flashgen.operators.contract import scale_of
@@ -65,7 +67,7 @@ def attention(
         cu_seqlens; PyTorch tensors, on a GPU with NCCL or in host memory with gloo. `shard` cuts them.
     group: the ranks, a process group; by default all.
     mesh: the ranks, a DeviceMesh. With two dimensions the outer one gathers, and the inner one exchanges
-        heads; its tokens are cut over both, the outer one first.
+        heads; tokens are cut over both, over the outer one first.
     layout: "zigzag", "contiguous", "documents" or "whole_documents": which tokens a rank has, see `shard`.
     method: "gather": a rank gathers keys and values, some heads at a time, and computes its rows of all
         heads, with the kernel of one GPU, and with its bits where cuts are at whole tiles. "ulysses": ranks
@@ -77,8 +79,8 @@ def attention(
         gradient of sinks is what the rows of this rank add to it: like the gradient of a weight, it is to be
         summed over ranks.
     dropout_p, dropout_seed: as in ``flashgen.attention``, with the random numbers of one GPU; all ranks pass
-        the same seed. None: what the first rank draws. A batch takes a launch for each entry, packed
-        documents one for each document.
+        the same seed. None: the first rank draws it. Each batch entry, or each packed document, takes a
+        launch.
     cu_seqlens: the bounds of all documents, over all ranks, from 0 to the number of tokens; integers, or an
         int32 tensor, best in host memory: each call reads it there. Documents may be cut anywhere.
     seqlen: the number of tokens of all ranks, where these do not have equally many and there is no
@@ -124,31 +126,27 @@ def attention(
     if dropout_p != NO_DROPOUT:
         dropout_seed = _seed(q, k, v, dropout_p, dropout_seed, names)
     compute = operators.run if operators.is_plain(q, k, v, sinks) else operators.forward
-    out, lse, *_ = compute(
-        q,
-        k,
-        v,
-        sinks,
-        alibi_slopes,
-        documents,
-        dropout_seed,
-        [] if mask is None else list(mask.arrays.values()),
-        names.outer,
-        names.inner,
-        layout,
-        causal,
-        left,
-        right,
-        None if softmax_scale is None else scale_of(softmax_scale, q.shape[-1]),
-        None if softcap is None else number("softcap", softcap),
-        None if seqlen is None else whole("seqlen", seqlen),
-        flag("deterministic", deterministic),
-        None if kv_heads_per_step is None else whole("kv_heads_per_step", kv_heads_per_step),
-        dropout_p,
-        margin_of("sm_margin", sm_margin),
-        "" if mask is None else mask.line,
-        [] if mask is None else list(mask.numbers.values()),
+    arrays = q, k, v, sinks, alibi_slopes, documents, dropout_seed
+    options = Options(
+        outer=names.outer,
+        inner=names.inner,
+        layout=layout,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        softmax_scale=None if softmax_scale is None else scale_of(softmax_scale, q.shape[-1]),
+        softcap=None if softcap is None else number("softcap", softcap),
+        seqlen=None if seqlen is None else whole("seqlen", seqlen),
+        deterministic=flag("deterministic", deterministic),
+        kv_heads_per_step=None
+        if kv_heads_per_step is None
+        else whole("kv_heads_per_step", kv_heads_per_step),
+        dropout_p=dropout_p,
+        sm_margin=margin_of("sm_margin", sm_margin),
+        mask_line="" if mask is None else mask.line,
+        mask_numbers=[] if mask is None else list(mask.numbers.values()),
     )
+    out, lse, *_ = compute(*arrays, [] if mask is None else list(mask.arrays.values()), *options)
     return (out, lse) if flag("return_lse", return_lse) else out
 
 

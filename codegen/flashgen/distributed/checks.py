@@ -1,6 +1,6 @@
-"""What the ranks of a call have to agree on, checked under ``FLASHGEN_CHECK=1``: every rank tells every other
-one what it was called with, and whether that is wrong. So an error on one rank, or two ranks that differ, is
-an error on all of them. Without the check such ranks would wait for each other for ever.
+"""Checks that ranks agree on a call, under ``FLASHGEN_CHECK=1``: ranks exchange their arguments and errors.
+So an error on one rank, or a difference between two, is an error on all ranks. Without the check such ranks
+would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LONGEST = 60
 
 
 def agreed(ranks: Ranks, facts: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """``facts()`` of this rank, which raises what is wrong with a call. Under FLASHGEN_CHECK raises on every
-    rank what is wrong on any, and BadParam where two ranks differ in a fact.
+    """The facts of this rank's call; ``facts`` raises the error of a wrong call. Under FLASHGEN_CHECK an
+    error on one rank is raised on every rank, and BadParam if two ranks differ in a fact.
     """
     if not enabled():
         return facts()
@@ -32,7 +32,7 @@ def agreed(ranks: Ranks, facts: Callable[[], Mapping[str, Any]]) -> Mapping[str,
     try:
         values = facts()
     except (FlashgenError, TypeError, ValueError, RuntimeError, AttributeError) as raised:
-        # Whatever it is, the other ranks must not wait for this one.
+        # The other ranks must not wait for this one, whatever the error is.
         error = raised
     for group in ranks.groups:
         everyone: list[Any] = [None] * group.size()
@@ -46,7 +46,7 @@ def agreed(ranks: Ranks, facts: Callable[[], Mapping[str, Any]]) -> Mapping[str,
 
 
 def _digest(value: Any) -> str:
-    """A value as text; of a long one the begin, and a hash of all."""
+    """A value as text; of a long text only the beginning, with a hash of all."""
     text = repr(value)
     if len(text) <= _LONGEST:
         return text

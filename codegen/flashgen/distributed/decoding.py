@@ -13,7 +13,7 @@ import torch
 import flashgen
 from flashgen.call.keywords import unexpected
 from flashgen.distributed.checks import agreed
-from flashgen.distributed.exchange import start_gather
+from flashgen.distributed.exchange import gathered
 from flashgen.distributed.groups import check_device, flat_ranks, names_of
 from flashgen.errors import BadParam, BadTensorShape, arg
 from flashgen.operators.arguments import flag, shown
@@ -84,11 +84,7 @@ def decode(
         return_lse=True,
     )
     rows = torch.cat((out.float(), lse.transpose(1, 2)[..., None]), -1)
-    # In two dimensions the inner one first: ranks of a unit are beside each other.
-    for of_dimension, size in ((ranks.inner, ranks.inner_size), (ranks.outer, ranks.outer_size)):
-        if of_dimension is not None:
-            rows = start_gather(rows, rows.shape[0], of_dimension, size).wait()
-    parts = rows.view(ranks.world, *out.shape[:-1], out.shape[-1] + 1)
+    parts = gathered(rows, ranks).view(ranks.world, *out.shape[:-1], out.shape[-1] + 1)
     merged, merged_lse = merged_parts(parts[..., :-1], parts[..., -1])
     out = merged.to(q.dtype)
     lse = merged_lse.transpose(1, 2).contiguous()

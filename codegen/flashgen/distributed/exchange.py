@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from flashgen.distributed.groups import Ranks
+
 # PyTorch 2.13 has new names for these two.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending(NamedTuple):
-    """A collective that runs: what it fills, and what it reads, which must live as long."""
+    """A running collective and its result. ``source`` is the tensor that it reads, which must stay alive."""
 
     work: Any
     result: Tensor
@@ -48,6 +50,15 @@ def start_gather(rows: Tensor, most: int, group: Any, size: int) -> Pending:
     source = padded(rows, most)
     result = rows.new_empty((size * most, *rows.shape[1:]))
     return Pending(_gather(result, source, group=group, async_op=True), result, source)
+
+
+def gathered(rows: Tensor, ranks: Ranks) -> Tensor:
+    """The rows of all ranks, equally many of each, in the order of ranks."""
+    # The inner dimension first: the ranks of a unit follow one another.
+    for group, size in ((ranks.inner, ranks.inner_size), (ranks.outer, ranks.outer_size)):
+        if group is not None:
+            rows = start_gather(rows, rows.shape[0], group, size).wait()
+    return rows
 
 
 class Reduction(NamedTuple):

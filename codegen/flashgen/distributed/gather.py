@@ -130,7 +130,7 @@ def table_of(launch: Launch, device: torch.device) -> SegmentTable:
     """The table of a launch."""
     first = launch.rows.start
     rows = [0, *(x.q_end - first for x in launch.segments)]
-    starts, lengths = ([x[i] for x in launch.segments] for i in (2, 3))
+    starts, lengths = [x.k_begin for x in launch.segments], [x.k_end for x in launch.segments]
     arrays = rows, starts, lengths, [0] * len(starts)
     return SegmentTable(*(torch.tensor(x, dtype=torch.int32, device=device) for x in arrays))
 
@@ -159,8 +159,8 @@ class Step(NamedTuple):
 
 
 def steps(k: Tensor, v: Tensor, per_step: int, units: Units, group: Any) -> Iterator[Step]:
-    """Gather ``per_step`` kv heads after another: while the caller computes one step, the next is on its way,
-    and the first one from now on. k, v: (batch, rows of the unit, heads, head_dim).
+    """Gather kv heads, ``per_step`` at a time. The first step begins now, and each other one while the caller
+    computes the step before it. k, v: (batch, rows of the unit, heads, head_dim).
     """
     heads = [slice(first, first + per_step) for first in range(0, k.shape[2], per_step)]
     if group is None:
@@ -182,8 +182,8 @@ def steps(k: Tensor, v: Tensor, per_step: int, units: Units, group: Any) -> Iter
 
 
 def keys_and_values(step: Step, k: Tensor, v: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
-    """K and V of a step, in this order of rows: (batch, keys, heads, head_dim). ``k`` and ``v`` are of the
-    unit, which serve where they are all that there is.
+    """K and V of a step, in this order of rows: (batch, keys, heads, head_dim). ``k`` and ``v`` are K and V
+    of the unit, from which they are taken if the step gathered nothing.
     """
     if step.rows is None:
         k, v = k[:, :, step.heads], v[:, :, step.heads]
@@ -195,7 +195,8 @@ def keys_and_values(step: Step, k: Tensor, v: Tensor, order: Tensor | None) -> t
 
 class KeyGradients:
     """The gradients of K and V of the steps of a backward pass, which fill ``dk`` and ``dv``. Each rank adds
-    up what its launches give, in fp32 and in order; then ranks are summed, while the next step is computed.
+    up the gradients of its launches, in fp32 and in order. Then these are summed over ranks, while the next
+    step is computed.
 
     Sums have a row for each token, so the keys of a segment are a slice of them; or, where launches have many
     segments, for each row of a gathered buffer.

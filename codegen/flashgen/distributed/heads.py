@@ -44,3 +44,9 @@ def head_shares(heads_q: int, heads_kv: int, inner: int) -> HeadShares:
     )
     kv = tuple(tuple(x) for x in (once if regular else by_query))
     return HeadShares(inner, share, kv, sum(map(len, kv)) > heads_kv)
+
+
+def query_heads_of(kv_heads: slice, heads_q: int, heads_kv: int) -> slice:
+    """The query heads that read some of a rank's kv heads."""
+    group = heads_q // heads_kv
+    return slice(kv_heads.start * group, min(kv_heads.stop, heads_kv) * group)

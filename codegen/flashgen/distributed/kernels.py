@@ -59,9 +59,11 @@ class Whole(NamedTuple):
 def attend(
     call: Call, whole: Whole, shift: int, like: Callable[[], Call] | None = None
 ) -> tuple[Any, Any] | None:
-    """out and lse of a launch; ``call`` has its arrays, and ``shift`` is of its segments. Of a table of
-    segments ``like`` gives a call with the arrays that the whole call has; the result is None if no kernel of
-    tables has the tile of the whole call's kernel. Raises what ``attention`` raises.
+    """out and lse of a launch; ``call`` has its arrays, and ``shift`` is the shift of its segments.
+
+    For a launch with a table of segments ``like`` makes a call with arrays as of the whole call. Then the
+    result is None if no kernel of tables has the tile of the whole call's kernel. Raises what ``attention``
+    raises.
     """
     request = request_of(call)
     kind = kind_of(call.q)
@@ -151,8 +153,8 @@ def masked_like(part: AttentionProblem, one: AttentionProblem, shift: int) -> At
 
 
 def runner_like(problem: AttentionProblem, one: AttentionProblem) -> Runner | None:
-    """What computes a launch on the backend of its arrays, with the kernel of the whole call ``one``; None if
-    the launch is of a table, of which no kernel has the same tile.
+    """The runner of a launch on the backend of its arrays, with the kernel of the whole call ``one``; None if
+    the launch has a table and no kernel of tables has the same tile.
     """
     backend = backend_for(problem.device)
     if backend == "cpu":
@@ -175,7 +177,7 @@ def runner_like(problem: AttentionProblem, one: AttentionProblem) -> Runner | No
 
 
 def kernels_of(problem: AttentionProblem, one: AttentionProblem, device: Device) -> Iterator[Variant]:
-    """The kernels for a launch of the whole call ``one``, the best first. Of a table of segments they have
+    """The kernels for a launch of the whole call ``one``, the best first. For a table of segments they have
     the tile and the axes of the first kernel of the whole call, and so its bits: in all families a row goes
     through the same KV blocks.
     """

@@ -32,8 +32,8 @@ LAYOUTS = ("zigzag", "contiguous", "documents", "whole_documents")
 LAYOUTS_OF_DOCUMENTS = ("documents", "whole_documents")
 # A multiple of the rows that a warp has in any forward kernel, and of a tile or its parts.
 TILE_ROWS = 128
-# What a row costs beside the keys that it sees, in keys: half of its tile is past the diagonal, and a tile
-# takes time to begin.
+# The cost of a row in addition to its visible keys, in keys: half of its tile is past the diagonal, and a
+# tile takes time to begin.
 _KEYS_OF_A_ROW = 192
 # A rank has at most this share of the mean work and of the mean tokens, if cutting more documents can do it.
 _EVEN = 1.01
@@ -128,8 +128,8 @@ def _longest_first(cu_seqlens: tuple[int, ...]) -> list[Run]:
 
 
 def _within_documents(documents: Iterable[Run], world: int) -> _Loads:
-    """Zigzag within each document, in tiles. Where there is no tile for every chunk, the ranks with the least
-    work get one, of those that have about the fewest tokens.
+    """Zigzag within each document, in tiles. If a document has fewer tiles than chunks, they go to the ranks
+    with the least work among those that have about the fewest tokens.
     """
     runs: list[list[Run]] = [[] for _ in range(world)]
     tokens, work = [0] * world, [0] * world
@@ -152,15 +152,15 @@ def _within_documents(documents: Iterable[Run], world: int) -> _Loads:
 
 
 def _work(first: Any, after: Any) -> Any:
-    """The work of the rows [first, after) of a document under a causal mask: twice its (query, key) pairs,
-    and those that rows cost beside.
+    """The work of the rows [first, after) of a document under a causal mask: twice the (query, key) pairs,
+    with `_KEYS_OF_A_ROW` more for each row.
     """
     return (after - first) * (first + after + 2 * _KEYS_OF_A_ROW)
 
 
 def _whole_documents(cu_seqlens: tuple[int, ...], world: int) -> tuple[Shard, ...]:
-    """As few of the longest documents cut as leave ranks with even work and even tokens, or as even as
-    any number of cut documents does.
+    """Shards with as few cut documents, the longest ones, as make work and tokens of ranks even; or the most
+    even shards that any number of cut documents gives.
     """
     documents = _longest_first(cu_seqlens)
     total = sum(_work(0, document.tokens) for document in documents)

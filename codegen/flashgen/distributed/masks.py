@@ -1,9 +1,9 @@
 """Masks by a line for the rows of a part: queries whose positions are not 0, 1, 2 and so on.
 
-A launch has the rows of a part as one sequence, and all keys of its documents. Its line reads the position of
-a query from an array, and bounds of the keys that causal, a window and documents let a query see. An array
-that the caller's line reads by a query becomes one with an element for each row. So kernels of lines serve
-as they are, and the new line has its own.
+A launch has the rows of a part as one sequence, and all keys of its documents. `mask_of` writes a new line
+for it. The line reads from arrays the position of each query, and the first and last key that causal, a
+window and documents let it see. An array that the caller's line reads by a query becomes an array with an
+element for each row. So the ordinary kernels of masks by a line compute it.
 
 In a line q counts from the first key, so an array with an element for each row is as long as the keys, and
 the elements of the rows are its last ones.

@@ -17,68 +17,34 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashgen.distributed.heads import HeadShares, head_shares
+from flashgen.distributed.costs import (
+    Bytes,
+    RowSizes,
+    copied_bytes,
+    exchanged_bytes,
+    heads_per_step,
+    work_of,
+)
+from flashgen.distributed.heads import head_shares
 from flashgen.distributed.layouts import TILE_ROWS, cuts_whole_tiles, shards_of, tokens_of, unit_of
 from flashgen.distributed.parts import parts_of
-from flashgen.distributed.segments import by_rows, launches_of, pairs_of, pieces_of, visibility, whole_run
+from flashgen.distributed.rates import H200
+from flashgen.distributed.segments import launches_of, pairs_of, visibility, whole_run
 from flashgen.errors import BadParam, arg
 from flashgen.operators.arguments import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.distributed.layouts import Runs
+    from flashgen.distributed.heads import HeadShares
+    from flashgen.distributed.layouts import Shard
     from flashgen.distributed.parts import Part
+    from flashgen.distributed.rates import Rates
     from flashgen.distributed.segments import Visibility
 
 METHODS = ("auto", "gather", "ulysses")
-# The backward pass has five matrix products, the forward pass two.
-_BACKWARD_WORK = 2.5
 # How much faster than gather another method has to be to be chosen: gather gives the bits of one GPU.
 _WORTH = 1.05
-_MULTIPROCESSORS = 132
-# The rows of a tile, and how long a tile takes to begin, in keys.
-_TILE, _START = 192, 240
-# What a step costs, of both passes together: the gathers and the reduction of its heads, in gathers, and its
-# last tiles, in times of a tile of the forward pass: eight steps took 29 ms longer than one on two H200.
-_EXPOSED, _TAIL = 4.0, 2.5
-# The most bytes of K and V that one step gathers.
-_MOST_BYTES = 2 << 30
-
-
-class Rates(NamedTuple):
-    """Rates of one GPU in bf16, and of its links in a direction. The defaults were measured on H200: causal
-    attention of 131,072 tokens, heads 32 and 8 of 128, and collectives of 256 MiB on two GPUs. A GPU that is
-    not yet at its power limit computes at up to the ``cool`` rates, which fade with ``cool_ms``. ``host_us``
-    is how long a GPU waits for the host at the begin of a call, in a row of calls.
-    """
-
-    forward_tflops: float = 690.0
-    backward_tflops: float = 605.0
-    inside_gbps: float = 250.0
-    between_gbps: float = 50.0
-    ranks_per_node: int = 8
-    collective_us: float = 30.0
-    cool_forward_tflops: float = 840.0
-    cool_backward_tflops: float = 730.0
-    cool_ms: float = 40.0
-    memory_gbps: float = 3000.0
-    host_us: float = 100.0
-
-    def forward_ms(self, flops: float) -> float:
-        """How long forward kernels compute."""
-        return self._ms(flops, self.forward_tflops, self.cool_forward_tflops)
-
-    def backward_ms(self, flops: float) -> float:
-        """How long backward kernels compute, of the flops of the forward pass."""
-        return self._ms(_BACKWARD_WORK * flops, self.backward_tflops, self.cool_backward_tflops)
-
-    def _ms(self, flops: float, tflops: float, cool_tflops: float) -> float:
-        ms = flops / tflops / 1e9
-        return ms / (1 + max(0.0, cool_tflops / tflops - 1) * math.exp(-ms / self.cool_ms))
-
-
-H200 = Rates()
 
 
 class Share(NamedTuple):
@@ -136,6 +102,11 @@ class Partition:
     forward: Times
     backward: Times
     one_gpu: tuple[float, float]
+
+    @property
+    def total(self) -> float:
+        """Milliseconds of both passes."""
+        return self.forward.total + self.backward.total
 
     @property
     def balance(self) -> float:
@@ -199,9 +170,7 @@ def partition(
         cu=bounds_of(cu_seqlens),
         world=int(world),
         heads=_heads_of(heads),
-        head_dims=(head_dim, head_dim if head_dim_v is None else head_dim_v),
-        batch=batch,
-        dtype_bytes=dtype_bytes,
+        sizes=RowSizes(head_dim, head_dim if head_dim_v is None else head_dim_v, batch, dtype_bytes),
         layout=layout,
         causal=causal,
         window_size=tuple(window_size),
@@ -228,13 +197,23 @@ class _Work(NamedTuple):
     cu: tuple[int, ...]
     world: int
     heads: tuple[int, int]
-    head_dims: tuple[int, int]
-    batch: int
-    dtype_bytes: int
+    sizes: RowSizes
     layout: str
     causal: bool
     window_size: tuple[int, int]
     kv_heads_per_step: int | None
+
+    @property
+    def packed(self) -> bool:
+        return len(self.cu) > 2
+
+    @property
+    def visible(self) -> Visibility:
+        return visibility(self.causal, self.window_size)
+
+    def flops(self, heads: int, pairs: float) -> float:
+        """Of the forward pass of this many query heads, each with these (query, key) pairs."""
+        return 2.0 * heads * self.sizes.head_elements * pairs
 
 
 @lru_cache(maxsize=128)
@@ -255,193 +234,125 @@ def _partition(work: _Work, method: str, inner: int | None, rates: Rates) -> Par
     if world == 1 or work.heads[0] % world:
         return gather
     ulysses = _modelled("ulysses", 1, world, work, rates)
-    return ulysses if _WORTH * _both(ulysses) < _both(gather) else gather
-
-
-def _both(part: Partition) -> float:
-    return part.forward.total + part.backward.total
+    return ulysses if _WORTH * ulysses.total < gather.total else gather
 
 
 def _modelled(method: str, outer: int, inner: int, work: _Work, rates: Rates) -> Partition:
     """The partition of one method: ``outer`` units of ``inner`` ranks."""
-    cu, world, heads, head_dims, batch, dtype_bytes, layout, causal, window_size, kv_heads_per_step = work
-    split = head_shares(*heads, inner)
-    visible = visibility(causal, window_size)
-    shards = shards_of(layout, cu, world)
-    dim, dim_v = head_dims
-    total, packed = cu[-1], len(cu) > 2
+    split = head_shares(*work.heads, inner)
+    shards = shards_of(work.layout, work.cu, work.world)
     units = tuple(unit_of(shards[i * inner : (i + 1) * inner], outer == 1) for i in range(outer))
-    moved = sum(tokens_of(unit.cut) for unit in units)
-
-    def per_step(part: Part) -> int:
-        most = max(map(tokens_of, part.runs))
-        return heads_per_step(part.cu_seqlens, most, split, head_dims, batch, dtype_bytes, world, rates)
-
-    row = batch * split.kv_heads * (dim + dim_v)
-    of_pair = 2.0 * batch * split.q_heads * (dim + dim_v)
-    shares, steps = [], 1
-    most = _Most()
-    alone = math.inf
-    for rank in range(world):
-        unit = rank // inner
-        runs, tokens, of_unit = units[unit].runs, tokens_of(shards[rank].runs), tokens_of(units[unit].runs)
-        parts = parts_of(units, unit, cu)
-        launches = [x for part in parts for x in launches_of(part.own, part.cu_seqlens, visible, packed)]
-        pairs = pairs_of(runs, cu, visible)
-        cut = tokens_of(units[unit].cut)
-        gathered = (moved - cut) * row * dtype_bytes
-        reduced = (outer - 1) * cut * row * 4
-        local = [0, 0]
-        if moved:
-            steps = math.ceil(split.kv_heads / (kv_heads_per_step or per_step(parts[0])))
-            local = copied_bytes(parts[0], visible, packed, row * dtype_bytes, row * 4)
-        alone = min(alone, work_of(units[unit].whole, cu, visible))
-        forward, backward = exchanged_bytes(
-            split, heads[0], head_dims, batch, dtype_bytes, tokens, of_unit - tokens
-        )
-        work = work_of(runs, cu, visible)
-        most = _Most(*map(max, most, (work, gathered, reduced, forward, backward, *local)))
-        shares.append(
-            Share(
-                rank,
-                tokens,
-                len(launches),
-                sum(len(x.segments) for x in launches),
-                pairs,
-                of_pair * pairs,
-                gathered + forward,
-                gathered + reduced + backward,
-            )
-        )
-    outside = rates.between_gbps if world > rates.ranks_per_node else rates.inside_gbps
-    inside = rates.between_gbps if inner > rates.ranks_per_node else rates.inside_gbps
-    latency = 1e-3 * rates.collective_us
-    gather, reduction = (
-        size / outside / 1e6 + latency * steps * (moved > 0) for size in (most.gathered, most.reduced)
-    )
-    exchange = [size / inside / 1e6 + latency * (inner > 1) for size in (most.exchanged, most.exchanged_back)]
-    passes = rates.forward_ms, rates.backward_ms
-    compute, compute_back = (of_pass(of_pair * most.work) for of_pass in passes)
-    # Of documents that no rank waits for.
-    alone, alone_back = (of_pass(of_pair * alone) for of_pass in passes)
-    first, last = gather / steps, reduction / steps
-    host = 1e-3 * rates.host_us * (world > 1)
-    exposed = host + max(0.0, first + most.copied / rates.memory_gbps / 1e6 - alone)
-    exposed += max(0.0, gather - first - (compute - alone))
-    exposed_back = host + most.copied_back / rates.memory_gbps / 1e6 + first + max(0.0, last - alone_back)
-    exposed_back += max(0.0, gather - first + reduction - last - (compute_back - alone_back))
-    one_gpu = 2.0 * work_of(whole_run(cu), cu, visible) * batch * heads[0] * (dim + dim_v)
+    steps = _steps(parts_of(units, 0, work.cu)[0], split, work, rates) if any(x.cut for x in units) else 1
+    ranks = [_rank_of(rank, shards, units, split, work) for rank in range(work.world)]
+    costs = [cost for _, cost in ranks]
+    slowest = _Cost(*map(max, zip(*costs, strict=True)))._replace(alone=min(cost.alone for cost in costs))
+    forward, backward = _times(slowest, steps, split, work, rates)
+    one_gpu = work.flops(work.heads[0], work_of(whole_run(work.cu), work.cu, work.visible))
     return Partition(
-        method,
-        layout,
-        world,
-        outer,
-        inner,
-        total,
-        len(cu) - 1,
-        steps,
-        cuts_whole_tiles((unit.runs for unit in units), cu),
-        tuple(shares),
-        Times(compute, gather + exchange[0], exposed + exchange[0]),
-        Times(compute_back, gather + reduction + exchange[1], exposed_back + exchange[1]),
-        tuple(of_pass(one_gpu) for of_pass in passes),
+        method=method,
+        layout=work.layout,
+        world=work.world,
+        outer=outer,
+        inner=inner,
+        tokens=work.cu[-1],
+        documents=len(work.cu) - 1,
+        steps=steps,
+        whole_tiles=cuts_whole_tiles((unit.runs for unit in units), work.cu),
+        shares=tuple(share for share, _ in ranks),
+        forward=forward,
+        backward=backward,
+        one_gpu=(rates.forward_ms(one_gpu), rates.backward_ms(one_gpu)),
     )
 
 
-class _Most(NamedTuple):
-    """The most of any rank: (query, key) pairs with what tiles add, and bytes that it receives or copies in
-    its own memory.
+def _steps(part: Part, split: HeadShares, work: _Work, rates: Rates) -> int:
+    """In how many steps units gather the kv heads of a part."""
+    per_step = work.kv_heads_per_step
+    if not per_step:
+        most = max(map(tokens_of, part.runs))
+        per_step = heads_per_step(part.cu_seqlens, most, split, work.sizes, work.world, rates)
+    return math.ceil(split.kv_heads / per_step)
+
+
+class _Cost(NamedTuple):
+    """What a rank computes, (query, key) pairs with what tiles add; how many of these pairs are of documents
+    that it has ``alone``; and the bytes that it receives, or copies in its own memory.
     """
 
-    work: float = 0.0
-    gathered: int = 0
-    reduced: int = 0
-    exchanged: int = 0
-    exchanged_back: int = 0
-    copied: int = 0
-    copied_back: int = 0
+    work: float
+    alone: float
+    gathered: int
+    reduced: int
+    exchanged: int
+    exchanged_back: int
+    copied: int
+    copied_back: int
 
 
-def work_of(runs: Runs, cu_seqlens: tuple[int, ...], visible: Visibility) -> float:
-    """The (query, key) pairs of a rank with these runs, and those that whole tiles of `_TILE` rows add: on
-    each diagonal half a tile, `_START` keys for a tile, and rows of the first tile that do not exist.
-    """
-    total = 0.0
-    for x in pieces_of(runs, cu_seqlens):
-        tiles = -(-(x.end - x.begin) // _TILE)
-        beside = _START + _TILE / 2 * ((visible.left is not None) + (visible.right is not None))
-        absent = tiles * _TILE - (x.end - x.begin)
-        total += visible.pairs(x.begin, x.end, x.length) + tiles * _TILE * beside
-        total += absent * visible.pairs(x.begin, x.begin + 1, x.length)
-    return total
+def _rank_of(
+    rank: int, shards: tuple[Shard, ...], units: tuple[Shard, ...], split: HeadShares, work: _Work
+) -> tuple[Share, _Cost]:
+    """The share of a rank, and what it costs."""
+    place = rank // split.inner
+    unit, tokens = units[place], tokens_of(shards[rank].runs)
+    parts = parts_of(units, place, work.cu)
+    launches = [
+        x for part in parts for x in launches_of(part.own, part.cu_seqlens, work.visible, work.packed)
+    ]
+    pairs = pairs_of(unit.runs, work.cu, work.visible)
+    moved, cut = sum(tokens_of(x.cut) for x in units), tokens_of(unit.cut)
+    row = split.kv_heads * work.sizes.head_elements
+    row_bytes, sum_bytes = row * work.sizes.dtype_bytes, row * 4
+    copied = copied_bytes(parts[0], work.visible, work.packed, row_bytes, sum_bytes) if moved else Bytes(0, 0)
+    exchanged = exchanged_bytes(split, work.heads[0], work.sizes, tokens, tokens_of(unit.runs) - tokens)
+    cost = _Cost(
+        work=work_of(unit.runs, work.cu, work.visible),
+        alone=work_of(unit.whole, work.cu, work.visible),
+        gathered=(moved - cut) * row_bytes,
+        reduced=(len(units) - 1) * cut * sum_bytes,
+        exchanged=exchanged.forward,
+        exchanged_back=exchanged.backward,
+        copied=copied.forward,
+        copied_back=copied.backward,
+    )
+    share = Share(
+        rank=rank,
+        tokens=tokens,
+        launches=len(launches),
+        segments=sum(len(x.segments) for x in launches),
+        pairs=pairs,
+        flops=work.flops(split.q_heads, pairs),
+        forward_bytes=cost.gathered + cost.exchanged,
+        backward_bytes=cost.gathered + cost.reduced + cost.exchanged_back,
+    )
+    return share, cost
 
 
-def copied_bytes(part: Part, visible: Visibility, packed: bool, of_row: int, of_sum: int) -> tuple[int, int]:
-    """The bytes that a rank reads and writes in its own memory beside its kernels, forward and backward:
-    ``of_row`` of K and V of a token, ``of_sum`` of its gradients in fp32.
-    """
-    launches = launches_of(part.own, part.cu_seqlens, visible, packed)
-    tokens, own = part.cu_seqlens[-1], tokens_of(part.own)
-    keys = sorted(x.k_end - x.k_begin for launch in launches for x in launch.segments)
-    ordered = 2 * tokens * of_row
-    added = 9 if by_rows(packed, launches) else 3
-    sums = added * sum(keys if packed else keys[:-1]) + 3 * tokens + own
-    of_keys = 2 * sum(keys) * of_row if packed else ordered
-    return 2 * own * of_row + ordered, 2 * own * of_row + of_keys + sums * of_sum
-
-
-def exchanged_bytes(
-    split: HeadShares,
-    heads_q: int,
-    head_dims: tuple[int, int],
-    batch: int,
-    dtype_bytes: int,
-    tokens: int,
-    other_tokens: int,
-) -> tuple[int, int]:
-    """What exchanges of heads bring a rank in the forward and in the backward pass, in bytes. ``tokens`` are
-    of the rank, ``other_tokens`` of the others in its unit.
-    """
-    dim, dim_v = head_dims
-    other_heads = heads_q - split.q_heads
-    others = split.inner - 1
-    width = split.kv_heads * (dim + dim_v)
-    sums = 4 if split.replicated else dtype_bytes
-    forward = other_tokens * (split.q_heads * dim + width) + tokens * other_heads * dim_v
-    backward = (other_tokens * split.q_heads * dim_v + tokens * other_heads * dim) * dtype_bytes
-    return batch * forward * dtype_bytes, batch * (backward + tokens * others * width * sums)
-
-
-def heads_per_step(
-    cu_seqlens: tuple[int, ...],
-    unit_tokens: int,
-    split: HeadShares,
-    head_dims: tuple[int, int],
-    batch: int,
-    dtype_bytes: int,
-    world: int,
-    rates: Rates = H200,
-) -> int:
-    """How many kv heads one step gathers. More steps expose less of the gather, and each one leaves
-    multiprocessors idle while its last tiles run. ``unit_tokens`` are of the largest unit. The same on all
-    ranks.
-    """
-    total, width = cu_seqlens[-1], sum(head_dims)
-    head_bytes = batch * width * dtype_bytes
-    link = rates.between_gbps if world > rates.ranks_per_node else rates.inside_gbps
-    gather = (total - unit_tokens) * split.kv_heads * head_bytes / link / 1e6
-    longest = max(end - begin for begin, end in pairwise(cu_seqlens))
-    tile = 2.0 * TILE_ROWS * longest * width * _MULTIPROCESSORS / rates.forward_tflops / 1e9
-    if not gather:
-        return split.kv_heads
-
-    def cost(count: int) -> float:
-        steps = split.kv_heads / count
-        return _EXPOSED * gather / steps + _TAIL * tile * steps
-
-    counts = [count for count in range(1, split.kv_heads + 1) if split.kv_heads % count == 0]
-    fitting = [count for count in counts if total * count * head_bytes <= _MOST_BYTES]
-    return min(fitting or counts[:1], key=cost)
+def _times(slowest: _Cost, steps: int, split: HeadShares, work: _Work, rates: Rates) -> tuple[Times, Times]:
+    """The times of both passes, of a rank with the largest cost of each kind."""
+    latency = 1e-3 * rates.collective_us
+    outside, inside = rates.link_gbps(work.world), rates.link_gbps(split.inner)
+    moves = slowest.gathered > 0 or slowest.reduced > 0
+    gather, reduction = (
+        size / outside / 1e6 + latency * steps * moves for size in (slowest.gathered, slowest.reduced)
+    )
+    exchange, exchange_back = (
+        size / inside / 1e6 + latency * (split.inner > 1)
+        for size in (slowest.exchanged, slowest.exchanged_back)
+    )
+    flops, alone = (work.flops(split.q_heads, pairs) for pairs in (slowest.work, slowest.alone))
+    compute, compute_back = rates.forward_ms(flops), rates.backward_ms(flops)
+    alone, alone_back = rates.forward_ms(alone), rates.backward_ms(alone)
+    copied, copied_back = (x / rates.memory_gbps / 1e6 for x in (slowest.copied, slowest.copied_back))
+    first, last = gather / steps, reduction / steps
+    host = 1e-3 * rates.host_us * (work.world > 1)
+    exposed = host + max(0.0, first + copied - alone) + max(0.0, gather - first - (compute - alone))
+    exposed_back = host + copied_back + first + max(0.0, last - alone_back)
+    exposed_back += max(0.0, gather - first + reduction - last - (compute_back - alone_back))
+    return (
+        Times(compute, gather + exchange, exposed + exchange),
+        Times(compute_back, gather + reduction + exchange_back, exposed_back + exchange_back),
+    )
 
 
 def check_method(method: Any) -> None:

@@ -41,8 +41,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_plain(*inputs: Tensor | None) -> bool:
-    """Whether a function does what its operator does: nothing records gradients, or traces a graph. Calling
-    an operator takes the host some 50 microseconds more, in which the GPU may have nothing to do.
+    """Whether the function may be called instead of its operator: nothing records gradients or traces a
+    graph. An operator takes the host some 50 microseconds more, in which the GPU may be idle.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
@@ -56,8 +56,8 @@ def is_plain(*inputs: Tensor | None) -> bool:
 def _of_unit(
     setting: Setting, arrays: tuple[Tensor, ...], sinks: Any, slopes: Any, dropout_seed: Any, mask: Any
 ) -> Inputs:
-    """The inputs of a unit, of q, k and v as rows (rows, batch, heads, head_dim) or, without an inner
-    dimension, as batches.
+    """The inputs of a unit. q, k and v in ``arrays`` are (rows, batch, heads, head_dim), or without an inner
+    dimension (batch, rows, heads, head_dim).
     """
     inner = setting.ranks.inner is not None
     q, k, v = (x.transpose(0, 1) for x in arrays) if inner else arrays

@@ -22,6 +22,7 @@ from flashgen.distributed.gather import (
     table_of,
     token_rows,
 )
+from flashgen.distributed.heads import query_heads_of
 from flashgen.distributed.kernels import attend
 from flashgen.distributed.masks import mask_of
 from flashgen.distributed.segments import (
@@ -85,8 +86,8 @@ class _Call(NamedTuple):
 
 
 def forward(setting: Setting, options: Options, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-    """Fill ``out``, (batch, rows, heads, head_dim_v), and ``lse``, (batch, heads, rows). What gathers no keys
-    is computed while the first keys of the others are on their way.
+    """Fill ``out``, (batch, rows, heads, head_dim_v), and ``lse``, (batch, heads, rows). A part that gathers
+    no keys is computed while the first keys of the other part are gathered.
     """
     started = [_started(part, inputs) for part in setting.parts]
     for part, some, of_part in reversed(started):
@@ -105,7 +106,7 @@ def _forward_of_step(call: _Call, inputs: Inputs, step: Step, out: Tensor, lse: 
     """`forward` of one step of a part, of arrays of its rows."""
     setting, options, part = call
     q, k, v = inputs[:3]
-    heads = _q_heads(step.heads, q, k)
+    heads = query_heads_of(step.heads, q.shape[2], k.shape[2])
     if part.tables and _forward_of_tables(call, inputs, step, heads, out, lse):
         return
     whole = _Whole.of(call, step, k, v)
@@ -185,8 +186,8 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Gradients:
-    """The gradients of a unit, of arrays as in `forward`. What gathers no keys is computed last, while the
-    last sums of the others are on their way.
+    """The gradients of a unit; arrays as in `forward`. A part that gathers no keys is computed last, while
+    the last gradients of the other part are summed over ranks.
     """
     q, k, v = inputs[:3]
     dtype = torch.float32 if setting.split.replicated else q.dtype
@@ -233,44 +234,29 @@ def _backward_of_step(
     """
     _, options, part = call
     q, k, v = inputs[:3]
-    out, lse, dout, dlse = arrays
-    heads = _q_heads(step.heads, q, k)
+    heads = query_heads_of(step.heads, q.shape[2], k.shape[2])
     fp32 = _adds_up(call, q)
     pieces = list(_launches(call, q))
     furthest = 0
     if sums is not None and fp32 and not part.packed and pieces:
-        # What the launch with the most keys writes is the begin of the sums.
+        # The launch with the most keys writes its gradients into the sums; the others are added to them.
         pieces.sort(key=lambda piece: -piece.launch.segments[0].k_end)
         furthest = pieces[0].launch.segments[0].k_end
     total = None if sums is None else sums.zeros(step, furthest)
     whole = _Whole.of(call, step, k, v)
     for number, piece in enumerate(pieces):
-        launch, batch, before = piece.launch, piece.batch, piece.before
-        keys, values = whole.keys_and_values(launch)
-        rows = launch.rows
-        dq = gradients.dq[batch, rows, heads]
-        of_launch = _arrays(
-            part,
-            with_rows_before(launch, before) if before else launch,
-            q=_after_rows(q[batch, rows, heads], before),
-            k=keys[batch],
-            v=values[batch],
-            out=_after_rows(out[batch, rows, heads], before),
-            dout=_after_rows(dout[batch, rows, heads], before),
-            dq=_after_rows(dq, before),
-        )
-        for name, x in (("lse", lse), ("dlse", dlse)):
-            if x is not None:
-                of_rows = pad(x[batch, heads, rows], (before, 0)) if before else x[batch, heads, rows]
-                of_launch[name] = _of_launch(part, of_rows).contiguous()
+        launch, batch = piece.launch, piece.batch
+        keys, values = (x[batch] for x in whole.keys_and_values(launch))
+        of_launch = _arrays_of_gradients(part, piece, heads, inputs, keys, values, arrays, gradients.dq)
         if fp32 and not part.packed:  # kernels of sequences with lengths write fp32
-            of_launch["kv_lengths"] = kv_lengths_of(*keys[batch].shape[:2], q.device)
+            of_launch["kv_lengths"] = kv_lengths_of(*keys.shape[:2], q.device)
+        begins_sums = furthest > 0 and number == 0
         of_keys = None
         if sums is None:
             for name, x in (("dk", gradients.dk), ("dv", gradients.dv)):
                 of_launch[name] = _of_launch(part, x[batch, :, step.heads])
         else:
-            if furthest and number == 0:
+            if begins_sums:
                 of_keys = total[:furthest].transpose(0, 1)
             else:
                 of_keys = sums.of_launch(of_launch["k"], of_launch["v"], fp32)
@@ -283,14 +269,46 @@ def _backward_of_step(
         )
         with naming(names_of(record)):
             _, _, _, *more = compute(gradients_of(record), kind_of(record.q))
-        if before:
-            dq[...] = of_launch["dq"][..., before:, :, :]
-        if sums is not None and not (furthest and number == 0):
+        if piece.before:
+            gradients.dq[batch, launch.rows, heads] = of_launch["dq"][..., piece.before :, :, :]
+        if sums is not None and not begins_sums:
             sums.add(total[:, batch], of_keys, launch)
         if gradients.dsinks is not None:
             gradients.dsinks[heads] += more[0]
     if sums is not None:
         sums.send(step, total)
+
+
+def _arrays_of_gradients(
+    part: PartOfCall,
+    piece: _Piece,
+    heads: slice,
+    inputs: Inputs,
+    keys: Tensor,
+    values: Tensor,
+    arrays: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    dq: Tensor,
+) -> dict[str, Any]:
+    """The arrays of a backward launch, without dk and dv; ``arrays`` as in `_backward_of_step`."""
+    launch, before = piece.launch, piece.before
+    out, lse, dout, dlse = arrays
+    place = piece.batch, launch.rows, heads
+    of_launch = _arrays(
+        part,
+        with_rows_before(launch, before) if before else launch,
+        q=_after_rows(inputs.q[place], before),
+        k=keys,
+        v=values,
+        out=_after_rows(out[place], before),
+        dout=_after_rows(dout[place], before),
+        dq=_after_rows(dq[place], before),
+    )
+    for name, x in (("lse", lse), ("dlse", dlse)):
+        if x is not None:
+            of_rows = x[piece.batch, heads, launch.rows]
+            of_rows = pad(of_rows, (before, 0)) if before else of_rows
+            of_launch[name] = _of_launch(part, of_rows).contiguous()
+    return of_launch
 
 
 class _Whole(NamedTuple):
@@ -384,12 +402,6 @@ def _dropout_seed(setting: Setting, seed: Tensor, heads: slice, number: int) -> 
     all_heads = setting.split.q_heads * setting.split.inner
     place = number * all_heads + setting.q_heads.start + heads.start
     return torch.stack((seed[0], seed[1] + place * LANES))
-
-
-def _q_heads(kv_heads: slice, q: Tensor, k: Tensor) -> slice:
-    """The query heads of some kv heads."""
-    group = q.shape[2] // k.shape[2]
-    return slice(kv_heads.start * group, min(kv_heads.stop, k.shape[2]) * group)
 
 
 def _of_launch(part: PartOfCall, x: Tensor) -> Tensor:

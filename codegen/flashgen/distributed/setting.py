@@ -13,13 +13,14 @@ import torch
 
 from flashgen.call.mask import Mask, rule_of
 from flashgen.distributed.checks import agreed
+from flashgen.distributed.costs import RowSizes, heads_per_step
 from flashgen.distributed.gather import Units
 from flashgen.distributed.groups import Ranks, check_device, ranks_of
 from flashgen.distributed.heads import HeadShares, head_shares
 from flashgen.distributed.kernels import Whole
 from flashgen.distributed.layouts import check_layout, runs_of, shards_of, tokens_of, unit_of
 from flashgen.distributed.masks import Rows, check_mask, rows_of
-from flashgen.distributed.model import bounds_of, heads_per_step
+from flashgen.distributed.model import bounds_of
 from flashgen.distributed.parts import Part, numbers_of, parts_of
 from flashgen.distributed.segments import Launch, Segment, launches_of, visibility
 from flashgen.distributed.ulysses import Members
@@ -53,7 +54,7 @@ class Options(NamedTuple):
     dropout_p: float
     sm_margin: int
     mask_line: str
-    mask_numbers: tuple[int, ...]
+    mask_numbers: Sequence[int]
 
     def mask(self, arrays: Sequence[Tensor]) -> Mask | None:
         """The mask of the call, which has these arrays; None without a line."""
@@ -70,11 +71,13 @@ class Options(NamedTuple):
 
 
 class PartOfCall(NamedTuple):
-    """``rows`` of this rank's unit, and what computes them. ``group`` gathers their keys, ``per_step`` kv
-    heads at a time; None where the unit has the keys. ``packed`` is whether launches are of packed
-    sequences; ``tables`` are the forward launches of tables of segments, of one batch entry that is gathered.
-    With a mask all rows are one launch, whose line knows them from ``places``; None where they are all
-    tokens. ``numbers`` has the number of each document by its first token, see `parts.numbers_of`.
+    """Some ``rows`` of this rank's unit, and the launches that compute them.
+
+    ``group`` gathers their keys, ``per_step`` kv heads at a time; None if the unit has the keys. ``packed``
+    is whether ``launches`` are of packed sequences. ``tables`` are the forward launches with tables of
+    segments, for one batch entry whose keys are gathered. With a mask all rows are one launch, and its line
+    reads their positions from ``places``; None if the rows are all tokens. ``numbers`` has the number of each
+    document by its first token, see `parts.numbers_of`.
     """
 
     rows: slice
@@ -108,6 +111,12 @@ class Setting(NamedTuple):
         return slice(first, first + self.split.q_heads)
 
 
+# Options that are the same on all ranks; the method and the window are compared by their meaning.
+_AGREED_OPTIONS = (
+    *("layout", "causal", "softmax_scale", "softcap", "deterministic", "kv_heads_per_step", "dropout_p"),
+)
+
+
 def setting_of(
     q: Tensor,
     k: Tensor,
@@ -123,20 +132,20 @@ def setting_of(
     """The setting of a call. Raises what is wrong with it; with ``agree`` also BadParam where FLASHGEN_CHECK
     finds that ranks differ.
     """
-    ranks = ranks_of(options.outer, options.inner)
+    ranks, packed = ranks_of(options.outer, options.inner), cu_seqlens is not None
 
     def facts() -> dict[str, Any]:
-        check_arrays(q, k, v, cu_seqlens is not None)
+        """What ranks have to agree on, once it is checked."""
+        check_arrays(q, k, v, packed)
         check_device(ranks, q, "q")
-        check_options(options, alibi_slopes is not None, cu_seqlens is not None, ranks)
+        check_options(options, alibi_slopes is not None, packed, ranks)
         cu = documents_of(q, cu_seqlens, options, ranks)
         if mask is not None:
-            moved = cu_seqlens is not None or ranks.outer_size > 1
-            check_mask(mask, cu[-1], cu_seqlens is not None, q.shape[-2], moved)
+            check_mask(mask, cu[-1], packed, q.shape[-2], moved=packed or ranks.outer_size > 1)
         check_shard(q, cu, options.layout, ranks)
         head_shares(q.shape[-2], k.shape[-2], ranks.inner_size)
         return {
-            "batch": q.shape[0] if cu_seqlens is None else 1,
+            "batch": 1 if packed else q.shape[0],
             "heads": (q.shape[-2], k.shape[-2]),
             "head_dim": (q.shape[-1], v.shape[-1]),
             "dtype": q.dtype,
@@ -148,22 +157,13 @@ def setting_of(
             "cu_seqlens": cu,
             "mask": mask and (mask.line, options.mask_numbers, [x.shape for x in mask.arrays.values()]),
             "dropout_seed": dropout_seed.tolist() if dropout_seed is not None and enabled() else None,
-        } | {
-            name: getattr(options, name)
-            for name in (
-                *("layout", "causal", "softmax_scale", "softcap", "deterministic", "kv_heads_per_step"),
-                "dropout_p",
-            )
-        }
+        } | {name: getattr(options, name) for name in _AGREED_OPTIONS}
 
     values = agreed(ranks, facts) if agree else facts()
-    cu, packed = values["cu_seqlens"], cu_seqlens is not None
-    heads_q, heads_kv = values["heads"]
-    split = head_shares(heads_q, heads_kv, ranks.inner_size)
-    visible = visibility(options.causal, options.window)
-    plain = options.dropout_p == NO_DROPOUT
+    cu = values["cu_seqlens"]
+    split = head_shares(*values["heads"], ranks.inner_size)
     places = places_of(options.layout, cu, *ranks[2:])
-    sizes = values["head_dim"], values["batch"], q.dtype.itemsize, ranks.world
+    sizes = RowSizes(*values["head_dim"], values["batch"], q.dtype.itemsize)
 
     def per_step(part: Part) -> int:
         if options.kv_heads_per_step is not None:
@@ -171,38 +171,45 @@ def setting_of(
         # Where memory is the host's, collectives and kernels do not overlap.
         if not part.gathers or q.device.type == "cpu":
             return split.kv_heads
-        return heads_per_step(part.cu_seqlens, max(map(tokens_of, part.runs)), split, *sizes)
+        most = max(map(tokens_of, part.runs))
+        return heads_per_step(part.cu_seqlens, most, split, sizes, ranks.world)
+
+    visible = visibility(options.causal, options.window)
+    has_tables = values["batch"] == 1 and mask is None and options.dropout_p == NO_DROPOUT
+
+    def part_of_call(part: Part, units: Units) -> PartOfCall:
+        launches, tables = (), ()
+        if mask is None:
+            launches = launches_of(part.own, part.cu_seqlens, visible, packed)
+        if part.gathers and has_tables:
+            tables = launches_of(part.own, part.cu_seqlens, visible, packed=True)
+        return PartOfCall(
+            rows=part.rows,
+            group=ranks.outer if part.gathers else None,
+            units=units,
+            packed=packed and mask is None,
+            launches=launches if mask is None else one_launch(part),
+            tables=tables,
+            per_step=per_step(part),
+            places=rows_of(part, cu) if mask is not None and (packed or part.gathers) else None,
+            numbers=numbers_of(part, cu),
+        )
 
     return Setting(
-        ranks,
-        places.members,
-        split,
-        cu,
-        packed,
-        tuple(
-            PartOfCall(
-                part.rows,
-                ranks.outer if part.gathers else None,
-                units,
-                packed and mask is None,
-                launches_of(part.own, part.cu_seqlens, visible, packed) if mask is None else one_launch(part),
-                launches_of(part.own, part.cu_seqlens, visible, packed=True)
-                if part.gathers and values["batch"] == 1 and mask is None and plain
-                else (),
-                per_step(part),
-                None if mask is None or not (packed or part.gathers) else rows_of(part, cu),
-                numbers_of(part, cu),
-            )
-            for part, units in zip(places.parts, places.units, strict=True)
-        ),
-        Whole(
-            values["batch"],
-            cu[-1],
-            len(cu) - 1 if packed else 0,
-            max(y - x for x, y in pairwise(cu)),
-            split.q_heads,
-            split.kv_heads,
-            options.window,
+        ranks=ranks,
+        members=places.members,
+        split=split,
+        cu_seqlens=cu,
+        packed=packed,
+        parts=tuple(map(part_of_call, places.parts, places.units)),
+        whole=Whole(
+            batch=values["batch"],
+            tokens=cu[-1],
+            documents=len(cu) - 1 if packed else 0,
+            longest=max(y - x for x, y in pairwise(cu)),
+            heads_q=split.q_heads,
+            heads_kv=split.kv_heads,
+            window=options.window,
         ),
     )
 

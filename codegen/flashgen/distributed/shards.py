@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashgen.distributed.exchange import padded, start_gather
+from flashgen.distributed.exchange import gathered, padded
 from flashgen.distributed.gather import Units, token_rows
 from flashgen.distributed.groups import check_device, flat_ranks, names_of
 from flashgen.distributed.layouts import runs_of, tokens_of
@@ -79,11 +79,7 @@ def unshard(
             f"{ranks.rank} of {ranks.world} {tokens_of(shards[ranks.rank])} of {bounds[-1]}"
         )
     units = _units(shards)
-    rows = padded(x.movedim(dim, 0), units.most)
-    # Of two dimensions the inner one first: ranks of a unit are beside each other.
-    for of_dimension, size in ((ranks.inner, ranks.inner_size), (ranks.outer, ranks.outer_size)):
-        if of_dimension is not None:
-            rows = start_gather(rows, rows.shape[0], of_dimension, size).wait()
+    rows = gathered(padded(x.movedim(dim, 0), units.most), ranks)
     return rows.index_select(0, token_rows(units, x.device)).movedim(0, dim)
 
 

@@ -37,8 +37,8 @@ class Members(NamedTuple):
 
 @lru_cache(maxsize=4)
 def unit_order(members: Members, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Which rows to take of those in the order of ranks, so that they are in the order of the unit; and the
-    way back. None where they are.
+    """The indices that bring rows from the order of ranks into the order of the unit, and those that bring
+    them back; None if both orders are the same.
     """
     tokens = rank_major([tuple(run) for runs in members.runs for run in runs], device)
     of_unit = rank_major([tuple(run) for run in members.unit], device)

@@ -7,7 +7,7 @@ another's value as its default, and further values beside it at some of them onl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.families.schema import AXIS_VALUES, DEFAULT_AXIS, NAME, File
 
@@ -21,14 +21,21 @@ Value = str | int
 Values = tuple[Value, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """``values`` maps each axis to all that it can be; ``allowed`` maps an axis with a default to the axis
-    before it that this is the value of, and to its own values, the default first, at each value of that one.
+class Choices(NamedTuple):
+    """What an axis can be whose default is the value of ``leader``, an earlier axis: at each value of the
+    leader that value first, then the others.
     """
 
+    leader: str
+    at: dict[Value, Values]
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """``values`` maps each axis to all that it can be, ``allowed`` those with a default to their choices."""
+
     values: dict[str, Values]
-    allowed: dict[str, tuple[str, dict[Value, Values]]]
+    allowed: dict[str, Choices]
 
     def points(self) -> list[Values]:
         """The combinations of values, in the order of the axes and of their values."""
@@ -36,8 +43,8 @@ class Axes:
         points: list[Values] = [()]
         for axis, values in self.values.items():
             if axis in self.allowed:
-                of, table = self.allowed[axis]
-                points = [(*point, value) for point in points for value in table[point[place[of]]]]
+                leader, at = self.allowed[axis]
+                points = [(*point, value) for point in points for value in at[point[place[leader]]]]
             else:
                 points = [(*point, value) for point in points for value in values]
         return points
@@ -47,21 +54,21 @@ def read_axes(document: Document, file: File) -> Axes:
     """The axes that ``file`` gives. Raises SpecError where they are wrong."""
     lists: dict[str, Values] = {}
     values: dict[str, Values] = {}
-    allowed: dict[str, tuple[str, dict[Value, Values]]] = {}
+    allowed: dict[str, Choices] = {}
     for axis, declaration in file.axes.items():
         document.convert(("axes", axis), axis, NAME)
         if isinstance(declaration, dict):
-            of, table = allowed[axis] = _with_default(document, axis, declaration, lists)
-            further = (value for choices in table.values() for value in choices)
-            values[axis] = tuple(dict.fromkeys((*lists[of], *further)))
+            leader, at = allowed[axis] = _with_default(document, axis, declaration, lists)
+            further = (value for choices in at.values() for value in choices)
+            values[axis] = tuple(dict.fromkeys((*lists[leader], *further)))
         else:
             values[axis] = lists[axis] = _list(document, ("axes", axis), declaration)
     if "dtype" not in lists:
         raise document.error(("axes",), "the axis `dtype` is missing")
     count = 1
     for axis, choices in values.items():
-        # An axis with a default has at each value of another one this and its own at most.
-        count *= max(map(len, allowed[axis][1].values())) if axis in allowed else len(choices)
+        # At each value of its leader an axis with a default has at most this many.
+        count *= max(map(len, allowed[axis].at.values())) if axis in allowed else len(choices)
         if count > MAX_POINTS:
             why = f"the values of the axes up to this one make more than {MAX_POINTS:,} combinations"
             raise document.error(("axes", axis), why)
@@ -75,10 +82,8 @@ def _list(document: Document, keys: tuple[str, ...], declaration: Any) -> Values
     return values
 
 
-def _with_default(
-    document: Document, axis: str, declaration: Any, lists: dict[str, Values]
-) -> tuple[str, dict[Value, Values]]:
-    """The axis whose value is the default of ``axis``, and what ``axis`` can be at each value of that one."""
+def _with_default(document: Document, axis: str, declaration: Any, lists: dict[str, Values]) -> Choices:
+    """The choices of an axis with a default."""
     row = document.convert(("axes", axis), declaration, DEFAULT_AXIS)
     if row.default not in lists:
         why = f"`{row.default}` is not an earlier axis with a list of values; allowed: {', '.join(lists)}"
@@ -95,4 +100,4 @@ def _with_default(
         if value in choices:
             raise document.error(keys, f"`{value}` is the default here already; leave it out")
         table[value] += choices
-    return row.default, table
+    return Choices(row.default, table)

@@ -15,7 +15,7 @@ from flashgen.host.paths import read_file, specs_dir
 if TYPE_CHECKING:
     from pathlib import Path
 
-# The files of a spec folder that are no families: score modifications (``scores``), and masks (``masks``).
+# Files of a spec folder that have no family: score modifications (``scores``), and masks (``masks``).
 SCORES_FILE, MASKS_FILE = "scores.yaml", "masks.yaml"
 NO_FAMILIES = (SCORES_FILE, MASKS_FILE)
 MAX_BYTES = 1_000_000  # of a file of a spec folder; the largest shipped spec has some 20,000

@@ -67,7 +67,7 @@ def present_gpu() -> str | None:
 
 
 def _any_tuned() -> bool:
-    """Whether there is a folder of tuned tiles. Who has no home, or may not look there, has none."""
+    """Whether there is a folder of tuned tiles. A user without a home, or without access to it, has none."""
     try:
         return tuned_dir().is_dir()
     except (BadParam, OSError):

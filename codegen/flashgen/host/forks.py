@@ -1,4 +1,4 @@
-"""Locks that a forked child finds free: of the threads of its parent it has one alone."""
+"""Locks that are free in a forked child, where the threads that held them do not run."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def generated_dir() -> Path:
 
 def cache_dir() -> Path:
     """The folder of compiled kernels: ``FLASHGEN_CACHE_DIR``, else the user's cache folder. It need not
-    exist. Raises BadParam for the home of a user that there is not.
+    exist. Raises BadParam where it would be in the home of a user who has none.
     """
     chosen = os.environ.get("FLASHGEN_CACHE_DIR")
     if chosen:
@@ -205,9 +205,7 @@ def tuned_dir() -> Path:
 
 
 def expanded(variable: str, chosen: str | os.PathLike[str]) -> Path:
-    """The path that a variable, or an argument, names. Raises BadParam for the home of a user that there is
-    not.
-    """
+    """The path that a variable, or an argument, names. Raises BadParam for a home, ``~user``, of no user."""
     try:
         return Path(chosen).expanduser()
     except RuntimeError:
@@ -219,9 +217,7 @@ def expanded(variable: str, chosen: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def _home_or(variable: str) -> Iterator[None]:
-    """Turns platformdirs' error for a user without a home into BadParam, which names flashgen's variable for
-    the folder.
-    """
+    """Raises BadParam, which names a variable to set instead, for a user without a home."""
     try:
         yield
     except RuntimeError:

@@ -29,7 +29,7 @@ OPERATORS = {
 
 
 def follow() -> None:
-    """Do so now, where PyTorch is imported already, or once it is."""
+    """Prepare PyTorch, now if it is imported already, else once it is."""
     after_import("torch", _imported)
 
 
@@ -44,7 +44,7 @@ def is_file_of(file: str, module: str) -> None:
 
 
 def _imported() -> None:
-    import torch  # another thread may still be at it
+    import torch  # waits for another thread that is importing it
 
     if not hasattr(torch, "ops"):  # flashgen is imported by a part of PyTorch's own import
         return

@@ -219,15 +219,7 @@ def normalise(
     """
     views = {argument.name: arrays.get(argument.name) for argument in ARGUMENTS}
     latent = head_dim_v is not None
-    for name in ("k_new", "v_new", "lengths", "k_cache", "v_cache", "v_scale", "v_scale_out"):
-        of_values = name.startswith("v_")
-        if views[name] is None and name in _NEEDED and not (latent and of_values):
-            raise NullPointer(f"{arg(name)} is None; expected an array")
-        if views[name] is not None and latent and of_values:
-            raise BadParam(
-                f"{arg(name)} was given, and the cache is latent: its values are a part of {arg('k_cache')}; "
-                "pass None"
-            )
+    _check_present(views, latent)
     interleaved = flag("interleaved", interleaved)
     _check_combination(views, q_positions)
     packed_rows = kv_dtype == latentrows.LAYOUT
@@ -252,22 +244,14 @@ def normalise(
     }
     k_new, cos, packed = views["k_new"], views["cos"], views["cu_seqlens_new"] is not None
     paged = views["pages"] is not None
-    for argument in ARGUMENTS:
-        view = views[argument.name]
-        if view is not None:
-            symbols, expected = symbols_of(argument, packed), argument.extents(sizes)[-len(view.shape) :]
-            if view.shape != expected:
-                raise BadTensorShape(
-                    f"{arg(argument.name)} has shape {view.shape}; expected {shown_shape(symbols)} = "
-                    f"{expected}"
-                )
+    _check_shapes(views, sizes, packed)
     check_sizes(sizes, k_new.dtype, tables=cos is not None, of_latent=head_dim_v)
     if not packed:  # whose lengths are in the memory of the device
         check_room(sizes, paged=paged)
         if cos is not None and views["positions"] is None:
             check_table(sizes, q_positions)
     check_layouts(ARGUMENTS, views)
-    # What is not given, and written all the same, is allocated.
+    # The outputs that are allocated where the caller leaves them out.
     written = ("total_lengths", "q_rotated") if views["q"] is not None else ("total_lengths",)
     return AppendProblem(
         **sizes,
@@ -286,6 +270,31 @@ def normalise(
         ),
         device=k_new.device,
     )
+
+
+def _check_present(views: Mapping[str, ArrayView | None], latent: bool) -> None:
+    """Raise for an array that each call needs and is None, and for an array of V beside a latent cache."""
+    for name in ("k_new", "v_new", "lengths", "k_cache", "v_cache", "v_scale", "v_scale_out"):
+        of_values = name.startswith("v_")
+        if views[name] is None and name in _NEEDED and not (latent and of_values):
+            raise NullPointer(f"{arg(name)} is None; expected an array")
+        if views[name] is not None and latent and of_values:
+            raise BadParam(
+                f"{arg(name)} was given, and the cache is latent: its values are a part of {arg('k_cache')}; "
+                "pass None"
+            )
+
+
+def _check_shapes(views: Mapping[str, ArrayView | None], sizes: Mapping[str, int], packed: bool) -> None:
+    for argument in ARGUMENTS:
+        view = views[argument.name]
+        if view is not None:
+            symbols, expected = symbols_of(argument, packed), argument.extents(sizes)[-len(view.shape) :]
+            if view.shape != expected:
+                raise BadTensorShape(
+                    f"{arg(argument.name)} has shape {view.shape}; expected {shown_shape(symbols)} = "
+                    f"{expected}"
+                )
 
 
 def _check_combination(views: Mapping[str, ArrayView | None], q_positions: Any) -> None:

@@ -25,9 +25,9 @@ from flashgen.operators.attention_problem import AttentionProblem, pages_of, sta
 from flashgen.operators.combinations import Feature, refuse
 from flashgen.operators.dropout import NO_DROPOUT, QUERIES, check_bias, probability_of
 from flashgen.operators.lengths import BOUNDS, LENGTH_ARRAYS, PAGES, STARTS
-from flashgen.operators.maskoptions import mask_semantics, simplify
+from flashgen.operators.maskoptions import KernelMask, MaskOptions, mask_semantics, simplify
 from flashgen.operators.operator import Axis, Operator, Value, by_name
-from flashgen.operators.rules import NOT_PACKED, PackedTokens
+from flashgen.operators.rules import NOT_PACKED
 from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
@@ -68,10 +68,9 @@ ARGUMENTS = (
     *kvcodes.ARGUMENTS,
     trees.ARGUMENT,
 )
-# The optional inputs but the mask, whose check is of its own.
+# The optional inputs except the mask, which has its own check.
 _INPUTS = tuple(x.name for x in ARGUMENTS if x.optional and not x.is_output and x.name != "mask")
-# Who splits keys: a kernel, into equal shares of all that there are, or the call; of a family that a call of
-# either kind may take, nobody ("any").
+# Who splits the keys: the kernel, into equal shares, or the call. A family for both kinds of calls has "any".
 SPLITS = ("none", "fixed")
 OPTIONS = (
     *("causal", "mask_type", "window_size", "block_size", "return_lse", "splits"),
@@ -113,11 +112,11 @@ def normalise(
     **inputs: ArrayView | None,
 ) -> AttentionProblem:
     """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``; the
-    bounds may be `Expected`. ``problem_class`` names the operator, and limits the sizes. ``score_arrays`` and
-    ``score_scalars`` are in the order of the modification's, ``rule_arrays`` in the order of a mask by a
-    line, which is ``rule``. ``inputs`` has all other optional inputs of ARGUMENTS, by name: the arrays of
-    lengths, and arrays that are checked by their row of the table alone. ``of_codes`` is whether q, k and v
-    are all e4m3, which is for `fp8.normalise`: it checks their scales and the dtype of ``out``.
+    bounds may be `Expected`. ``problem_class`` names the operator, and limits the sizes. ``rule`` is a mask
+    by a line. ``score_arrays``, ``score_scalars`` and ``rule_arrays`` are in the order of the parameters of
+    ``score`` and ``rule``. ``inputs`` has all other optional inputs of ARGUMENTS by name. ``of_codes`` is
+    whether q, k and v are all e4m3: then the caller, `fp8.normalise`, checks their scales and the dtype of
+    ``out``.
 
     Raises BadTensorShape, BadTensorDtype, BadTensorStrides, DeviceTypeNotSupported, NullPointer or BadParam.
     """
@@ -130,18 +129,18 @@ def normalise(
     dropout_p = _probability(dropout_p, inputs)
     masks = {} if mask is None else {"mask": mask}
     refuse(_features(inputs | masks, dropout_p, splits, score, rule))
-    arrays = {name: view for name, view in inputs.items() if name in LENGTH_ARRAYS}
-    tables = contract.score_views(score, score_arrays)
-    lines = contract.rule_views(rule, rule_arrays)
-    check_devices(views | inputs | masks | tables | lines)
+    length_arrays = {name: view for name, view in inputs.items() if name in LENGTH_ARRAYS}
+    score_tables = contract.score_views(score, score_arrays)
+    rule_tables = contract.rule_views(rule, rule_arrays)
+    check_devices(views | inputs | masks | score_tables | rule_tables)
     dtype = kvcodes.E4M3
     if not of_codes:
-        kv_dtype = kvcodes.kv_dtype_of(views, kv_dtype, bool(arrays))
+        kv_dtype = kvcodes.kv_dtype_of(views, kv_dtype, bool(length_arrays))
         codes = () if kv_dtype is None else ("k", "v")
         dtype = contract.check_dtypes({name: view for name, view in views.items() if name not in codes})
     lengths = None
-    if arrays:
-        sizes, lengths = of_lengths.read(q, k, v, arrays, max_seqlen_q, max_seqlen_kv, splits)
+    if length_arrays:
+        sizes, lengths = of_lengths.read(q, k, v, length_arrays, max_seqlen_q, max_seqlen_kv, splits)
     else:
         of_lengths.refuse_bounds(max_seqlen_q, max_seqlen_kv)
         sizes = contract.sizes_of(q, k, v)
@@ -150,49 +149,25 @@ def normalise(
     kv_scales = kvcodes.PER_TILE if of_codes else kvcodes.kind_of(inputs, lengths)
     inputs |= kvcodes.whole_scales_of(inputs, kv_scales, sizes, lengths)
     contract.check_out(out, q, v)
-    check_layouts(ARGUMENTS, views | arrays)
-    seqlens = sizes["seqlen_q"], sizes["seqlen_kv"]
+    check_layouts(ARGUMENTS, views | length_arrays)
     has_tree = trees.ARGUMENT.name in inputs
     if has_tree:
         trees.check_drafts(inputs["tree"], q, sizes["seqlen_q"])
         causal = True
-    of_blocks = {name: view for name, view in inputs.items() if name in blocklists.NAMES}
-    heads = sizes["num_heads_kv" if rule is None else "num_heads_q"]
-    ranges = None
-    if rule is not None and of_blocks:
-        from flashgen.operators.keyranges import num_ranges  # other calls need no formulas
-
-        ranges = num_ranges(rule.rule)
-    block_lists = blocklists.read(of_blocks, block_size, mask_type, sizes, heads, ranges)
+    block_lists = _block_lists(inputs, block_size, mask_type, sizes, rule)
+    mask_options = MaskOptions(causal, mask_type, window_size, mask is not None)
     if lengths is None:
-        kind, *band = mask_semantics(causal, mask_type, window_size, mask is not None, *seqlens)
-        kind = kind if rule is None else "lines"
-        kind, offset, left, right = simplify(kind, *seqlens, *band)
+        kernel_mask = _mask_of_one_length(mask_options, sizes, rule, block_lists is not None)
         if mask is not None:
             contract.check_mask(mask, sizes)
-        if block_lists is not None and rule is None:
-            kind = "blocks"
-        score_sizes = contract.check_score_arrays(score, tables, sizes)
+        score_sizes = contract.check_score_arrays(score, score_tables, sizes)
     else:
-        # Where a call says how keys are split, its kernel must not depend on how many there are.
-        most_keys = lengths.most_keys if splits == AUTO else None
-        kernel_mask = "tree" if has_tree else "lines" if rule is not None else None
-        kind, offset, left, right = of_lengths.band(
-            causal, mask_type, window_size, mask is not None, *seqlens, most_keys, kernel_mask
-        )
-        if rule is not None:
-            from flashgen.operators.keyranges import window_of_line  # other calls need no formulas
-
-            line = window_of_line(rule)
-            left, right = min(left, line.left), min(right, line.right)
+        kernel_mask = _mask_of_lengths(mask_options, sizes, rule, lengths, splits, has_tree)
         if mask is not None:
             of_lengths.check_mask(mask, sizes, bounded=max_seqlen_kv is not None)
-        score_sizes = of_lengths.check_score_arrays(score, tables, sizes)
-    packed = NOT_PACKED
-    if lengths is not None:
-        of_q = lengths.rows_q if lengths.packed_q else None
-        packed = PackedTokens(of_q, lengths.rows_kv if lengths.packed_kv else None)
-    rule_sizes = contract.check_rule_arrays(rule, lines, sizes, packed)
+        score_sizes = of_lengths.check_score_arrays(score, score_tables, sizes)
+    packed = NOT_PACKED if lengths is None else lengths.packed_tokens
+    rule_sizes = contract.check_rule_arrays(rule, rule_tables, sizes, packed)
     symbols = sizes | dict(score_sizes) | dict(rule_sizes)
     symbols |= block_lists.sizes_of(sizes["seqlen_q"]) if block_lists else {}
     if lengths is not None:
@@ -200,19 +175,16 @@ def normalise(
     batched = len(q.shape) == 4 if lengths is None else not lengths.packed_q
     name = problem_class.operator_name
     operator = operator_for(name, score, lengths is not None, rule and rule.rule)
-    for name in inputs.keys() - arrays.keys() - of_blocks.keys():
+    for name in inputs.keys() - length_arrays.keys() - set(blocklists.NAMES):
         argument = operator.arguments[operator.position(name)]
         missing = of_lengths.missing(argument, lengths, batched)
         contract.check_beside_q(argument, inputs[name], symbols, dtype, missing)
-    present = views | inputs | masks | tables | lines | ({"lse": None} if return_lse else {})
+    present = views | inputs | masks | score_tables | rule_tables | ({"lse": None} if return_lse else {})
     problem = problem_class(
         **sizes,
+        **kernel_mask._asdict(),
         lengths=lengths,
         dtype=dtype,
-        mask_type=kind,
-        diagonal_offset=offset,
-        window_left=left,
-        window_right=right,
         softmax_scale=contract.scale_of(softmax_scale, sizes["head_dim"]),
         strides=strides_of(operator.arguments, present, symbols, dtype),
         batched=batched,
@@ -234,6 +206,57 @@ def normalise(
     if any(value is not None for value in score_scalars):
         return problem.with_scalars((None, *score_scalars))
     return problem
+
+
+def _block_lists(
+    inputs: Mapping[str, ArrayView],
+    block_size: tuple[int, int] | None,
+    mask_type: int | str | None,
+    sizes: Mapping[str, int],
+    rule: RuleOfCall | None,
+) -> blocklists.BlockLists | None:
+    """The lists of key blocks among the inputs of a call; raises as `blocklists.read`."""
+    views = {name: view for name, view in inputs.items() if name in blocklists.NAMES}
+    heads = sizes["num_heads_kv" if rule is None else "num_heads_q"]
+    ranges = None
+    if rule is not None and views:
+        from flashgen.operators.keyranges import num_ranges  # other calls need no formulas
+
+        ranges = num_ranges(rule.rule)
+    return blocklists.read(views, block_size, mask_type, sizes, heads, ranges)
+
+
+def _mask_of_one_length(
+    options: MaskOptions, sizes: Mapping[str, int], rule: RuleOfCall | None, has_lists: bool
+) -> KernelMask:
+    """The mask of a call without lengths."""
+    mask = mask_semantics(options, sizes["seqlen_q"], sizes["seqlen_kv"])
+    if rule is not None:
+        mask = mask._replace(mask_type="lines")
+    mask = simplify(mask, sizes["seqlen_q"], sizes["seqlen_kv"])
+    return mask._replace(mask_type="blocks") if has_lists and rule is None else mask
+
+
+def _mask_of_lengths(
+    options: MaskOptions,
+    sizes: Mapping[str, int],
+    rule: RuleOfCall | None,
+    lengths: of_lengths.Lengths,
+    splits: Splits,
+    has_tree: bool,
+) -> KernelMask:
+    """The mask of a call with lengths."""
+    # If the call says how keys are split, the kernel must not depend on their number.
+    most_keys = lengths.most_keys if splits == AUTO else None
+    kernel_mask = "tree" if has_tree else "lines" if rule is not None else None
+    mask = of_lengths.band(options, sizes["seqlen_q"], sizes["seqlen_kv"], most_keys, kernel_mask)
+    if rule is None:
+        return mask
+    from flashgen.operators.keyranges import window_of_line  # other calls need no formulas
+
+    line = window_of_line(rule)
+    left, right = min(mask.window_left, line.left), min(mask.window_right, line.right)
+    return mask._replace(window_left=left, window_right=right)
 
 
 def _first_row(dropout_row: int | None) -> int:
@@ -291,8 +314,8 @@ def _serves_grouping(problem: AttentionProblem, gqa: Value) -> bool:
 
 
 def _mask_of_kernels(problem: AttentionProblem) -> str:
-    """The mask type of the kernels that serve a problem. A mask by a line goes with lists of key blocks, and
-    with lengths on the device with a window.
+    """The mask type of the kernels that serve a problem. A mask by a line modifies a kernel of lists of key
+    blocks, or with lengths on the device a kernel of windows.
     """
     if problem.rule is None:
         return problem.mask_type
@@ -300,8 +323,8 @@ def _mask_of_kernels(problem: AttentionProblem) -> str:
 
 
 def check_elements(problem: AttentionProblem, arrays: Mapping[str, np.ndarray | None]) -> None:
-    """Raise BadParam for lengths that contradict a problem, or lists of key blocks that are none; ``arrays``
-    has them by name, in host memory.
+    """Raise BadParam for lengths that contradict a problem, and for malformed lists of key blocks.
+    ``arrays`` has them by name, in host memory.
     """
     if problem.block_lists is not None and problem.rule is None:
         blocklists.check(problem.block_lists, problem.seqlen_kv, arrays)

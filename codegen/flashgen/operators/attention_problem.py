@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flashgen.errors import BadParam, BadTensorShape, arg
-from flashgen.operators import blocklists, contract, kvcodes, operator_for
+from flashgen.errors import BadParam, arg
+from flashgen.operators import contract, kvcodes, operator_for
 from flashgen.operators import lengths as of_lengths
 from flashgen.operators.arguments import DTYPE_BYTES, place, strides_of
 from flashgen.operators.dropout import NO_DROPOUT, keep_scale, keep_threshold
-from flashgen.operators.maskoptions import simplify
+from flashgen.operators.maskoptions import KernelMask, simplify
 from flashgen.operators.masks import Band
 from flashgen.operators.operator import Number, Problem, Value
 from flashgen.operators.rules import PREFIX, sizes_of_tokens
@@ -255,14 +255,9 @@ class AttentionProblem(Problem):
 
     def of_sequence(self, q_length: int, kv_length: int) -> AttentionProblem:
         """The problem of one sequence of these lengths, with contiguous arrays that have no other."""
-        kind, offset, left, right = simplify(
-            self.mask_type if self.mask_type in ("dense", "lines") else "local",
-            q_length,
-            kv_length,
-            kv_length - q_length + self.shift,
-            self.window_left,
-            self.window_right,
-        )
+        mask_type = self.mask_type if self.mask_type in ("dense", "lines") else "local"
+        offset = kv_length - q_length + self.shift
+        mask = KernelMask(mask_type, offset, self.window_left, self.window_right)
         sizes = {name: getattr(self, name) for name in _SIZES}
         sizes |= {"batch": 1, "seqlen_q": q_length, "seqlen_kv": kv_length}
         rule_sizes: tuple[tuple[str, int], ...] = ()
@@ -272,11 +267,8 @@ class AttentionProblem(Problem):
         rule = self.rule and self.rule.rule
         return AttentionProblem(
             **sizes,
+            **simplify(mask, q_length, kv_length)._asdict(),
             dtype=self.dtype,
-            mask_type=kind,
-            diagonal_offset=offset,
-            window_left=left,
-            window_right=right,
             softmax_scale=self.softmax_scale,
             splits=self.splits,
             strides=tuple(
@@ -308,18 +300,10 @@ class AttentionProblem(Problem):
         """This problem of a mask by a line with lists of its blocks of ``rows`` queries and ``keys`` keys,
         which a step makes. Raises BadTensorShape for more blocks than kernels count.
         """
-        from flashgen.operators.keyranges import num_ranges  # other calls need no formulas
+        from flashgen.operators.masklists import lists_of_tile  # other calls need no formulas
 
-        reads = self.rule.rule.tree.reads()
-        batch, heads = self.batch if "b" in reads else 1, self.num_heads_q if "h" in reads else 1
-        entries = batch * heads * -(-self.seqlen_q // rows) * -(-self.seqlen_kv // keys)
-        if entries > blocklists.MAX_ENTRIES:
-            raise BadTensorShape(
-                f"the mask {self.rule.rule.title} has {entries} blocks of {rows} queries and {keys} keys; "
-                f"kernels count at most {blocklists.MAX_ENTRIES}; make several calls of fewer queries"
-            )
-        lists = blocklists.BlockLists(rows, keys, batch, heads, entries, num_ranges(self.rule.rule))
-        return dataclasses.replace(self, block_lists=lists)
+        sizes = self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_kv
+        return dataclasses.replace(self, block_lists=lists_of_tile(self.rule, *sizes, rows, keys))
 
     def scalar_values(self) -> dict[str, Number]:
         """``scale_log2`` is what a kernel's scores are multiplied by for exp2: the softmax scale, or what a

@@ -11,7 +11,7 @@ from flashgen.host import forks
 from flashgen.operators.intervals import Interval
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 FUNCTIONS = {"tanh": 1, "exp": 1, "log": 1, "abs": 1, "min": 2, "max": 2, "where": 3}
 # The longest text of a formula, the deepest nesting of its operations, and the most operations of formulas
@@ -217,6 +217,28 @@ def operation(op: str, args: list[Any], xp: Any) -> Any:
     for arg in args[1:]:
         combined = combined & arg if op == "and" else combined | arg
     return combined
+
+
+def loader(dimensions: Sequence[str], array: Any, at: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function from the indices in a formula to elements of an array of these dimensions. The index of a
+    dimension in ``at`` is taken from there; an index past an end stands for the last element.
+    """
+
+    def load(*positions: Any) -> Any:
+        index = tuple(
+            at[dimension] if dimension in at else clamped(position, extent)
+            for dimension, position, extent in zip(dimensions, positions, array.shape, strict=True)
+        )
+        return array[index]
+
+    return load
+
+
+def clamped(index: Any, extent: int) -> Any:
+    """An index, or an array of them, moved into [0, extent)."""
+    if not hasattr(index, "dtype"):
+        return min(max(index, 0), extent - 1)
+    return index.clip(0, extent - 1)
 
 
 def choose(xp: Any, condition: Any, a: Any, b: Any) -> Any:

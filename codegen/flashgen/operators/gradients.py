@@ -61,7 +61,7 @@ from flashgen.operators.reference import (
     sinks_of,
     softmax,
 )
-from flashgen.operators.scoreparts import library_of, parts_of_scores
+from flashgen.operators.scoreparts import library_of, parts_of_scores, placement_of
 from flashgen.operators.visibility import visibility_of
 
 if TYPE_CHECKING:
@@ -69,10 +69,12 @@ if TYPE_CHECKING:
 
     from flashgen.operators.backward import BackwardProblem
     from flashgen.operators.dropout import Dropout
-    from flashgen.operators.modification import FormulaAt, ScoreOfCall
+    from flashgen.operators.modification import ScoreOfCall
+    from flashgen.operators.reference import Softmax
+    from flashgen.operators.scoreparts import PartOfScores
     from flashgen.operators.visibility import Visibility
 
-# Scores at once: 8 MiB in float64, of which there are ten.
+# Scores of a part: ten arrays of 8 MiB in float64.
 _SCORES = 1 << 20
 _OF_LARGEST = 1e-5  # in fp32
 
@@ -170,42 +172,33 @@ def gradients(
     dout is (batch, seqlen_q, num_heads_q, head_dim_v), dlse (batch, num_heads_q, seqlen_q), all others are as
     in `reference.attention`; float64, elements as the kernel got them.
     """
-    xp = library_of(q)
-    place = {"device": q.device} if xp.__name__ == "torch" else {}
+    xp, place = library_of(q), placement_of(q)
     batch, count, heads, _ = q.shape
     seqlen_kv, group = k.shape[1], heads // k.shape[2]
-    totals = {
-        name: Gradient(*(xp.zeros(x.shape, dtype=xp.float64, **place) for _ in Gradient._fields))
-        for name, x in (("dq", q), ("dk", k), ("dv", v))
-    }
+
+    def zeros(*shape: int) -> Gradient:
+        return Gradient(*(xp.zeros(shape, dtype=xp.float64, **place) for _ in Gradient._fields))
+
+    totals = {name: zeros(*x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     if sinks is not None:
-        totals["dsinks"] = Gradient(
-            *(xp.zeros((heads,), dtype=xp.float64, **place) for _ in Gradient._fields)
-        )
+        totals["dsinks"] = zeros(heads)
         if not seqlen_kv and dlse is not None:  # the LSE is the sink
             terms = xp.where(sinks[:, None] == -np.inf, 0.0, dlse)
             totals["dsinks"].value[...] = xp.sum(terms, axis=(0, 2))
             totals["dsinks"].bound[...] = 2.0**-18 * xp.sum(xp.abs(terms), axis=(0, 2))
     seen = xp.zeros((batch, seqlen_kv, k.shape[2], 1), dtype=xp.float64, **place)
+    sum_of_rows = 2.0**-19 + 2.0**-24 * (group * count) ** 0.5
     for part in parts_of_scores(q, k, v, band, dense, None, modification, _SCORES, rule, dropout):
-        of_part = part.entry, part.rows, part.head
-        dq, of_keys, seen_by, of_sinks = _chain_rule(
-            xp,
-            dout[of_part],
-            q[of_part],
-            part.k,
-            part.v,
-            0.0 if dlse is None else dlse[part.entry, part.head, part.rows][..., None],
-            part.hidden,
-            scale,
-            dtype,
-            group * count,
-            part.at,
-            None if sinks is None else sinks[part.head][:, None, None],
-            1.0 if part.kept is None else part.kept,
-        )
+        of_dout, of_q, sink = part.rows_of(dout), part.rows_of(q), part.sinks_of(sinks)
+        row = softmax(xp, of_q, part, scale, dtype, sink)
+        scores = score_gradients(xp, of_dout, of_q, part, row, part.numbers_of_rows(dlse), scale, dtype)
+        dq, of_keys = _chain_rule(xp, of_dout, of_q, part, row, scores, scale, dtype, sum_of_rows)
         for total, values in zip(totals["dq"], dq, strict=True):
-            total[of_part] = values
+            total[part.entry, part.rows, part.head] = values
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = _of_sinks(xp, of_dout, row, sink, scores, dtype, sum_of_rows)
+        seen_by = xp.sum(scores.visible, axis=1)[..., None]
         # Heads of a group add to one kv head, which an assignment by arrays of indices would do once.
         for i, (entry, head) in enumerate(zip(part.entry.tolist(), part.head.tolist(), strict=True)):
             one = entry, slice(None), head // group
@@ -219,83 +212,122 @@ def gradients(
     return _finished(xp, totals, seen, dtype, dkv_dtype or dtype)
 
 
+class ScoreGradients(NamedTuple):
+    """The gradient of a part of the scores, ``ds`` (heads, rows, keys), and what its bound is made of, by the
+    names at the top: ``terms`` are t, ``size_g`` G, and the ``slope`` f' has an error.
+
+    ``visible`` is 1 where a row sees a key, else 0. ``products`` are do v, with dropout times its factor.
+    ``delta``, ``dlse``, ``size_d`` (D) and ``size_r`` (R) are (heads, rows, 1); ``forward_error`` is what the
+    errors of the forward result in fp32 do to delta, e sum p G.
+    """
+
+    ds: Any
+    terms: Any
+    slope: Any
+    slope_error: Any
+    visible: Any
+    products: Any
+    delta: Any
+    dlse: Any
+    size_d: Any
+    size_r: Any
+    size_g: Any
+    forward_error: Any
+
+
+def score_gradients(
+    xp: Any, dout: Any, q: Any, part: PartOfScores, row: Softmax, dlse: Any, scale: float, dtype: str
+) -> ScoreGradients:
+    """The gradient of a part of the scores; ``row`` is their softmax. dout and q are (heads, rows, width),
+    dlse is (heads, rows, 1), or 0.
+    """
+    p = row.p
+    kept = 1.0 if part.kept is None else part.kept
+    # An LSE of -inf has no effect, so its gradient may be anything.
+    dlse = xp.where(row.sees_nothing, 0.0, dlse)
+    visible = row.visible(xp)
+    out = (p * kept) @ part.v
+    products = dout @ part.v.swapaxes(1, 2) * kept
+    size_d = xp.sum(xp.abs(out * dout), axis=-1, keepdims=True)
+    size_g = xp.abs(dout) @ xp.abs(part.v).swapaxes(1, 2) * kept
+    delta = xp.sum(out * dout, axis=-1, keepdims=True) - dlse
+    terms = products - delta
+    slope, slope_error = xp.ones_like(p), 0.0
+    if part.at is not None:
+        with np.errstate(all="ignore"):
+            raw = q @ part.k.swapaxes(1, 2) * scale
+            raw_error = 2.0**-21 * (xp.abs(q) @ xp.abs(part.k).swapaxes(1, 2) * scale)
+            slope, slope_error = part.at.derived().value_with_error(xp, raw, raw_error, dtype)
+            # The derivative may be one number for all scores; at hidden keys it may be anything.
+            slope, slope_error = (xp.where(visible != 0, x + 0.0 * p, 0.0) for x in (slope, slope_error))
+    return ScoreGradients(
+        ds=p * terms * slope,
+        terms=terms,
+        slope=slope,
+        slope_error=slope_error,
+        visible=visible,
+        products=products,
+        delta=delta,
+        dlse=dlse,
+        size_d=size_d,
+        size_r=size_d + xp.sum(p * xp.abs(products), axis=-1, keepdims=True),
+        size_g=size_g,
+        forward_error=row.error * xp.sum(p * size_g, axis=-1, keepdims=True),
+    )
+
+
 def _chain_rule(
     xp: Any,
     dout: Any,
     q: Any,
-    k: Any,
-    v: Any,
-    dlse: Any,
-    hidden: Any,
+    part: PartOfScores,
+    row: Softmax,
+    scores: ScoreGradients,
     scale: float,
     dtype: str,
-    rows_of_key: int,
-    at: FormulaAt | None,
-    sink: Any,
-    kept: Any,
-) -> tuple[Gradient, dict[str, Gradient], Any, Gradient | None]:
-    """For some rows of some heads, (heads, rows, columns): dq; what they add to dk and dv, with bounds but
-    for the rounding of the results; how many of them see each key; and what they add to dsinks, if there are
-    sinks. ``kept`` is what dropout multiplies P by, 1 without it.
+    sum_of_rows: float,
+) -> tuple[Gradient, dict[str, Gradient]]:
+    """dq of some rows of some heads, (heads, rows, columns), and what these add to dk and dv, with bounds
+    except for the rounding of dk and dv. ``sum_of_rows`` is the error of a sum over all rows of a key.
     """
-    u = UNIT_ROUNDOFF[dtype]
-    row = softmax(xp, q, k, hidden, scale, dtype, at, sink)
-    p, lse = row.p, xp.where(row.sees_nothing, 0.0, row.lse)
-    dlse = xp.where(row.sees_nothing, 0.0, dlse)  # of an LSE of -inf it has no effect, whatever it is
-    visible = xp.ones_like(p) if row.hidden is None else xp.where(row.hidden, 0.0, xp.ones_like(p))
+    u, p, ds, visible = UNIT_ROUNDOFF[dtype], row.p, scores.ds, scores.visible
+    kept = 1.0 if part.kept is None else part.kept
     counted = p * kept
-    out = counted @ v
-    products = dout @ v.swapaxes(1, 2) * kept
-    size_d = xp.sum(xp.abs(out * dout), axis=-1, keepdims=True)
-    size_r = size_d + xp.sum(p * xp.abs(products), axis=-1, keepdims=True)
-    size_g = xp.abs(dout) @ xp.abs(v).swapaxes(1, 2) * kept
-    delta = xp.sum(out * dout, axis=-1, keepdims=True) - dlse
-    terms = products - delta
-    slope, slope_error = xp.ones_like(p), 0.0
-    if at is not None:
-        with np.errstate(all="ignore"):
-            raw = q @ k.swapaxes(1, 2) * scale
-            raw_error = 2.0**-21 * (xp.abs(q) @ xp.abs(k).swapaxes(1, 2) * scale)
-            slope, slope_error = at.derived().value_with_error(xp, raw, raw_error, dtype)
-            # A number stands for all; where a key is hidden the derivative may be anything.
-            slope, slope_error = (xp.where(visible != 0, x + 0.0 * p, 0.0) for x in (slope, slope_error))
-    ds = p * terms * slope
-    weight = p * xp.abs(slope)
-
-    factor = 2 * row.error + 2.0**-22 * (row.size + 3 * xp.abs(lse))
-    wrong = 2.0**-21 * (size_g + size_d + abs(dlse))
-    wrong = wrong + row.error * xp.sum(p * size_g, axis=-1, keepdims=True)
-    wrong_ds = xp.abs(ds) * factor + weight * wrong + slope_error * p * xp.abs(terms)
-    wrong_ds = wrong_ds + 1.05 * u * (xp.abs(ds) + weight * size_r)
-    wrong_ds = wrong_ds + (LEAST_OUT[dtype] + 2.0**-126 * xp.abs(terms * slope)) * visible
-    sum_of_keys = 2.0**-19 + 2.0**-24 * k.shape[1] ** 0.5
-    sum_of_rows = 2.0**-19 + 2.0**-24 * rows_of_key**0.5
+    factor, weight = row.recomputed_error(xp), p * xp.abs(scores.slope)
+    wrong = 2.0**-21 * (scores.size_g + scores.size_d + abs(scores.dlse))
+    wrong = wrong + scores.forward_error
+    wrong_ds = xp.abs(ds) * factor + weight * wrong + scores.slope_error * p * xp.abs(scores.terms)
+    wrong_ds = wrong_ds + 1.05 * u * (xp.abs(ds) + weight * scores.size_r)
+    wrong_ds = wrong_ds + (LEAST_OUT[dtype] + 2.0**-126 * xp.abs(scores.terms * scores.slope)) * visible
+    sum_of_keys = 2.0**-19 + 2.0**-24 * part.k.shape[1] ** 0.5
     wrong_p = counted * (1.05 * u + factor + sum_of_rows) + LEAST_OUT[dtype] * visible * kept
-
-    of_sinks = None
-    if sink is not None:
-        weight_of_sink = xp.where(row.sees_nothing, 0.0, xp.exp(sink - lse))
-        wrong_delta = 1.05 * u * size_r + 2.0**-21 * (size_d + abs(dlse))
-        wrong_delta = wrong_delta + row.error * xp.sum(p * size_g, axis=-1, keepdims=True)
-        wrong_delta = wrong_delta + LEAST_OUT[dtype] * xp.sum(xp.abs(dout), axis=-1, keepdims=True)
-        wrong_delta = wrong_delta + xp.abs(delta) * (factor + sum_of_rows)
-        of_sinks = Gradient(
-            -xp.sum(weight_of_sink * delta, axis=(1, 2)),
-            xp.sum(weight_of_sink * wrong_delta + 2.0**-126 * xp.abs(delta), axis=(1, 2)),
-        )
 
     def of_keys(x: Any, y: Any) -> Any:
         return x.swapaxes(1, 2) @ y
 
-    dq = scale * (ds @ k)
-    dq_bound = scale * ((wrong_ds + sum_of_keys * xp.abs(ds)) @ xp.abs(k)) + 1.05 * u * xp.abs(dq)
+    dq = scale * (ds @ part.k)
+    dq_bound = scale * ((wrong_ds + sum_of_keys * xp.abs(ds)) @ xp.abs(part.k)) + 1.05 * u * xp.abs(dq)
     dq_bound = xp.where(row.sees_nothing, 0.0, dq_bound + LEAST_OUT[dtype])
     dk_bound = scale * of_keys(wrong_ds + sum_of_rows * xp.abs(ds), xp.abs(q))
-    added = {
+    return Gradient(dq, dq_bound), {
         "dk": Gradient(scale * of_keys(ds, q), dk_bound),
         "dv": Gradient(of_keys(counted, dout), of_keys(wrong_p, xp.abs(dout))),
     }
-    return Gradient(dq, dq_bound), added, xp.sum(visible, axis=1)[..., None], of_sinks
+
+
+def _of_sinks(
+    xp: Any, dout: Any, row: Softmax, sink: Any, scores: ScoreGradients, dtype: str, sum_of_rows: float
+) -> Gradient:
+    """What some rows of some heads add to dsinks, (heads,); arguments as of `_chain_rule`."""
+    weight = xp.where(row.sees_nothing, 0.0, xp.exp(sink - row.finite_lse(xp)))
+    wrong = 1.05 * UNIT_ROUNDOFF[dtype] * scores.size_r + 2.0**-21 * (scores.size_d + abs(scores.dlse))
+    wrong = wrong + scores.forward_error
+    wrong = wrong + LEAST_OUT[dtype] * xp.sum(xp.abs(dout), axis=-1, keepdims=True)
+    wrong = wrong + xp.abs(scores.delta) * (row.recomputed_error(xp) + sum_of_rows)
+    return Gradient(
+        -xp.sum(weight * scores.delta, axis=(1, 2)),
+        xp.sum(weight * wrong + 2.0**-126 * xp.abs(scores.delta), axis=(1, 2)),
+    )
 
 
 def _finished(

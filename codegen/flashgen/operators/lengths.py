@@ -23,6 +23,7 @@ from flashgen.operators.arguments import (
     shown_shape,
 )
 from flashgen.operators.masks import UNBOUNDED
+from flashgen.operators.rules import PackedTokens
 from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
@@ -98,6 +99,12 @@ class Lengths:
             "rows_kv": rows_kv,
         }
         return names.get(symbol, symbol)
+
+    @property
+    def packed_tokens(self) -> PackedTokens:
+        """The tokens of q and k, where they are packed."""
+        of_q = self.rows_q if self.packed_q else None
+        return PackedTokens(of_q, self.rows_kv if self.packed_kv else None)
 
     def capacity(self, batch: int) -> int:
         """The most keys that a sequence of a batch can have."""
@@ -267,7 +274,7 @@ def check_mask(mask: ArrayView, sizes: Mapping[str, int], bounded: bool) -> None
 def check_score_arrays(
     score: Score | None, views: Mapping[str, ArrayView], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, int], ...]:
-    """As `contract.check_score_arrays`; an error says what sizes the sequences give an array."""
+    """As `contract.check_score_arrays`; an error also says what seqlen_q and seqlen_kv mean with lengths."""
     try:
         return contract.check_score_arrays(score, views, sizes)
     except BadTensorShape as error:
@@ -282,38 +289,33 @@ def check_score_arrays(
 
 
 def band(
-    causal: bool,
-    mask_type: int | str | None,
-    window_size: tuple[int, int],
-    has_mask: bool,
+    options: maskoptions.MaskOptions,
     seqlen_q: int,
     seqlen_kv: int,
     most_keys: int | None,
     kernel_mask: str | None = None,
-) -> tuple[str, int, int, int]:
-    """The mask type that a kernel must implement, and the band of a sequence of these lengths.
+) -> maskoptions.KernelMask:
+    """The mask that a kernel must implement, with the band of a sequence of these lengths.
 
-    All bands are aligned with the ends of their sequences. A side is unbounded where that hides nothing from
-    a sequence of up to seqlen_q queries and ``most_keys`` keys; None: of any number of keys. ``kernel_mask``
-    is the mask type of a call with a mask by a line, or with a tree, which have a band beside it.
+    Bands are aligned with the ends of their sequences. A side becomes unbounded if it hides no key from any
+    sequence of up to seqlen_q queries and ``most_keys`` keys; None stands for any number of keys.
+    ``kernel_mask`` is the mask type of a call with a mask by a line or a tree, which may also have a band.
     """
-    name = maskoptions.mask_type_name(mask_type)
+    name = maskoptions.mask_type_name(options.mask_type)
     if name == "causal_top_left":
         raise BadParam(
             f"{arg('mask_type')} is {name!r}; sequences of several lengths take "
             "'causal_bottom_right' or a window"
         )
-    kind, offset, left, right = maskoptions.mask_semantics(
-        causal, mask_type, window_size, has_mask, seqlen_q, seqlen_kv
-    )
+    kind, offset, left, right = maskoptions.mask_semantics(options, seqlen_q, seqlen_kv)
     if right >= seqlen_q - 1:
         right = UNBOUNDED
     if most_keys is not None and left >= most_keys - 1:
         left = UNBOUNDED
     if kind == "dense" or kernel_mask:
-        return kernel_mask or kind, offset, left, right
+        return maskoptions.KernelMask(kernel_mask or kind, offset, left, right)
     if left < UNBOUNDED:
-        return "local", offset, left, right
+        return maskoptions.KernelMask("local", offset, left, right)
     if right < UNBOUNDED:
-        return "causal", offset + right, UNBOUNDED, 0
-    return "none", 0, UNBOUNDED, UNBOUNDED
+        return maskoptions.KernelMask("causal", offset + right, UNBOUNDED, 0)
+    return maskoptions.KernelMask("none", 0, UNBOUNDED, UNBOUNDED)

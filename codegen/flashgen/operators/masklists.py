@@ -173,6 +173,20 @@ def lists_of_rule(
     room for ``entries`` each, by default for all blocks. Raises BadParam and BadTensorShape.
     """
     rows, keys = blocklists.block_size_of(block, blocklists.LINE_SIDES)
+    return lists_of_tile(rule, batch, num_heads, seqlen_q, seqlen_kv, rows, keys, entries)
+
+
+def lists_of_tile(
+    rule: RuleOfCall,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_kv: int,
+    rows: int,
+    keys: int,
+    entries: int | None = None,
+) -> BlockLists:
+    """As `lists_of_rule`, for blocks of any size."""
     reads = rule.rule.tree.reads()
     batch, heads = batch if "b" in reads else 1, num_heads if "h" in reads else 1
     if entries is None:

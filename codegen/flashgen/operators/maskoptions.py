@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashgen.errors import BadParam, NullPointer, arg
 from flashgen.operators.arguments import flag, shown
@@ -15,18 +15,30 @@ MASK_TYPES = ("none", "dense", "causal_top_left", "causal_bottom_right")
 NO_WINDOW = (-1, -1)
 
 
-def mask_semantics(
-    causal: bool,
-    mask_type: int | str | None,
-    window_size: tuple[int, int],
-    has_mask: bool,
-    seqlen_q: int,
-    seqlen_kv: int,
-) -> tuple[str, int, int, int]:
-    """(mask_type, diagonal_offset, window_left, window_right) of an `AttentionProblem`, not simplified yet;
-    mask_type is "dense" or "local". Raises BadParam for options that contradict each other, and NullPointer
-    for a missing mask.
+class MaskOptions(NamedTuple):
+    """What a caller says of the mask, unchecked; ``has_mask`` is whether there is a dense mask."""
+
+    causal: bool
+    mask_type: int | str | None
+    window_size: tuple[int, int]
+    has_mask: bool
+
+
+class KernelMask(NamedTuple):
+    """The mask that a kernel must implement, by the fields of `AttentionProblem`."""
+
+    mask_type: str
+    diagonal_offset: int
+    window_left: int
+    window_right: int
+
+
+def mask_semantics(options: MaskOptions, seqlen_q: int, seqlen_kv: int) -> KernelMask:
+    """What the options of a call mean, not simplified yet: the mask type is "dense" or "local".
+
+    Raises BadParam for options that contradict each other, and NullPointer for a missing mask.
     """
+    causal, mask_type, window_size, has_mask = options
     name = mask_type_name(mask_type)
     if name == "dense" and not has_mask:
         raise NullPointer(f"{arg('mask_type')} 'dense' needs {arg('mask')}, which is None")
@@ -59,10 +71,10 @@ def mask_semantics(
             )
         right = 0
     elif name == "causal_top_left":
-        return kind, 0, UNBOUNDED, 0
+        return KernelMask(kind, 0, UNBOUNDED, 0)
     left = UNBOUNDED if left < 0 else min(left, UNBOUNDED)
     right = UNBOUNDED if right < 0 else min(right, UNBOUNDED)
-    return kind, seqlen_kv - seqlen_q, left, right
+    return KernelMask(kind, seqlen_kv - seqlen_q, left, right)
 
 
 def mask_type_name(mask_type: int | str | None) -> str | None:
@@ -91,7 +103,7 @@ def _integer(x: Any) -> int:
     return operator.index(x)
 
 
-# Of two integers these have no first one, or can be read only once, or are text.
+# Iterables that are no pair: without an order, readable only once, or text.
 _NO_PAIRS = Set, Mapping, Iterator, bytes, bytearray
 
 
@@ -114,7 +126,7 @@ def window_of(window_size: Any) -> tuple[int, int]:
 
 
 def sees_no_later_key(causal: bool, mask_type: int | str | None, window_size: Any) -> bool:
-    """Whether these options, which may be wrong yet, say that no query sees a key past its own position."""
+    """Whether these options hide from each query the keys after its position. They need not be valid."""
     if flag("causal", causal):
         return True
     if isinstance(mask_type, (str, numbers.Integral)) and mask_type in (3, "causal", "causal_bottom_right"):
@@ -122,16 +134,15 @@ def sees_no_later_key(causal: bool, mask_type: int | str | None, window_size: An
     return isinstance(window_size, (tuple, list)) and len(window_size) == 2 and window_size[1] == 0
 
 
-def simplify(
-    mask_type: str, seqlen_q: int, seqlen_kv: int, diagonal_offset: int, left: int, right: int
-) -> tuple[str, int, int, int]:
-    """The cheapest (mask_type, diagonal_offset, window_left, window_right) that hides exactly the same keys.
+def simplify(mask: KernelMask, seqlen_q: int, seqlen_kv: int) -> KernelMask:
+    """The cheapest mask that hides exactly the same keys.
 
-    A side of the band that even the row nearest to it does not reach is unbounded; a band without a left side
-    is causal, with its right side folded into the offset; one without sides is no mask. So a causal call with
-    one query, or a window longer than the keys, takes the kernel without masks. A dense mask, or one by a
-    line, stays, and its band is simplified alike.
+    A side of the band that hides no key from any row becomes unbounded. A band without a left side is causal,
+    with its right side folded into the offset. A band without sides is no mask. So a causal call with one
+    query, or a window longer than the keys, takes the kernel without masks. A dense mask, or a mask by a
+    line, keeps its type; its band is simplified in the same way.
     """
+    _, diagonal_offset, left, right = mask
     if seqlen_q == 0 or seqlen_kv == 0 or right >= UNBOUNDED or diagonal_offset + right >= seqlen_kv - 1:
         right = UNBOUNDED
     if seqlen_q == 0 or seqlen_kv == 0 or left >= UNBOUNDED or seqlen_q - 1 + diagonal_offset - left <= 0:
@@ -142,4 +153,5 @@ def simplify(
         kind, offset, right = "causal", diagonal_offset + right, 0
     else:
         kind, offset = "none", 0
-    return mask_type if mask_type in ("dense", "lines") else kind, offset, left, right
+    kept = mask.mask_type in ("dense", "lines")
+    return KernelMask(mask.mask_type if kept else kind, offset, left, right)

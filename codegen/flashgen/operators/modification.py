@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flashgen.operators.derivative import derivative
-from flashgen.operators.formula import Node, evaluate
+from flashgen.operators.formula import Node, evaluate, loader
 from flashgen.operators.numbers import widened
 from flashgen.operators.reduction import indices_of, parameter
 from flashgen.operators.roundoff import evaluate_with_error
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flashgen.operators.attention_problem import AttentionProblem
-    from flashgen.operators.scores import Score, ScoreParam
+    from flashgen.operators.scores import Score
 
 
 class ScoreOfCall(NamedTuple):
@@ -35,7 +35,10 @@ class ScoreOfCall(NamedTuple):
         to the shape of the scores.
         """
         indices = {"b": b, "h": h, "kv": keys, "q": rows}
-        loads = {param.name: _loader(param, self.arrays[param.name], indices) for param in self.score.arrays}
+        loads = {
+            param.name: loader(param.dimensions, self.arrays[param.name], indices)
+            for param in self.score.arrays
+        }
         values = {**self.scalars, **loads, **indices, "q": rows + self.offset}
         return FormulaAt(self.score.tree, values, self.score.wrt)
 
@@ -98,22 +101,3 @@ class FormulaAt(NamedTuple):
     def derived(self) -> FormulaAt:
         """The derivative with respect to the score there, or to the array of `Score.with_respect_to`."""
         return FormulaAt(derivative(self.tree, self.wrt), self.values)
-
-
-def _loader(param: ScoreParam, array: Any, indices: Mapping[str, Any]) -> Any:
-    """A function from the indices in a formula to elements. An index past an end stands for the last one."""
-
-    def load(*positions: Any) -> Any:
-        at = tuple(
-            indices[dimension] if dimension in indices else _clamped(index, extent)
-            for dimension, index, extent in zip(param.dimensions, positions, array.shape, strict=True)
-        )
-        return array[at]
-
-    return load
-
-
-def _clamped(index: Any, extent: int) -> Any:
-    if not hasattr(index, "dtype"):
-        return min(max(index, 0), extent - 1)
-    return index.clip(0, extent - 1)

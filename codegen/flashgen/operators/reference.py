@@ -60,7 +60,7 @@ from flashgen.operators.kvcodes import TOKEN
 from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import Decoded, widened
-from flashgen.operators.scoreparts import library_of, parts_of_scores
+from flashgen.operators.scoreparts import library_of, parts_of_scores, placement_of
 from flashgen.operators.trees import hidden_by_tree
 from flashgen.operators.visibility import visibility_of
 
@@ -69,7 +69,8 @@ if TYPE_CHECKING:
 
     from flashgen.operators.attention_problem import AttentionProblem
     from flashgen.operators.dropout import Dropout
-    from flashgen.operators.modification import FormulaAt, ScoreOfCall
+    from flashgen.operators.modification import ScoreOfCall
+    from flashgen.operators.scoreparts import PartOfScores
     from flashgen.operators.visibility import Visibility
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
@@ -83,8 +84,8 @@ _SCORES = 1 << 22
 
 
 class Expected(NamedTuple):
-    """Results, and the largest errors that they may have: float64, 0 for a row that sees nothing, and has no
-    sink.
+    """Results, and the largest errors that they may have, in float64. The errors of a row that sees nothing
+    and has no sink are 0.
 
     ``out`` and ``out_bound`` have the shape (batch, rows, num_heads_q, head_dim_v), ``lse`` and ``lse_bound``
     (batch, num_heads_q, rows). A row that sees nothing has out 0, and lse -inf or its sink.
@@ -122,7 +123,8 @@ class Largest(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The worst elements of ``out``, at (batch, row, head, column), and of the log-sum-exp, at (batch, head,
-    row); None if it was not compared. Other results are ``of`` something else, at other ``axes``.
+    row); None if it was not compared. For other results than ``out`` a message names them by ``of`` and
+    their dimensions by ``axes``.
     """
 
     out: Largest
@@ -214,8 +216,7 @@ def attention(
     ``scaled`` is whether the kernel multiplies scores and results by scales of k and v, ``rounds_v`` whether
     it rounds v times its scale to ``dtype``.
     """
-    xp = library_of(q)
-    place = {"device": q.device} if xp.__name__ == "torch" else {}
+    xp, place = library_of(q), placement_of(q)
     batch, count, heads, _ = q.shape
     expected = Expected(
         xp.zeros((batch, heads, count, v.shape[-1]), dtype=xp.float64, **place),
@@ -227,24 +228,8 @@ def attention(
         expected.lse[...] = sinks[:, None]
         expected.lse_bound[...] = 2.0**-19 + 2.0**-20 * finite_sizes(xp, sinks)[:, None]
     for part in parts_of_scores(q, k, v, band, dense, rows, modification, _SCORES, rule, dropout):
-        own_q = q[part.entry, part.rows, part.head]
-        sink = None if sinks is None else sinks[part.head][:, None, None]
-        results = _attend(
-            *(
-                xp,
-                own_q,
-                part.k,
-                part.v,
-                part.hidden,
-                scale,
-                dtype,
-                part.at,
-                sink,
-                part.kept,
-                scaled,
-                rounds_v,
-            )
-        )
+        sink = part.sinks_of(sinks)
+        results = _attend(xp, part.rows_of(q), part, scale, dtype, sink, scaled, rounds_v)
         for whole, result in zip(expected, results, strict=True):
             whole[part.entry, part.head, part.rows] = result
     return expected._replace(out=expected.out.swapaxes(1, 2), out_bound=expected.out_bound.swapaxes(1, 2))
@@ -273,8 +258,8 @@ def largest(result: Any, expected: Any, bound: Any) -> Largest:
 
 class Softmax(NamedTuple):
     """The softmax of some rows, (heads, rows, keys), in float64; ``hidden`` is true where a row does not see
-    a key, None where all see all. The others are (heads, rows, 1): the log-sum-exp, S and e of the bound, and
-    whether a row sees nothing, and has no sink: its p is 0, its LSE -inf.
+    a key, None if all rows see all keys. The others are (heads, rows, 1): the log-sum-exp, S and e of the
+    bound, and whether a row sees nothing and has no sink: its p is 0, its LSE -inf.
     """
 
     p: Any
@@ -283,6 +268,21 @@ class Softmax(NamedTuple):
     size: Any
     error: Any
     sees_nothing: Any
+
+    def finite_lse(self, xp: Any) -> Any:
+        """The log-sum-exp, 0 for a row that sees nothing."""
+        return xp.where(self.sees_nothing, 0.0, self.lse)
+
+    def visible(self, xp: Any) -> Any:
+        """1 where a row sees a key, else 0."""
+        ones = xp.ones_like(self.p)
+        return ones if self.hidden is None else xp.where(self.hidden, 0.0, ones)
+
+    def recomputed_error(self, xp: Any) -> Any:
+        """The relative error of exp(s - lse), with s computed again and the LSE of the forward call: r of the
+        bounds of `gradients`.
+        """
+        return 2 * self.error + 2.0**-22 * (self.size + 3 * xp.abs(self.finite_lse(xp)))
 
 
 def finite_sizes(xp: Any, x: Any) -> Any:
@@ -293,24 +293,22 @@ def finite_sizes(xp: Any, x: Any) -> Any:
 def softmax(
     xp: Any,
     q: Any,
-    k: Any,
-    hidden: Any,
+    part: PartOfScores,
     scale: float,
     dtype: str,
-    at: FormulaAt | None = None,
     sink: Any = None,
     scaled: bool = False,
 ) -> Softmax:
-    """The softmax of some heads: q (heads, rows, head_dim), k (heads, seqlen_kv, head_dim) with at least one
-    key; hidden None, or broadcastable to (heads, rows, seqlen_kv); ``at`` is the score modification there,
-    ``sink`` (heads, 1, 1).
+    """The softmax of a part of the scores, with at least one key: q (heads, rows, head_dim), ``sink`` (heads,
+    1, 1).
     """
+    k, hidden = part.k, part.hidden
     scores = q @ k.swapaxes(1, 2) * scale
     score_sizes = xp.abs(q) @ xp.abs(k).swapaxes(1, 2) * scale
     score_errors = (2.0**-21 + (2.0**-24 if scaled else 0.0)) * score_sizes
-    if at is not None:
+    if part.at is not None:
         with np.errstate(all="ignore"):
-            scores, errors = at.value_with_error(xp, scores, score_errors, dtype)
+            scores, errors = part.at.value_with_error(xp, scores, score_errors, dtype)
         scores = scores + xp.zeros_like(score_sizes)  # a constant is one number
         score_sizes = xp.abs(scores)
         score_errors = errors + 2.0**-21 * score_sizes
@@ -343,24 +341,19 @@ def softmax(
 def _attend(
     xp: Any,
     q: Any,
-    k: Any,
-    v: Any,
-    hidden: Any,
+    part: PartOfScores,
     scale: float,
     dtype: str,
-    at: FormulaAt | None,
     sink: Any,
-    kept: Any,
     scaled: bool,
     rounds_v: bool,
 ) -> tuple[Any, Any, Any, Any]:
-    """``Expected`` for some heads; v (heads, seqlen_kv, head_dim_v), ``kept`` (heads, rows, seqlen_kv) what
-    dropout multiplies P by, if any; the others as in `softmax`.
-    """
-    p, hidden, lse, size, error, sees_nothing = softmax(xp, q, k, hidden, scale, dtype, at, sink, scaled)
+    """`Expected` for a part of the scores; arguments as in `softmax` and `attention`."""
+    p, hidden, lse, size, error, sees_nothing = softmax(xp, q, part, scale, dtype, sink, scaled)
+    kept = part.kept
     if kept is not None:
         p = p * kept
-    out, v_sizes = p @ v, xp.abs(v)
+    out, v_sizes = p @ part.v, xp.abs(part.v)
     visible_v = xp.sum(v_sizes, axis=1, keepdims=True)
     if hidden is not None or kept is not None:
         visible = xp.ones_like(p) if kept is None else kept

@@ -24,20 +24,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from flashgen.operators.formula import clamped
+from flashgen.operators.gradients import score_gradients
 from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
 from flashgen.operators.reduction import parameter
 from flashgen.operators.reference import LEAST_OUT, LEAST_P, UNIT_ROUNDOFF, Verdict, batched, largest, softmax
-from flashgen.operators.scoreparts import library_of, parts_of_scores
+from flashgen.operators.scoreparts import library_of, parts_of_scores, placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from flashgen.operators.gradients import ScoreGradients
     from flashgen.operators.modification import ScoreOfCall
+    from flashgen.operators.reference import Softmax
     from flashgen.operators.score_gradient import ScoreGradientProblem
 
-# Scores at once: 4 MiB in float64, of which there are ten.
+# Scores of a part: ten arrays of 4 MiB in float64.
 _SCORES = 1 << 19
 
 
@@ -92,24 +96,14 @@ def score_gradient(
     kernel of elements of ``dtype``. ``extents`` are the array's, 1 where it is broadcast; arguments are
     otherwise as in `gradients.gradients`.
     """
-    xp = library_of(q)
-    place = {"device": q.device} if xp.__name__ == "torch" else {}
+    xp, place = library_of(q), placement_of(q)
     total, bound, size, count = (xp.zeros(extents, dtype=xp.float64, **place).reshape(-1) for _ in range(4))
     for part in parts_of_scores(q, k, v, band, dense, None, modification, _SCORES):
-        index = part.entry, part.rows, part.head
-        row = softmax(
-            xp,
-            q[index],
-            part.k,
-            part.hidden,
-            scale,
-            dtype,
-            part.at,
-            None if sinks is None else sinks[part.head][:, None, None],
-        )
-        of_lse = 0.0 if dlse is None else dlse[part.entry, part.head, part.rows][..., None]
-        ds, wrong = _gradient_of_scores(xp, dout[index], q[index], part, row, of_lse, scale, dtype)
-        visible = xp.ones_like(ds) if row.hidden is None else xp.where(row.hidden, 0.0, xp.ones_like(ds))
+        of_dout, of_q = part.rows_of(dout), part.rows_of(q)
+        row = softmax(xp, of_q, part, scale, dtype, part.sinks_of(sinks))
+        scores = score_gradients(xp, of_dout, of_q, part, row, part.numbers_of_rows(dlse), scale, dtype)
+        wrong = _error(xp, of_dout, row, scores, dtype)
+        ds, visible = scores.ds, scores.visible
         where = _elements(xp, part, extents, modification, ds, place)
         for sums, terms in ((total, ds), (bound, wrong), (size, xp.abs(ds)), (count, visible)):
             _add(xp, sums, where, terms)
@@ -120,36 +114,17 @@ def score_gradient(
     return Expected(total.reshape(extents), bound.reshape(extents))
 
 
-def _gradient_of_scores(
-    xp: Any, dout: Any, q: Any, part: Any, row: Any, dlse: Any, scale: float, dtype: str
-) -> tuple[Any, Any]:
-    """What each score of some rows adds to the element that it reads, and how far a kernel may be from it."""
-    p, lse = row.p, xp.where(row.sees_nothing, 0.0, row.lse)
-    dlse = xp.where(row.sees_nothing, 0.0, dlse)  # of an LSE of -inf it has no effect, whatever it is
-    visible = xp.ones_like(p) if row.hidden is None else xp.where(row.hidden, 0.0, xp.ones_like(p))
-    out = p @ part.v
-    size_d = xp.sum(xp.abs(out * dout), axis=-1, keepdims=True)
-    size_g = xp.abs(dout) @ xp.abs(part.v).swapaxes(1, 2)
-    dp = dout @ part.v.swapaxes(1, 2)
-    terms = dp - (xp.sum(out * dout, axis=-1, keepdims=True) - dlse)
-    slope, slope_error = xp.ones_like(p), 0.0
-    if part.at is not None:
-        with np.errstate(all="ignore"):
-            raw = q @ part.k.swapaxes(1, 2) * scale
-            raw_error = 2.0**-21 * (xp.abs(q) @ xp.abs(part.k).swapaxes(1, 2) * scale)
-            slope, slope_error = part.at.derived().value_with_error(xp, raw, raw_error, dtype)
-            # A number stands for all; where a key is hidden the derivative may be anything.
-            slope, slope_error = (xp.where(visible != 0, x + 0.0 * p, 0.0) for x in (slope, slope_error))
-    ds = p * terms * slope
-    weight = p * xp.abs(slope)
-    wrong = 2.0**-21 * (size_g + size_d + abs(dlse))
-    wrong = wrong + 1.05 * UNIT_ROUNDOFF[dtype] * (size_d + xp.sum(p * xp.abs(dp), axis=-1, keepdims=True))
-    wrong = wrong + LEAST_P[dtype] * xp.sum(visible * xp.abs(dp), axis=-1, keepdims=True)
+def _error(xp: Any, dout: Any, row: Softmax, scores: ScoreGradients, dtype: str) -> Any:
+    """How far a kernel may be from the gradient of each of some scores."""
+    p = row.p
+    wrong = 2.0**-21 * (scores.size_g + scores.size_d + abs(scores.dlse))
+    wrong = wrong + 1.05 * UNIT_ROUNDOFF[dtype] * scores.size_r
+    wrong = wrong + LEAST_P[dtype] * xp.sum(scores.visible * xp.abs(scores.products), axis=-1, keepdims=True)
     wrong = wrong + LEAST_OUT[dtype] * xp.sum(xp.abs(dout), axis=-1, keepdims=True)
-    wrong = wrong + row.error * xp.sum(p * size_g, axis=-1, keepdims=True)
-    wrong = xp.abs(ds) * (2 * row.error + 2.0**-22 * (row.size + 3 * xp.abs(lse))) + weight * wrong
-    wrong = wrong + slope_error * p * xp.abs(terms)
-    return ds, wrong + 2.0**-126 * (1.0 + xp.abs(terms * slope)) * visible
+    wrong = wrong + scores.forward_error
+    wrong = xp.abs(scores.ds) * row.recomputed_error(xp) + p * xp.abs(scores.slope) * wrong
+    wrong = wrong + scores.slope_error * p * xp.abs(scores.terms)
+    return wrong + 2.0**-126 * (1.0 + xp.abs(scores.terms * scores.slope)) * scores.visible
 
 
 def _elements(
@@ -170,8 +145,7 @@ def _elements(
     indices = tuple(of_call.values()) if modification is None else modification.indices(part.at, xp)
     flat = xp.zeros(ds.shape, dtype=xp.int64, **place)
     for index, extent in zip(indices, extents, strict=True):
-        within = index.clip(0, extent - 1) if hasattr(index, "dtype") else min(max(index, 0), extent - 1)
-        flat = flat * extent + within
+        flat = flat * extent + clamped(index, extent)
     return flat.reshape(-1)
 
 

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 
 class PartOfScores(NamedTuple):
-    """Some rows of some heads: ``entry`` and ``head``, integers, are the pairs of batch entry and query head,
-    one after another; ``rows`` is a slice; ``k`` and ``v`` have a leading dimension of pairs; ``hidden``,
-    ``at`` and ``kept`` are as `_attend` takes them.
+    """The scores of some rows of some heads: (heads, rows, seqlen_kv).
+
+    ``entry`` and ``head``, integers, are the pairs of batch entry and query head; ``rows`` is a slice. ``k``
+    and ``v`` are (heads, seqlen_kv, width). ``hidden`` is true where a row does not see a key; None: all are
+    seen. ``at`` is the score modification there. ``kept`` is what dropout multiplies P by; None without
+    dropout. ``hidden`` and ``kept`` broadcast to the scores.
     """
 
     entry: Any
@@ -35,6 +38,18 @@ class PartOfScores(NamedTuple):
     hidden: Any
     at: FormulaAt | None
     kept: Any
+
+    def rows_of(self, x: Any) -> Any:
+        """The rows of an array (batch, rows, num_heads_q, width): (heads, rows, width)."""
+        return x[self.entry, self.rows, self.head]
+
+    def sinks_of(self, sinks: Any) -> Any:
+        """The sink of each head, (heads, 1, 1), of an array (num_heads_q,); None without sinks."""
+        return None if sinks is None else sinks[self.head][:, None, None]
+
+    def numbers_of_rows(self, x: Any) -> Any:
+        """The numbers of the rows, (heads, rows, 1), of an array (batch, num_heads_q, rows); 0 for None."""
+        return 0.0 if x is None else x[self.entry, self.head, self.rows][..., None]
 
 
 def parts_of_scores(
@@ -49,11 +64,10 @@ def parts_of_scores(
     rule: Visibility | None = None,
     dropout: Dropout | None = None,
 ) -> Iterator[PartOfScores]:
-    """All scores of `attention`, whose arguments these are, in parts of about ``scores_at_once``; none where
-    there are no keys. Keys that ``band`` hides from all rows are 0: what they hold has no effect.
+    """All scores of a call in parts of about ``scores_at_once``; none without keys. Arguments as of
+    `reference.attention`. Keys that ``band`` hides from all rows are set to 0, so they have no effect.
     """
-    xp = library_of(q)
-    place = {"device": q.device} if xp.__name__ == "torch" else {}
+    xp, place = library_of(q), placement_of(q)
     batch, count, heads, _ = q.shape
     seqlen_kv, group = k.shape[1], heads // k.shape[2]
     if rows is None:
@@ -76,9 +90,7 @@ def parts_of_scores(
             positions = entry[:, None, None], head[:, None, None], rows[part][:, None], keys
             by_line = None if rule is None else rule.hides(*positions, xp)
             hidden = hidden_keys(band, some_dense, *positions[2:], by_line)
-            at = None
-            if modification is not None:
-                at = modification.at(*positions)
+            at = None if modification is None else modification.at(*positions)
             kept = None
             if dropout is not None:
                 on_host = (_on_host(x) for x in (entry, head, rows[part], keys))
@@ -94,5 +106,10 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 def library_of(x: Any) -> Any:
-    """The module of NumPy, CuPy or PyTorch that an array is of."""
+    """The module of an array: NumPy, CuPy or PyTorch."""
     return importlib.import_module(type(x).__module__.partition(".")[0])
+
+
+def placement_of(x: Any) -> dict[str, Any]:
+    """The keywords by which the library of an array makes others on its device."""
+    return {"device": x.device} if library_of(x).__name__ == "torch" else {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flashgen.operators.formula import Node, bounds, evaluate
+from flashgen.operators.formula import Node, bounds, clamped, evaluate, loader
 from flashgen.operators.intervals import Algebra, Interval, Intervals, Truth
 from flashgen.operators.keyranges import row_keys, run_begin, run_end
 from flashgen.operators.linetable import RangesOfRows
@@ -68,7 +68,9 @@ class Visibility(NamedTuple):
     def _values(self, b: Any, h: Any, rows: Any, keys: Any) -> dict[str, Any]:
         """What a line reads, by name."""
         at = {"b": b, "h": h, "q": rows, "kv": keys}
-        loads = {param.name: _loader(param, self.arrays[param.name], at) for param in self.rule.arrays}
+        loads = {
+            param.name: loader(param.dimensions, self.arrays[param.name], at) for param in self.rule.arrays
+        }
         names = {"b": b + self.first_batch, "q": rows + self.offset}
         return {**self.numbers, **loads, **at, **names}
 
@@ -76,7 +78,7 @@ class Visibility(NamedTuple):
         """`_values` of packed sequences: rows and keys are tokens."""
         tokens = {"q": rows, "kv": keys, "h": h}
 
-        def loader(param: RuleParam) -> Any:
+        def of_tokens(param: RuleParam) -> Any:
             array = self.arrays[param.name]
 
             def index(dimension: str, position: Any, extent: int) -> Any:
@@ -84,13 +86,13 @@ class Visibility(NamedTuple):
                     return place.tokens(position, extent, xp)
                 if param.per_token is not None and dimension == "b":
                     return 0
-                return tokens.get(dimension, _clamped(position, extent))
+                return tokens.get(dimension, clamped(position, extent))
 
             return lambda *positions: array[
                 tuple(index(*axis) for axis in zip(param.dimensions, positions, array.shape, strict=True))
             ]
 
-        loads = {param.name: loader(param) for param in self.rule.arrays}
+        loads = {param.name: of_tokens(param) for param in self.rule.arrays}
         names = {"b": place.sequence, "h": h, "q": place.position, "kv": keys - place.first_key}
         return {**self.numbers, **loads, **names}
 
@@ -194,7 +196,7 @@ class Visibility(NamedTuple):
             low, high = (np.empty((len(row_blocks), len(key_blocks)), np.int64) for _ in range(2))
             for i, block in enumerate(row_blocks):
                 at = {"b": b, "h": h, "q": np.arange(block.start, block.stop)[:, None], "kv": keys}
-                load = _loader(param, self.arrays[param.name], at)
+                load = loader(param.dimensions, self.arrays[param.name], at)
                 positions = {**at, **self.numbers, "b": b + self.first_batch, "q": at["q"] + self.offset}
                 elements = load(*(evaluate(index, positions, np) for index in node.args))
                 low[i] = np.minimum.reduceat(elements.min(0), begins)
@@ -215,7 +217,7 @@ class Visibility(NamedTuple):
             elif dimension in fixed:
                 one = fixed[dimension]
             else:
-                one = _clamped(self._fixed(at, b, h), array.shape[place])
+                one = clamped(self._fixed(at, b, h), array.shape[place])
             index.append(one)
         line, counts_queries = array[tuple(index)], param.dimensions[axis] == "q"
 
@@ -235,7 +237,7 @@ class Visibility(NamedTuple):
     def element(self, node: Node, b: int, h: int) -> int:
         """The element of an array whose indices read no position."""
         param = next(param for param in self.rule.arrays if param.name == node.value)
-        load = _loader(param, self.arrays[param.name], {"b": b, "h": h, "q": 0, "kv": 0})
+        load = loader(param.dimensions, self.arrays[param.name], {"b": b, "h": h, "q": 0, "kv": 0})
         return int(load(*(self._fixed(index, b, h) for index in node.args)))
 
     def of_sequence(self, sequence: OfBatch, problem: AttentionProblem) -> Visibility:
@@ -337,19 +339,6 @@ def _visibility(rule: RuleOfCall, arrays: Mapping[str, Any], sizes: Mapping[str,
     return Visibility(rule.rule, rule.by_name(), tables, sizes["seqlen_kv"] - sizes["seqlen_q"])
 
 
-def _loader(param: RuleParam, array: Any, at: Mapping[str, Any]) -> Any:
-    """A function from the indices in a line to elements. An index past an end stands for the last one."""
-
-    def load(*positions: Any) -> Any:
-        index = tuple(
-            at[dimension] if dimension in at else _clamped(position, extent)
-            for dimension, position, extent in zip(param.dimensions, positions, array.shape, strict=True)
-        )
-        return array[index]
-
-    return load
-
-
 def _runs(elements: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
     """The first key of the run that each position is in, and the key after the run; and whether the elements
     rise, counted from the first one upwards and on from the least 32-bit integer.
@@ -357,9 +346,3 @@ def _runs(elements: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.n
     rising = (elements - elements[0]).astype(np.uint32)
     begin, end = (np.searchsorted(rising, rising[positions], side) for side in ("left", "right"))
     return begin, end, bool((rising[1:] >= rising[:-1]).all())
-
-
-def _clamped(index: Any, extent: int) -> Any:
-    if not hasattr(index, "dtype"):
-        return min(max(index, 0), extent - 1)
-    return index.clip(0, extent - 1)

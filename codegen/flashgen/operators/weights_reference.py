@@ -22,7 +22,7 @@ from flashgen.operators.masks import Band
 from flashgen.operators.modification import modification_of
 from flashgen.operators.numbers import widened
 from flashgen.operators.reference import Verdict, batched, largest, softmax
-from flashgen.operators.scoreparts import library_of, parts_of_scores
+from flashgen.operators.scoreparts import library_of, parts_of_scores, placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,15 +74,12 @@ def weights(
     """softmax(q k^T scale) in float64, and the bound for a kernel of elements of ``dtype``. Arguments as in
     `reference.attention`.
     """
-    xp = library_of(q)
-    place = {"device": q.device} if xp.__name__ == "torch" else {}
+    xp, place = library_of(q), placement_of(q)
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     expected = Expected(*(xp.zeros(shape, dtype=xp.float64, **place) for _ in Expected._fields))
     for part in parts_of_scores(q, k, k, band, dense, None, modification, _SCORES):
-        rows = q[part.entry, part.rows, part.head]
-        row = softmax(xp, rows, part.k, part.hidden, scale, dtype, part.at)
-        lse = xp.where(row.sees_nothing, 0.0, row.lse)
-        factor = 2 * row.error + 2.0**-22 * (row.size + 3 * xp.abs(lse))
+        row = softmax(xp, part.rows_of(q), part, scale, dtype)
+        factor = row.recomputed_error(xp)
         bound = row.p * (xp.exp(xp.where(factor < _LARGEST_FACTOR, factor, _LARGEST_FACTOR)) - 1.0)
         bound = xp.where(bound < 1.0, bound, 1.0) + 2.0**-126
         if row.hidden is not None:

@@ -92,7 +92,7 @@ def _check_new(problem: Problem, view: ArrayView, position: int, sizes: dict[str
 
 
 def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tuple[int, ...]) -> None:
-    """Raise what is different about an array that does not lie as the plan's, which has this shape.
+    """Raise for an array whose dtype, device or layout differs from the plan's, which has this shape.
 
     A stride along a dimension of one element is never used, so it may differ.
     """

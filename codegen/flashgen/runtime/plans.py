@@ -439,4 +439,4 @@ def workspace_layout(size: int) -> ArrayLayout:
 
 
 def _no_work(arrays: Arrays, stream: int) -> None:
-    """What a call without elements comes to."""
+    """The work of a call without elements."""

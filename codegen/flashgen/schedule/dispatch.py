@@ -139,7 +139,7 @@ def computes(kernels: Spec | Variant, problem: Problem) -> bool:
 
 
 def _calls(problem: Problem) -> str:
-    """What such calls are, for a message."""
+    """The calls of the problem's operator, in words for a message."""
     return f"{problem.operator.name}{' with lengths' if problem.lengths_on_device else ''}"
 
 

@@ -69,7 +69,7 @@ class Explanation:
 
     @property
     def shares(self) -> Shares | None:
-        """The thread blocks of a kernel that splits keys, and what each has of them; None of another."""
+        """How a kernel that splits keys shares them out among thread blocks; None for any other kernel."""
         if self.variant is None or not self.variant.grid.shares:
             return None
         return shares_of(self.problem, self.variant, self.device)
@@ -202,7 +202,7 @@ def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool)
 
 
 def _ordered(others: list[Judged], axes: Iterable[str]) -> tuple[Judged, ...]:
-    """Those that came furthest first."""
+    """The kernels, those that failed the latest check first."""
     order = [*axes, "blocks", "score", "rows", "length", "GPU", "tensor maps", "on request", "split-KV"]
     place = {rule: at for at, rule in enumerate(order)}
     return tuple(sorted(others, key=lambda judged: -place.get(judged.rule, len(order))))

@@ -98,8 +98,8 @@ def lengths_differ(problem: Problem, variant: Variant) -> bool:
 
 
 def expected_tiles(problem: Problem, variant: Variant) -> float:
-    """Tiles of the grid as they are to be expected: of sequences whose lengths differ, the last tile, or the
-    last cluster, is half full in the mean.
+    """About how many tiles of the grid have work. Where lengths differ, the last tile of a sequence, or its
+    last cluster, is taken to be half full.
     """
     count = tiles(problem, variant)
     if not lengths_differ(problem, variant):

@@ -124,7 +124,7 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
     room = max(1, min(variant.grid.blocks_per_sm, device.smem_per_sm // (variant.smem_bytes + RESERVED_SMEM)))
     cluster = variant.grid.cluster
     at_a_time = max(1, device.num_sms * room // cluster) * cluster
-    count, begin, per_tile = _tiles_and_blocks(problem, variant)
+    count, begin, per_tile = _tiles_of(problem, variant)
     sets = math.gcd(heads(problem, variant), at_a_time, MOST_HEAD_SETS) if _has_head_sets(variant) else 1
     if problem.splits != AUTO:
         per_split, splits = _splits(problem, variant)
@@ -132,7 +132,8 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
             return Shares(count, begin, per_split * splits, per_split, head_sets=sets)
         least = per_split if isinstance(problem.splits, SplitEvery) else 1
         per_share = max(1, -(-count * splits // at_a_time))
-        return Shares(count, begin, _most_blocks(problem, variant), per_share, True, splits, least)
+        most = _most_blocks(problem, variant)
+        return Shares(count, begin, most, per_share, at_most=True, splits=splits, per_split=least)
     equal = max(1, -(-count * per_tile // at_a_time))
     whole = max(1, -(-count // at_a_time)) * per_tile
     if problem.lengths_on_device:
@@ -148,14 +149,22 @@ def _has_head_sets(variant: Variant) -> bool:
 def _numbered(problem: Problem, variant: Variant) -> int:
     """How many KV blocks the kernel numbers, including those past the end of a tile's last split."""
     if problem.splits == AUTO:
-        return math.prod(_tiles_and_blocks(problem, variant)[::2])
+        tiles_of = _tiles_of(problem, variant)
+        return tiles_of.count * tiles_of.kv_blocks
     return tiles(problem, variant) * math.prod(_splits(problem, variant))
 
 
-def _tiles_and_blocks(problem: Problem, variant: Variant) -> tuple[int, int, int]:
-    """The number of tiles, the KV block with which each begins, and the number of KV blocks of each."""
+class _Tiles(NamedTuple):
+    """The number of tiles, and the first KV block and the number of KV blocks of each."""
+
+    count: int
+    first: int
+    kv_blocks: int
+
+
+def _tiles_of(problem: Problem, variant: Variant) -> _Tiles:
     begin, end = kv_blocks(problem, variant.visits.keys, 0, problem.sizes["seqlen_q"] - 1)
-    return tiles(problem, variant), begin, max(1, end - begin)
+    return _Tiles(tiles(problem, variant), begin, max(1, end - begin))
 
 
 def _splits(problem: Problem, variant: Variant) -> tuple[int, int]:
@@ -174,7 +183,7 @@ def _splits(problem: Problem, variant: Variant) -> tuple[int, int]:
 def _most_blocks(problem: Problem, variant: Variant) -> int:
     """The KV blocks of a tile; with lengths on the device the most that a tile can have."""
     if not problem.lengths_on_device:
-        return _tiles_and_blocks(problem, variant)[2]
+        return _tiles_of(problem, variant).kv_blocks
     keys, block = problem.sizes["seqlen_kv"], variant.visits.keys
     most = max(1, -(-keys // block))
     if problem.window_left >= UNBOUNDED:

@@ -5,11 +5,11 @@ int64_t element_of(params, b, h, q, kv);
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from flashgen.operators.reduction import indices_of, parameter
 from flashgen.operators.scores import DIMENSIONS
+from flashgen.source.cppcode import function
 from flashgen.source.scores import integer
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ def element_function(score: Score) -> str:
     """The function for the array that ``score`` is differentiated by; empty where nothing is gathered. No
     final newline.
     """
-    if score.wrt == "score" or not indices_of(score):
+    if score.wrt == "score" or not (indices := indices_of(score)):
         return ""
-    array, indices = parameter(score), indices_of(score)
+    array = parameter(score)
     terms = [f"{name} * params.{_STEPS[name]}" for name in array.dimensions if name in DIMENSIONS]
     symbols = [
         symbol for name, symbol in zip(array.dimensions, array.symbols, strict=True) if name not in DIMENSIONS
@@ -35,15 +35,5 @@ def element_function(score: Score) -> str:
         steps = [f"params.{later}" for later in symbols[place + 1 :]]
         terms.append(" * ".join((f"int64_t({clamped})" if steps else clamped, *steps)))
     body = " + ".join(terms)
-    arguments = ", ".join(
-        f"{type} {name}" if re.search(rf"\b{name}\b", body) else type
-        for name, type in (("params", "const Params&"), *((name, "int") for name in ("b", "h", "q", "kv")))
-    )
-    return "\n".join(
-        (
-            _COMMENT,
-            f"__device__ __forceinline__ int64_t element_of({arguments}) {{",
-            f"    return {body};",
-            "}",
-        )
-    )
+    types = {"params": "const Params&"} | dict.fromkeys(("b", "h", "q", "kv"), "int")
+    return f"{_COMMENT}\n{function('int64_t element_of', types, [f'return {body};'])}"

@@ -1,27 +1,45 @@
 """The names that a template finds of a Variant.
 
-A template finds every axis of its operator and every tile key by name, and beside them ``dq_widths`` (of a
-backward kernel on Hopper the columns of the MMAs of dQ), ``header`` (the file's first comment),
-``params_struct`` (the C struct), ``param_names`` (the names of its members), ``name``,
-``has_lengths`` (the device has the length of each sequence), ``layout`` (``sequences`` if so, else ``batch``:
-a part of names of templates), ``computes_gradients``, ``target``, ``element_bytes``, ``kv_element`` (the C++
-type of K and V in global memory), ``threads``, ``smem_bytes``, ``step`` (the name of the kernel in its
-family), ``features`` (the names of its features), ``parts`` (the files of which one of several is taken,
-`source.parts`), ``pv_columns`` (of a P V of wgmma) and ``variant``; of a score modification ``score`` (its
-name, or None), ``score_functions`` (`source.scores`), ``score_element`` (`source.arrayelement`),
-``gradient_dtype`` and ``gradient_bytes`` (of the array that it is differentiated by), ``score_has_offset``,
-whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of
-it to multiply by (`operators.lowering`), ``score_loads_by_key``, whether rows have the member ``whole``
-(`source.scores`),
-``score_staged`` (the array whose elements it copies to shared memory, if any), ``staged_dtype`` and
-``staged_row_stride``; of a mask by a line ``rule`` (its name, or None), ``line_by``, by what a block hides
-scores (``elements``, ``ranges`` of the keys of a query, ``either``, or ``none``), ``rule_functions``,
-``range_function`` and ``verdict_functions``, ``row_spans``, ``key_spans`` and ``block_spans``, the arrays of
-whose blocks there are bounds (`source.verdicts`), ``skips_by_line``, whether a kernel with lengths has
-verdicts of KV blocks, ``line_arrays``, its arrays with an element for each token of queries (``q``) or
-keys (``kv``), ``range_functions`` of the ranges of rows (`source.rules`), ``line_runs``, the places among
-``key_spans`` of the arrays whose runs these need, by name, ``tiles_in_order``, whether tiles come in the
-order of their lists, and ``length_classes``, how many classes of lengths that order has.
+Every axis of its operator and every tile key are there by name, and beside them:
+
+    variant, name, header (the file's first comment), target, threads, smem_bytes
+    step                 the name of the kernel in its family
+    features             the names of its features
+    params_struct        the C struct, and param_names, the names of its members
+    element_bytes        and kv_element, the C++ type of K and V in global memory
+    has_lengths          whether the device has the length of each sequence
+    layout               "sequences" if so, else "batch": a part of names of templates
+    computes_gradients   whether it is a backward kernel
+    has_tree             whether it hides drafts of a tree
+    parts                the files of which one of several is taken (`source.parts`)
+    pv_columns           columns of a P V of wgmma
+    dq_widths            the columns of the MMAs of dQ, of a backward kernel on Hopper
+
+Of a score modification:
+
+    score                its name, or None
+    score_functions, score_loads_by_key     see `source.scores`
+    score_has_offset     whether a part of it is left to the row (`operators.lowering`)
+    score_has_derivative whether the kernel multiplies by its derivative
+    score_staged         the array whose elements it copies to shared memory, or None
+    staged_dtype, staged_bytes, staged_row_stride, element_stages           of that array
+    score_element        see `source.arrayelement`
+    gradient_dtype, gradient_bytes          of the array that it is differentiated by
+
+Of a mask by a line:
+
+    rule                 its name, or None
+    line_by              what a block hides scores by: "elements", "ranges" of the keys of a query, "either",
+                         or "none"
+    line_arrays          its arrays with an element for each token of queries ("q") or keys ("kv")
+    rule_functions, range_function, range_functions                         see `source.rules`
+    verdict_functions    see `source.verdicts`
+    row_spans, key_spans, block_spans       the arrays of whose blocks there are bounds
+    line_runs            by name, the places among key_spans of the arrays whose runs range_functions need
+    is_pack              whether it counts tokens of several sequences
+    skips_by_line        whether a kernel with lengths has verdicts of KV blocks
+    tiles_in_order       whether tiles come in the order of their lists
+    length_classes       how many classes of lengths that order has
 """
 
 from __future__ import annotations
@@ -38,6 +56,7 @@ if TYPE_CHECKING:
 
     from flashgen.families.variant import Variant
     from flashgen.operators.formula import Node
+    from flashgen.operators.rules import Rule
     from flashgen.source.verdicts import Span
 
 
@@ -144,28 +163,28 @@ def _of_gradient(dtype: str) -> dict[str, Any]:
     return {"gradient_dtype": dtype, "gradient_bytes": 4 if dtype == "fp32" else 2}
 
 
+# What a template finds of a mask by a line, beside ``rule``, ``line_by`` and ``line_arrays``.
+_OF_LINE = (
+    "rule_functions",
+    "range_function",
+    "range_functions",
+    "verdict_functions",
+    "row_spans",
+    "key_spans",
+    "block_spans",
+    "is_pack",
+    "skips_by_line",
+    "line_runs",
+    "tiles_in_order",
+    "length_classes",
+)
+
+
 def _of_rule(form: Variant) -> dict[str, Any]:
-    of_spans = "row_spans", "key_spans", "block_spans"
-    from_line = (
-        "rule_functions",
-        "range_function",
-        "verdict_functions",
-        *of_spans,
-        "is_pack",
-        "skips_by_line",
-        "range_functions",
-        "line_runs",
-        "tiles_in_order",
-        "length_classes",
-    )
     rule = form.rule
     if rule is None and form.operator != "mask_lists":
-        return {
-            "rule": None,
-            "line_by": "none",
-            "line_arrays": {"q": (), "kv": ()},
-            **dict.fromkeys(from_line, ""),
-        }
+        no_arrays: dict[str, Any] = {"q": (), "kv": ()}
+        return {"rule": None, "line_by": "none", "line_arrays": no_arrays, **dict.fromkeys(_OF_LINE, "")}
     from flashgen.families.masks import rule_of_line
     from flashgen.operators.linetable import LENGTH_CLASSES
     from flashgen.source.rules import range_function, ranges_functions, rule_functions, runs_of
@@ -173,29 +192,36 @@ def _of_rule(form: Variant) -> dict[str, Any]:
 
     if rule is None:  # kernels that make lists have a line, if need be this one
         rule = rule_of_line("kv <= q")
-    spans = spans_of(rule, not form.has_lengths)
-    values = (
-        rule_functions(rule, packed_heads=form.has_lengths),
-        range_function(rule),
-        verdict_functions(rule, not form.has_lengths),
-        *([span for span in spans if span.position == position] for position in ("q", "kv", "block")),
-        rule.pack is not None,
-        skips_by_line(form),
-        () if form.has_lengths else ranges_functions(rule),
-        {} if form.has_lengths else _runs(runs_of(rule), spans),
-        _in_order(form),
-        LENGTH_CLASSES,
-    )
-    of_tokens: dict[str, list[str]] = {"q": [], "kv": []}
+    of_one_length = not form.has_lengths
+    spans = spans_of(rule, of_one_length)
+    ranges = ranges_functions(rule) if of_one_length else ()
+    runs = _runs(runs_of(rule), spans) if of_one_length else {}
+    return {
+        "rule": rule.name,
+        "line_by": "elements" if not ranges else "either" if runs else "ranges",
+        "line_arrays": _arrays_of_tokens(rule),
+        "rule_functions": rule_functions(rule, packed_heads=form.has_lengths),
+        "range_function": range_function(rule),
+        "range_functions": ranges,
+        "verdict_functions": verdict_functions(rule, of_one_length),
+        "row_spans": [span for span in spans if span.position == "q"],
+        "key_spans": [span for span in spans if span.position == "kv"],
+        "block_spans": [span for span in spans if span.position == "block"],
+        "is_pack": rule.pack is not None,
+        "skips_by_line": skips_by_line(form),
+        "line_runs": runs,
+        "tiles_in_order": _in_order(form),
+        "length_classes": LENGTH_CLASSES,
+    }
+
+
+def _arrays_of_tokens(rule: Rule) -> dict[str, list[str]]:
+    """The arguments with an element for each token of queries, and for each of keys."""
+    names: dict[str, list[str]] = {"q": [], "kv": []}
     for array in rule.arrays:
         if array.per_token is not None:
-            of_tokens["q" if array.per_token == "q" else "kv"].append(array.argument_name)
-    of_line = dict(zip(from_line, values, strict=True))
-    if not of_line["range_functions"]:
-        line_by = "elements"
-    else:
-        line_by = "either" if of_line["line_runs"] else "ranges"
-    return {"rule": rule.name, "line_by": line_by, "line_arrays": of_tokens, **of_line}
+            names["q" if array.per_token == "q" else "kv"].append(array.argument_name)
+    return names
 
 
 def _in_order(form: Variant) -> bool:

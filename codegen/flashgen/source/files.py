@@ -80,6 +80,7 @@ def line_of(match: re.Match[str]) -> int:
 
 
 def including(folders: Sequence[str]) -> tuple[str, ...]:
+    """The folders ``include`` of these folders, of those that have one."""
     includes = []
     for folder in folders:
         path = Path(folder, "include")
@@ -94,8 +95,8 @@ def include_folders(include_dirs: Sequence[str | os.PathLike[str]] | None) -> tu
 
 
 def find(name: str, folders: Sequence[str]) -> Path | None:
-    """The first that is there. Raises SpecError where that is no file, as the next one is not what was meant,
-    and where the name, or a link, leads out of the folder.
+    """The file in the first folder that has the name; None if none does. Raises SpecError where that is no
+    file, and where the name, or a link, leads out of the folder.
     """
     if INSIDE_FOLDER.match(name) is None:
         raise BadName(f"{name!r} is not the name of a file below the folders {', '.join(folders)}")
@@ -111,8 +112,8 @@ def find(name: str, folders: Sequence[str]) -> Path | None:
 
 
 def _check_link(name: str, folder: str) -> None:
-    """Raise SpecError where a link below a folder of the user leads out of it. Installers may link the
-    shipped ones.
+    """Raise SpecError where a link in a user's folder leads out of it. Installers may link the shipped
+    files.
     """
     path = folder
     for part in name.split("/"):

@@ -32,7 +32,7 @@ __device__ __forceinline__ Int magnitude_of(Int a) {
     return a < 0 ? -a : a;
 }""",
 }
-# What they are called.
+# The name of each function.
 CALLS = {
     "//": "floor_divide",
     "%": "floor_remainder",

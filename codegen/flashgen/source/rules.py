@@ -93,9 +93,8 @@ class RuleWriter:
         packed_heads: bool = False,
         of_runs: Mapping[str, str] | None = None,
     ) -> None:
-        """``names`` has other words for positions and b than functions of rows and keys have; where there are
-        none of those no struct has members to read. ``packed_heads`` as in `rule_functions`. ``of_runs`` has
-        words for the ends of runs.
+        """``names`` has words for positions and b in functions that have no LineRow and LineKey to read them
+        of. ``packed_heads`` is as in `rule_functions`. ``of_runs`` has words for the ends of runs.
         """
         self._rule, self._packed_heads = rule, packed_heads
         self._arrays = {param.name: param for param in rule.arrays}
@@ -109,7 +108,7 @@ class RuleWriter:
             self._rows = self._rows_of_arrays()
 
     def functions(self) -> str:
-        """All of it."""
+        """The text of all structs and functions."""
         keys = row_keys(self._rule)
         sides = () if keys is None else (side for of_row in keys.ranges for side in of_row)
         trees = (self._rule.tree, *filter(None, (*sides, *(key_range(self._rule.tree) or ()))))
@@ -130,7 +129,7 @@ class RuleWriter:
         return "\n\n".join(parts)
 
     def _assign(self, node: Node) -> None:
-        """Make members of what depends on a row alone or on a key alone and costs something."""
+        """Make members of loads and divisions that depend on a head, a row or a key alone."""
         if node.op in ("load", "//", "%"):
             reads = self._positions(node)
             owner = "head" if not reads else "row" if reads == {"q"} else "key" if reads == {"kv"} else ""
@@ -152,7 +151,7 @@ class RuleWriter:
         return rows
 
     def _positions(self, node: Node) -> set[str]:
-        """By which of q and kv a value differs."""
+        """Which of q and kv a value depends on."""
         reads = {"q", "kv"} & node.reads()
         if self._rule.pack is None:
             return {"q", *reads} if self._packed_heads and {"h", "kv"} <= node.reads() else reads
@@ -175,7 +174,7 @@ class RuleWriter:
         return ["\n".join((f"// What the mask needs of {of}.", f"struct {name} {{", *lines, "};"))]
 
     def _makers(self, kind: str, owner: str, types: dict[str, str]) -> tuple[str, str]:
-        """The function that makes a struct, and the one for what exists."""
+        """The function that makes a struct, and the one for a row or a key that exists."""
         clamped = self._maker(kind, owner, types)
         self._inside = True
         of_step = {"head": types["head"], "first": "int", "step": "int"}

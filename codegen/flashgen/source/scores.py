@@ -43,10 +43,10 @@ _CALLS = {
     "max": "fmaxf",
     "fma": "fmaf",
 }
-# What is repeated has a name where it is longer, written out.
+# A value that one score needs twice has a name if it is larger than this.
 _LONG = 16
 _SLOW = ("exp2", "log2", "rcp", "tanh")
-# Of what operators and words of C++ give.
+# Names of such values, where the operation is no name in C++.
 _WORDS = {
     "+": "sum",
     "-": "difference",
@@ -111,7 +111,7 @@ class _Writer:
         return bool(self._rows.keys() - {self._staged})
 
     def functions(self) -> str:
-        """All of it."""
+        """The text of all structs and functions."""
         about = [f"// The score modification `{self._score.name}`: {self._score.text}", ""]
         modify = self._modify() if self._lowered.derivative is None else self._differentiate()
         parts = [self._head(), self._row(), modify]

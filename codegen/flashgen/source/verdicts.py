@@ -1,4 +1,4 @@
-"""The CUDA of verdicts: what a block of scores may have of a mask by a line.
+"""The CUDA of verdicts: whether a mask by a line hides all, some or none of a block of scores.
 
     struct LineRows;  struct LineKeys;                   // bounds of a block of rows, and of keys
     int line_rows_NAME(params, head, query);  int line_keys_NAME(params, head, key);
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _VERDICTS = """\
 // What a block of scores has of a mask by a line.
 enum BlockVerdict { kBlockEmpty = 0, kBlockPartial = 1, kBlockFull = 2 };"""
-# Of the positions of spans: the word in names, and the arguments of functions of elements.
+# By the position of a span: the word in names, and the arguments of functions of elements.
 _OF_SPANS = {"q": ("rows", "query"), "kv": ("keys", "kv"), "block": ("block", "query", "kv")}
 _OF_ONE = {"q": "row", "kv": "key", "block": "score"}
 # Of a block of one sequence.

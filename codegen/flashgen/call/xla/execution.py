@@ -1,4 +1,4 @@
-"""What runs a call inside a program of XLA: the plan of its text, on memory that XLA hands over.
+"""Runs a call inside a program of XLA: the plan of its text, on memory that XLA passes.
 
 A program has a call as its text with the dtype and the shape of each array. Arrays are contiguous. XLA passes
 a pointer for each array and for each result, and where kernels need a workspace one more.
@@ -56,9 +56,7 @@ class Execution:
 
     @cached_property
     def runner(self) -> Runner:
-        """What computes the call. Its kernels are compiled and loaded when it is made. Raises what
-        `backends.runner_for` does.
-        """
+        """The runner of the call; making it compiles and loads kernels. Raises as `backends.runner_for`."""
         request = self._described.request
         return runner_for(self.problem, request.backend, request.algorithm)
 
@@ -69,7 +67,7 @@ class Execution:
 
     @property
     def workspace_bytes(self) -> int:
-        """The size of the result that receives what kernels leave to each other, 0 if there is none."""
+        """The size of the result that serves as workspace, 0 if the kernels need none."""
         needed = 0 if self.problem.empty else self.runner.workspace_bytes
         return needed + PADDING if needed else 0
 
@@ -160,7 +158,7 @@ def _array(pointer: int, memory: Any, dtype: Any, shape: tuple[int, ...]) -> np.
 
 
 def _no_work(arrays: Any, stream: int) -> None:
-    """What a call without elements comes to."""
+    """The work of a call without elements: nothing."""
 
 
 _executions: dict[tuple[bytes, int | None], Execution] = {}

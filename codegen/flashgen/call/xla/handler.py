@@ -25,7 +25,7 @@ _DATA = structs.Buffer.data.offset
 
 
 def _answer(frame: Any, traits: int) -> None:
-    """Tell XLA, which registers the handler, of which version it is, and what it promises."""
+    """Tell XLA, while it registers the handler, the handler's version and traits."""
     extension = frame.extension_start
     if extension.contents.type != structs.METADATA:
         raise InternalError(f"XLA has an extension of type {extension.contents.type}, which is unknown here")

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 _DTYPES = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32, "int32": jnp.int32}
 _DTYPES |= {"uint8": jnp.uint8, "bool": jnp.bool_, "e4m3": jnp.float8_e4m3fn}
-# Symbols that count sequences, whose arrays a batch of calls joins; the last ones are of masks by a line and
-# of lists of blocks.
+# Symbols that count sequences: a batch of calls joins arrays along these dimensions. The last three are of
+# masks by a line and of lists of blocks.
 _BATCH = ("batch", "batch_q", "batch_kv", "token_batch_q", "token_batch_kv", "block_indptr_batch")
-# Operators whose batch entries are computed apart, so that several calls are one call of a larger batch.
+# Operators whose batch entries are independent, so several calls can be one call of a larger batch.
 _FOLDED = ("attention", "attention_backward", "attention_weights", "merge")
 
 call_p = Primitive("flashgen")
@@ -275,11 +275,11 @@ def _folded(
     """
     operator = problem.operator
     arguments = {argument.name: argument for argument in operator.arguments}
-    # The random numbers of a batch entry depend on its number.
+    # Packed sequences have no batch, and random numbers depend on the number of the batch entry.
     apart = {"cu_seqlens_q", "cu_seqlens_kv", "dropout_seed"} & {*names}
     if operator.name not in _FOLDED or apart:
         return None
-    # Rows or pages of a cache that tables name are shared, whatever their number.
+    # Calls share the rows or pages of a cache that a table or an index names.
     in_cache = ("batch_kv",) if {"pages", "index"} & {*names} else ()
     leading = set(_BATCH).difference(in_cache)
     if any(argument.symbols[0] not in _BATCH for argument in _results(problem)):

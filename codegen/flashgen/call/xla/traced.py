@@ -42,8 +42,8 @@ _FIELDS = {x.name for x in GradientCall.fields}
 
 
 def attention(call: Call, append: Request | None = None) -> Any:
-    """A call of ``attention``, without weights. ``append`` is what it requests of the operator ``append``,
-    whose cache comes last in the results. Raises the errors of the contract.
+    """A call of ``attention``, without weights. With ``append``, its request of that operator, the cache is
+    the last result. Raises the errors of the contract.
     """
     _refuse_out(call)
     return_lse = flag("return_lse", call.return_lse)
@@ -70,7 +70,7 @@ def attention(call: Call, append: Request | None = None) -> Any:
                 named[name] = _constant(shown_name, x, why)
             else:
                 learned[name] = shown_name
-    # Here, and not in `bind` alone: so the gradient of an array that devices share is the sum of theirs.
+    # Also here, not only in `bind`, so that the gradient of an array that devices share is summed over them.
     results = _differentiable(call, request, return_lse, learned)(varying(named))
     results = (*results, *(() if cache is None else (cache,)))
     return results[0] if len(results) == 1 else results
@@ -113,7 +113,7 @@ def _differentiable(call: Call, request: Request, return_lse: bool, learned: Map
         results = bind(gradient_request, names)
         by_name = {name: results.get(f"d{name}") for name in values}
         for name, shown_name in learned.items():
-            # XLA drops the operation where nothing reads its result.
+            # XLA drops the operation if nothing reads its result.
             with naming(names):
                 gradient_request = score_gradient_of(gradients, shown_name)
             (gradient,) = bind(gradient_request, names).values()
