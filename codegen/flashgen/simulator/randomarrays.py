@@ -148,8 +148,10 @@ def random_mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
     if alignment < 16 and stride % (2 * alignment) == 0:
         stride += alignment
     count = math.prod(size[:-1]) * stride
-    memory = rng.integers(1, 256, count + GUARD_ROWS * stride + ALIGNMENT, np.uint8)
+    drawn = rng.integers(1, 256, count + GUARD_ROWS * stride + ALIGNMENT, np.uint8)
+    memory = np.empty_like(drawn)
     start = -memory.ctypes.data % ALIGNMENT
+    memory[...] = np.roll(drawn, start)  # so that the mask does not depend on the address
     mask = memory[start : start + count].reshape(*size[:-1], stride)[..., :keys]
     mask[...] = np.where(hidden, mask, 0)
     return mask
