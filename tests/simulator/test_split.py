@@ -32,7 +32,7 @@ def test_within_the_bound_and_nothing_else_is_touched(name, compiler, fresh_seed
         steps = plan_steps(example.problem, variant, device).steps
         split.add(steps[0].shares.split)
         assert len(steps) == 1 + steps[0].shares.split
-        assert verdict_of(variant, example, fresh_seed, None, multiprocessors) is None
+        assert verdict_of(variant, example, fresh_seed, multiprocessors=multiprocessors) is None
     assert split == {True, False}
 
 
@@ -41,4 +41,6 @@ def test_short_sequences(shape, compiler, fresh_seed):
     """More queries than keys as well; tiles that stay whole, in shares of several."""
     variant = VARIANTS[KERNELS[0]]
     for seed in range(fresh_seed, fresh_seed + 3):
-        assert verdict_of(variant, make(variant, grouped(variant, shape), seed), seed, None, 7) is None
+        assert (
+            verdict_of(variant, make(variant, grouped(variant, shape), seed), seed, multiprocessors=7) is None
+        )
