@@ -265,9 +265,9 @@ def gradient_packing(lengths: bool, arrays: tuple[str, ...]) -> Callable[..., Re
 def _requested(call: Call, is_plain: bool, operators: _Operators) -> Request:
     """What a call without a KVCache requests. ``operators`` are of calls without lengths. Raises BadParam."""
     mask = call.mask
-    if isinstance(mask, BlockMask):
+    if mask is not None and isinstance(mask, BlockMask):
         call = blockmask.with_arrays(call)
-    elif isinstance(mask, str):
+    elif mask is not None and isinstance(mask, str):
         raise BadTensorDtype(
             f"{arg('mask')} is {shown(mask)}; expected an array that is true where a key is hidden, or a "
             'mask by a line: flashgen.Mask("kv <= q")'

@@ -87,7 +87,7 @@ def find_one(variants: Sequence[Variant], name: str) -> Variant:
 
     Raises SelectionError that suggests the closest names.
     """
-    stem = name.replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".cu")
+    stem = stem_of(name)
     for variant in variants:
         if variant.name == stem:
             return variant
@@ -102,6 +102,11 @@ def find_one(variants: Sequence[Variant], name: str) -> Variant:
             "\n  ".join([message, *shown, *more]) + f"\n`flashgen list --select '{stem}'` prints them all"
         )
     raise SelectionError(_no_such_name(stem, variants))
+
+
+def stem_of(name: str) -> str:
+    """The name in a name or a path to a generated file."""
+    return name.replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".cu")
 
 
 def find_by_axes(variants: Sequence[Variant], values: Mapping[str, str | int]) -> tuple[Variant, ...]:

@@ -5,10 +5,13 @@ import shutil
 
 import pytest
 
+from flashgen.errors import BadParam
 from flashgen.families.load import load_specs
+from flashgen.host import paths
 from flashgen.host.paths import templates_dir
 from flashgen.toolchain.cache import default
 from flashgen.toolchain.obtain import recall
+from flashgen.tools.cli import build
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 ONE = ("--select", "tiny_fwd_hdim64_fp16_sm80")
@@ -259,3 +262,14 @@ def test_an_unwritable_out_is_one_message(tiny, flashgen, tmp_path):
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: ")
     assert "Traceback" not in result.stderr
+
+
+def test_a_check_outside_a_checkout_fails_before_it_makes_variants(flashgen, monkeypatch):
+    def outside():
+        raise BadParam("no checkout")
+
+    monkeypatch.setattr(paths, "generated_dir", outside)
+    monkeypatch.setattr(build, "chosen_variants", lambda *_: pytest.fail("variants were made"))
+    failed = flashgen("build", "--check")
+    assert failed.exit_code == 1
+    assert "no checkout" in failed.stderr

@@ -15,6 +15,7 @@ from flashgen.tools.cli.options import (
     load_variants,
     score_option,
     specs_option,
+    variant_named,
     with_score,
 )
 
@@ -148,7 +149,7 @@ def _resolve(
     name: str | None, axes: dict[str, str | int | None], arch: str | None, specs: Path | None
 ) -> Variant:
     """The variant that NAME or the axes mean; of several the one that dispatch prefers on ``arch``."""
-    from flashgen.families.selection import find_by_axes, find_one
+    from flashgen.families.selection import find_by_axes
     from flashgen.schedule.dispatch import preferred
     from flashgen.tools.cli.output import note
 
@@ -158,10 +159,9 @@ def _resolve(
         raise click.UsageError(f"NAME says which variant already; leave out {options}.")
     if not name and not conditions:
         raise click.UsageError("Which variant? Give a NAME, which `flashgen list` prints, or axes.")
-    variants = load_variants(specs)
     if name:
-        return find_one(variants, name)
-    candidates = find_by_axes(variants, conditions)
+        return variant_named(specs, name)
+    candidates = find_by_axes(load_variants(specs), conditions)
     if arch:
         running = _running(candidates, arch)
         if not running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from flashgen.families.model import Spec
     from flashgen.families.variant import Variant
     from flashgen.toolchain.cache import CubinCache
 
@@ -194,16 +196,43 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
     template that is not there.
     """
     from flashgen.call.fields import PLAN_KEYWORDS
-    from flashgen.families.load import load_specs
     from flashgen.families.scores import load_scores
+
+    plain = tuple(variant for spec in _checked_specs(specs, cache) for variant in spec.variants())
+    return (*plain, *load_scores(specs, keywords=PLAN_KEYWORDS).of(plain))
+
+
+def variant_named(specs: Path | None, name: str) -> Variant:
+    """The one of `load_variants` that ``name`` means, as `find_one`.
+
+    Makes the variants of one spec after another, those of the likely specs first: all of them take seconds.
+    """
+    from flashgen.families.selection import find_one, stem_of
+
+    stem = stem_of(name)
+    for spec in sorted(_checked_specs(specs), key=lambda spec: _alike(spec.name, stem), reverse=True):
+        for variant in spec.variants():
+            if variant.name == stem:
+                return variant
+    return find_one(load_variants(specs), name)
+
+
+def _checked_specs(specs: Path | None, cache: CubinCache | None = None) -> tuple[Spec, ...]:
+    """The specs of `load_variants`."""
+    from flashgen.families.load import load_specs
     from flashgen.families.tuned import present_gpu
     from flashgen.source.render import check_files, warn_of_unused_overrides
 
     loaded = load_specs(specs, cache, present_gpu())
     check_files(loaded)
     warn_of_unused_overrides(loaded)
-    plain = tuple(variant for spec in loaded for variant in spec.variants())
-    return (*plain, *load_scores(specs, keywords=PLAN_KEYWORDS).of(plain))
+    return loaded
+
+
+def _alike(a: str, b: str) -> int:
+    """How many characters are the same at the start, and at the end."""
+    pairs = (zip(a, b, strict=False), zip(reversed(a), reversed(b), strict=False))
+    return sum(len(list(takewhile(lambda pair: pair[0] == pair[1], each))) for each in pairs)
 
 
 def variants_on_offer() -> tuple[Variant, ...]:
