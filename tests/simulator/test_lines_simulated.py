@@ -192,9 +192,10 @@ FAULTS = {
         "of_consumer[consumer] = of_group[0];"),
     "a tile passed on without its batch entry": (
         *(FWD90, "documents", "main"), "tile.batch = int(of_tile.z);", "tile.batch = 0;"),
-    "tiles handed out twice": (
+    # Without gridDim.x some tiles would be handed out again and again, and the kernel would not end.
+    "a tile handed to nobody": (
         *(FWD90, "documents", "main"), "index = int(gridDim.x) + int(increment_and_wrap(",
-        "index = int(increment_and_wrap("),
+        "index = int(gridDim.x) + 1 + int(increment_and_wrap("),
     "both rows of a lane in one": (
         *(FWD90, "frames", "main"), "if (!visible(params, head, rows[1], of_key)) of_some[1]",
         "if (!visible(params, head, rows[1], of_key)) of_some[0]"),
