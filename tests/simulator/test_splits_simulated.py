@@ -15,6 +15,7 @@ from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
+from simulator.calls import with_fault
 from simulator.faults import BOUNDS, NUMBERS, fault
 from simulator.test_varlen_simulated import COMBINE, DECODE, MAIN_OF, example_of, grouped, verdict_of
 
@@ -211,7 +212,5 @@ FAULTS = (
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     variant = MAIN_OF[fault.variant]
     example = make(variant, grouped(variant, fault.shape), fixed_seed)
-    sources = [
-        fault.plant(render(step)) if step.name == fault.variant else render(step) for step in variant.steps
-    ]
-    assert verdict_of(variant, example, fixed_seed, sources) in fault.caught
+    planted = with_fault(fault.plant, lambda step: step.name == fault.variant)
+    assert verdict_of(variant, example, fixed_seed, planted) in fault.caught

@@ -13,7 +13,7 @@ from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.tensormap import expressible
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make
-from flashgen.source.render import render
+from simulator.calls import with_fault
 from simulator.faults import BOUNDS, NUMBERS, fault
 from simulator.test_varlen_simulated import VARIANTS, example_of, grouped, verdict_of
 
@@ -35,13 +35,13 @@ def shape_of(variant, shape):
     return grouped(variant, changed)
 
 
-def checked(variant, example, seed, multiprocessors, sources=None):
+def checked(variant, example, seed, multiprocessors):
     """`verdict_of`, where the grid that the problem gets on so many multiprocessors splits tiles."""
     device = dataclasses.replace(hardware.pretend_for(variant), num_sms=multiprocessors)
     steps = plan_steps(example.problem, variant, device).steps
     assert [step.variant.step for step in steps] == ["main", "combine"]
     assert steps[0].launch.blocks <= multiprocessors
-    return verdict_of(variant, example, seed, sources, multiprocessors)
+    return verdict_of(variant, example, seed, multiprocessors=multiprocessors)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -123,13 +123,11 @@ FAULTS = (
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     """By one of a few examples: whether the lengths of one show a fault is up to chance."""
     variant = MAIN_OF[fault.variant]
-    sources = [
-        fault.plant(render(step)) if step.name == fault.variant else render(step) for step in variant.steps
-    ]
+    planted = with_fault(fault.plant, lambda step: step.name == fault.variant)
     verdicts = []
     for seed in range(fixed_seed, fixed_seed + 4):
         example = example_of(variant, grouped(variant, fault.shape), seed)
-        verdicts.append(verdict_of(variant, example, seed, sources, fault.multiprocessors or 7))
+        verdicts.append(verdict_of(variant, example, seed, planted, fault.multiprocessors or 7))
         if verdicts[-1] in fault.caught:
             return
     raise AssertionError(f"found {verdicts}")
