@@ -205,7 +205,8 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
 def variant_named(specs: Path | None, name: str) -> Variant:
     """The one of `load_variants` that ``name`` means, as `find_one`.
 
-    Makes the variants of one spec after another, those of the likely specs first: all of them take seconds.
+    To make all variants takes seconds, so this makes those of one spec at a time and stops at the name. It
+    begins with the specs whose names are most like it.
     """
     from flashgen.families.selection import find_one, stem_of
 
