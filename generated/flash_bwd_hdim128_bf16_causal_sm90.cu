@@ -40,7 +40,7 @@
 //   ds_ready             4 kConsumers: lane 0 of each warp, new dS written, old read      consumers
 //   kStoreBarrier        128: a consumer, once its dK or dV is staged                     the same consumer, before TMA reads it
 //   kAddedBarrier        kAddedThreads: consumers, once all their dQ is added             count_added()
-//   kStartBarrier        256: the other consumer, S and dP issued; the one that waits     a consumer, before its S and dP
+//   kStartBarrier        256: the consumer that waits; the other one, once it has issued its S and dP a consumer, before its S and dP
 
 using element = bf16;
 

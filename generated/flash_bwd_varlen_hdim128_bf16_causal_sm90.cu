@@ -39,7 +39,7 @@
 //   empty                4 kConsumers: lane 0 of each warp, after its MMAs of a step      producer
 //   ds_ready             4 kConsumers: lane 0 of each warp, new dS written, old read      consumers
 //   kClearBarrier        256: consumers, once rows that no query sees are cleared         consumers
-//   kStartBarrier        256: the other consumer, S and dP issued; the one that waits     a consumer, before its S and dP
+//   kStartBarrier        256: the consumer that waits; the other one, once it has issued its S and dP a consumer, before its S and dP
 
 using element = bf16;
 

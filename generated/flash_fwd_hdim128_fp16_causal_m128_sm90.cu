@@ -346,11 +346,11 @@ __device__ __forceinline__ void consume(const Params& params, const SharedAddres
         store_in_flight = false;
     };
 
-    // Skips a KV block that this warpgroup's rows do not attend to. It still passes begin_turn() and end_turn() and releases K and V, because the
-    // barriers count every warp. It waits for full first. Otherwise its arrival could count for the previous phase of empty, if another warp has
-    // not yet arrived for that phase.
+    // Skips a KV block that this warpgroup's rows do not attend to. It still releases K and V, because the barriers count every warp. It waits for
+    // full first. Otherwise its arrival could count for the previous phase of empty, if another warp has not yet arrived for that phase.
     auto skip_block = [&] {
         mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+        // The next consumer waits for this turn. Behind its barrier all lanes have seen full.
         begin_turn();
         end_turn();
         release(shared.k_empty(k_ring.stage));

@@ -363,8 +363,6 @@ __device__ SequenceTile take_tile(const SharedAddresses& shared, const RingPosit
 // The KV blocks of a tile that are in the thread block's share and of which its rows see a key
 __device__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& found);
 __device__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found);  // The KV blocks that the thread block visits of a tile
-// Turns a tile of its sequence into the same one of the whole array, as TMA takes it
-__device__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile);
 // The wgmma descriptor of an operand in shared memory
 __device__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16);
 __device__ void await_full(shared_address full, int parity);  // Waits for a group of columns of a KV block
@@ -1060,12 +1058,6 @@ __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const S
 
 __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found) {
     return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found);
-}
-
-// Turns a tile of its sequence into the same one of the whole array, as TMA takes it: packed sequences are rows of a single entry.
-__device__ __forceinline__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile) {
-    tile.first_row += found.first_query * params.group_size;
-    if (params.cu_seqlens_q != nullptr) tile.batch = 0;
 }
 
 // The wgmmas of this kernel. They compute d = a . b of a warpgroup, or d += a . b if `accumulate`: a is 64 x 16, b 16 x N, and the accumulator d
