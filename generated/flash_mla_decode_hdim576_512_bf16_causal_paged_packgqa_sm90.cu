@@ -27,7 +27,6 @@
 //   warpgroup 0          kProducerRegisters = 40 a thread
 //     warp 0             produce(): loads KV blocks by TMA
 //     warp 1             find_tiles(): finds tile after tile, and passes each on to the other roles
-//     warp 2             prefetch_share(): prefetches the first KV blocks into L2, before the grid before this one has ended
 //   warpgroup 1          consume_scores(): loads Q; S, softmax, and the first kColumns columns of O
 //   warpgroup 2          consume_values(): the other columns of O
 //
@@ -127,7 +126,6 @@ constexpr int kGroupPanels = kPanelsV / 2;  // of a group of V
 
 __device__ constexpr int group_in_order(int i);  // The i-th group to become empty, to be loaded, and to be read
 
-constexpr int kPrefetchedBlocks = 4;  // KV blocks that prefetch_share() brings into L2, if the share has them
 constexpr int kTileWords = (sizeof(SequenceTile) + 15) / 16 * 4;  // of a SequenceTile in shared memory
 // TMA loads a KV block in boxes of 16 keys, all of one page.
 constexpr int kBoxKeys = 16;
@@ -498,11 +496,6 @@ struct Panels {
 };
 
 __device__ Panels panels_of(int group);
-// load_clamped() for use before griddepcontrol.wait, while the grid before this one may still write the value
-__device__ int load_early(const int32_t* values, int index, int most);
-__device__ Lengths early_lengths_of(const Params& params, int sequence);  // lengths_of() before griddepcontrol.wait
-// Prefetches the first KV blocks of the thread block's share into L2, before griddepcontrol.wait
-__device__ void prefetch_share(const Params& params);
 // The first KV block of the tile that has KV block `index` of all, in a sequence at `place`
 __device__ int begin_of_tile(const Params& params, const Place& place, int index);
 __device__ void release(shared_address empty, int lane);  // Arrives on a barrier for a warp that has finished with a buffer
@@ -765,8 +758,6 @@ flash_mla_decode_hdim576_512_bf16_causal_paged_packgqa_sm90(const __grid_constan
         fence_mbarrier_init();
     }
     __syncthreads();
-
-    if (threadIdx.x / 32 == 2) prefetch_share(params);
 
     // Programmatic dependent launch: wait for the previous grid. It may still write this grid's inputs, or read memory that this grid writes.
     griddepcontrol_wait();
@@ -1374,45 +1365,6 @@ __device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
 __device__ __forceinline__ Panels panels_of(int group) {
     const int begin = group * kGroupPanels;
     return {begin, group == kGroups - 1 ? kPanels : begin + kGroupPanels};
-}
-
-// load_clamped() for use before griddepcontrol.wait, while the grid before this one may still write the value. It bypasses L1, so that a load
-// after the wait does not find the old value there.
-__device__ __forceinline__ int load_early(const int32_t* values, int index, int most) {
-    return max(0, min(most, int(load_relaxed_32(values + index))));
-}
-
-__device__ __forceinline__ Lengths early_lengths_of(const Params& params, int sequence) {
-    if (sequence >= params.batch_size) return {};
-    Lengths early = {{0, params.seqlen_q}, {0, params.seqlen_kv}};
-    if (params.cu_seqlens_q != nullptr) {
-        early.queries.begin = load_early(params.cu_seqlens_q, sequence, params.rows_q);
-        const int end = load_early(params.cu_seqlens_q, sequence + 1, params.rows_q);
-        early.queries.count = max(0, min(params.seqlen_q, end - early.queries.begin));
-    }
-    early.keys.count = load_early(params.kv_lengths, sequence, params.seqlen_kv);
-    return early;
-}
-
-// Prefetches the first KV blocks of the thread block's share into L2, before griddepcontrol.wait: DRAM is not idle while the grid before this one
-// ends and the tiles are found, nor before the first buffers are released. One warp calls it. That grid may still write lengths and pages, so what
-// is found by them serves this alone. Stale values are clamped like others, so no address is out of bounds.
-__device__ __forceinline__ void prefetch_share(const Params& params) {
-    if (params.batch_size > 32) return;  // lengths would be read twice, and might change between
-    const int lane = threadIdx.x % 32;
-    const Lengths lane_lengths = early_lengths_of(params, lane);
-    const Share share = find_share(params, lane_lengths, block_index(), lane);
-    if (share.begin >= share.end) return;
-    const Place place = find_place(params, lane_lengths, share.begin, lane);
-    const Part part = find_part(with_lengths(params, place.lengths), share, place, share.begin);
-    const int kv_block = part.end - 1 - lane / kBoxes;
-    const int key = kv_block * kBlockN + lane % kBoxes * kBoxKeys;
-    if (lane >= kPrefetchedBlocks * kBoxes || kv_block < part.first || key >= place.lengths.keys.count) return;
-    const int index = divide(key, params.page_size_divisor);
-    const int entry = load_early(params.pages + place.sequence * params.pages_batch_stride, index, params.batch_kv - 1);
-    const int row = key - index * params.page_size;
-#pragma unroll 1
-    for (int panel = 0; panel < kPanels; ++panel) tma_prefetch_4d(params.k, panel * kPanelColumns, row, 0, entry);
 }
 
 __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& place, int index) {
