@@ -131,8 +131,6 @@ FAULTS = (
     fault("gather: full before the copies are here", GATHER, MANY, LOST,
           "cp_async_mbarrier_arrive(shared.k_full(ring.stage, group));",
           "mbarrier_arrive(shared.k_full(ring.stage, group));"),
-    fault("gather: copies that wgmma does not see", GATHER, MANY, ("proxy",),
-          "mbarrier_wait(full, parity);\n fence_proxy_async();", "mbarrier_wait(full, parity);"),
     fault("gather: full without the threads of a warp", GATHER, MANY, ("deadlock", *LOST),
           "mbarrier_init(shared.k_full(stage, group), kGatherers * 32);",
           "mbarrier_init(shared.k_full(stage, group), (kGatherers - 1) * 32);"),
