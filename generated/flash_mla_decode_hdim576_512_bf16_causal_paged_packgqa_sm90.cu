@@ -602,6 +602,7 @@ __device__ __forceinline__ void consume_scores(const Params& all, const SharedAd
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> tile_ring;
     RingPosition<kStages> ring;
+    const bool memory_limits = all.head_sets_log2 == 0;  // up to 64 heads read each key
     while (true) {
         const SequenceTile found = take_tile_as_consumer(shared, tile_ring, lane);
         if (found.sequence < 0) break;
@@ -647,17 +648,27 @@ __device__ __forceinline__ void consume_scores(const Params& all, const SharedAd
             int stage = ring.stage;  // of the block before, whose P V comes next
             ring.advance();
             for (--kv_block; kv_block >= blocks.first; --kv_block) {
-                // 1. O += P V of the previous block: issue. S = Q K^T of this block: wait for K, issue.
+                // 1. O += P V of the previous block: issue.
                 mma_pv(output, p, shared.k(stage));
+                if (memory_limits) {
+                    // K of this block is still under way. Both consumers release V before it arrives.
+                    barrier_arrive(kScoresComplete, 256);
+                    wgmma_wait<0>();
+                    pin_registers(output);
+                    release(shared.k_empty(stage, 0), lane);
+                }
+                // 2. S = Q K^T of this block: wait for K, issue.
                 mma_qk(scores, shared, ring);
-                // 2. Wait for P V, with S in flight. Release V: the next KV block but one is loaded into it during S and softmax.
-                wgmma_wait<1>();
-                pin_registers(output);
-                release(shared.k_empty(stage, 0), lane);
+                if (!memory_limits) {
+                    // Wait for P V, with S in flight. Release V: the next KV block but one is loaded into it during S and softmax.
+                    wgmma_wait<1>();
+                    pin_registers(output);
+                    release(shared.k_empty(stage, 0), lane);
+                }
                 // 3. Wait for S. Let consume_values() issue its P V, which runs during softmax. Release the columns that K alone has.
                 wgmma_wait<0>();
                 pin_registers(scores);
-                barrier_arrive(kScoresComplete, 256);
+                if (!memory_limits) barrier_arrive(kScoresComplete, 256);
                 release(shared.k_empty(ring.stage, kGroups - 1), lane);
                 // 4. Softmax on S. Pass P on. Rescale O where row_max has moved.
                 finish_scores(scores, kv_block);

@@ -10,6 +10,7 @@
 // spec      flash_mla_gather_sm90.yaml
 // template  flash_mla_gather_sm90.cu.j2
 #include "flashgen/sm90.cuh"
+#include "flashgen/staged.cuh"
 
 // Decoding in the latent space of MLA. A key is a row of the cache, its value the first kHeadDimV elements of that row: each KV block is loaded
 // once, for both. A tile is kBlockM rows, (query, head) pairs, and thread blocks have equal shares of the KV blocks of all tiles. A thread block
@@ -37,7 +38,7 @@
 //   factors              1024      what the other consumer multiplies its rows of O by
 //
 //   barrier              arrivals of a phase                                              who waits
-//   k_full[group]        3: lane 0 of each warp that gathers                              consumers
+//   k_full[group]        96: the threads that gather, once their copies are here          consumers
 //   k_empty[group]       4: lane 0 of each warp of the consumer that reads it last        producer
 //   tile_full            1: lane 0 of find_tiles()                                        producer, consumers
 //   tile_empty           11: lane 0 of each warp that reads the tile                      find_tiles()
@@ -470,7 +471,7 @@ struct KeyPages {
 
 // What a thread gathers of a KV block: 16 bytes of each panel of kThreadRows rows, kRowStep apart.
 struct KeyRows {
-    const element* row[kThreadRows];  // null past the sequence
+    const element* row[kThreadRows];  // the thread's chunk of panel 0; null past the sequence
 
     // An entry of the page table that is out of range is clamped.
     __device__ __forceinline__ void find(const Params& params, const KeyPages& pages, int kv_block, int first_row, int seqlen_kv) {
@@ -479,12 +480,15 @@ struct KeyRows {
             const int key = kv_block * kBlockN + first_row + i * kRowStep;
             const int row_of_page = key - divide(key, params.page_size_divisor) * params.page_size;
             const int page = max(0, min(pages.page[i], params.batch_kv - 1));
-            row[i] = key < seqlen_kv ? params.k + page * params.k_batch_stride + row_of_page * params.k_row_stride : nullptr;
+            const element* begin = params.k + page * params.k_batch_stride + row_of_page * params.k_row_stride;
+            row[i] = key < seqlen_kv ? begin + threadIdx.x % 8 * 8 : nullptr;
         }
     }
 
-    // Starts the copies of some panels. Rows past the sequence, and elements from head_dim on, become zeros, since 0 * NaN is NaN.
-    __device__ __forceinline__ void copy(const Params& params, shared_address block, const Panels& panels, int first_row) const {
+    // Starts the copies of some panels. Rows past the sequence, and elements from head_dim on, become zeros, since 0 * NaN is NaN. With kWhole
+    // there are neither, and each copy is a single instruction.
+    template <bool kWhole>
+    __device__ __forceinline__ void copy_panels(const Params& params, shared_address block, const Panels& panels, int first_row) const {
         const int chunk = threadIdx.x % 8;
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
@@ -493,19 +497,21 @@ struct KeyRows {
             const shared_address destination = block + row_of_block * kPanelRowBytes + 16 * swizzled(row_of_block, chunk);
 #pragma unroll
             for (int panel = panels.begin; panel < panels.end; ++panel) {
-                const int column = panel * kPanelColumns + chunk * 8;
-                const bool valid = row[i] != nullptr && column < params.head_dim;
-                cp_async_16(destination + panel * kBlockN * kPanelRowBytes, valid ? row[i] + column : params.k, valid ? 16 : 0);
+                const bool valid = kWhole || (row[i] != nullptr && panel * kPanelColumns + chunk * 8 < params.head_dim);
+                cp_async_16(destination + panel * kBlockN * kPanelRowBytes, valid ? row[i] + panel * kPanelColumns : params.k, valid ? 16 : 0);
             }
         }
-        cp_async_commit();
+    }
+
+    __device__ __forceinline__ void copy(const Params& params, shared_address block, const Panels& panels, int first_row, bool whole) const {
+        if (whole) {
+            copy_panels<true>(params, block, panels, first_row);
+        } else {
+            copy_panels<false>(params, block, panels, first_row);
+        }
     }
 };
 
-// Tells the consumers that a KV block is here, once the thread's copies into it are
-__device__ void publish(const SharedAddresses& shared, int stage, int lane);
-// Waits for the copies into a KV block that is not published, if there is one, and publishes it
-__device__ void publish_last(const SharedAddresses& shared, int& unpublished, int lane);
 // The first KV block of the tile that has KV block `index` of all, in a sequence at `place`
 __device__ int begin_of_tile(const Params& params, const Place& place, int index);
 __device__ void release(shared_address empty, int lane);  // Arrives on a barrier for a warp that has finished with a buffer
@@ -522,19 +528,18 @@ __device__ void receive(float (&factor)[2], const SharedAddresses& shared);  // 
 // Takes the next tile of find_tiles()
 __device__ SequenceTile take_tile_as_consumer(const SharedAddresses& shared, RingPosition<kQStages>& ring, int lane);
 
-// Gathers the KV blocks of tile after tile. A KV block is published after the first copies into the next one have begun, and before waiting for
-// columns of V: these become empty only once the published KV block is computed. Each of kGatherers warps calls it.
+// Gathers the KV blocks of tile after tile, as fast as buffers become empty. The groups are loaded in the order in which they become empty, and
+// full once all copies of all threads are here: no thread waits for its own. Each of kGatherers warps calls it.
 __device__ __forceinline__ void produce(const Params& params, const SharedAddresses& shared) {
     const int lane = threadIdx.x % 32;
     const int gatherer = threadIdx.x < 32 ? 0 : threadIdx.x / 32 - 1;
     const int first_row = gatherer * 4 + lane / 8;
-    int unpublished = -1;  // the stage of the KV block before, whose copies are under way
     // All buffers are empty at first. A wait for parity 1 of a new mbarrier returns at once.
     RingPosition<kStages> ring;
     RingPosition<kQStages> tile_ring;
     while (true) {
         const SequenceTile found = take_tile(shared, tile_ring, lane);
-        if (found.sequence < 0) break;
+        if (found.sequence < 0) return;
         tile_ring.advance();
         const KvBlocks blocks = kv_blocks_of(params, found);
         const int32_t* entries = params.pages + found.sequence * params.pages_batch_stride;
@@ -546,23 +551,17 @@ __device__ __forceinline__ void produce(const Params& params, const SharedAddres
             rows.find(params, pages, kv_block, first_row, found.seqlen_kv);
             pages.load(params, entries, kv_block > blocks.first ? kv_block - 1 : -1, first_row, found.seqlen_kv);
             const shared_address block = shared.k(ring.stage);
-            await_empty(shared.k_empty(ring.stage, kGroups - 1), ring.parity ^ 1);
-            rows.copy(params, block, panels_of(kGroups - 1), first_row);
-            if (unpublished >= 0) {
-                cp_async_wait<1>();
-                publish(shared, unpublished, lane);
+            const bool whole = (kv_block + 1) * kBlockN <= found.seqlen_kv && params.head_dim == kHeadDim;
+#pragma unroll
+            for (int i = 0; i < kGroups; ++i) {
+                const int group = group_in_order(i);
+                await_empty(shared.k_empty(ring.stage, group), ring.parity ^ 1);
+                rows.copy(params, block, panels_of(group), first_row, whole);
+                cp_async_mbarrier_arrive(shared.k_full(ring.stage, group));
             }
-            await_empty(shared.k_empty(ring.stage, 0), ring.parity ^ 1);
-            rows.copy(params, block, panels_of(0), first_row);
-            await_empty(shared.k_empty(ring.stage, 1), ring.parity ^ 1);
-            rows.copy(params, block, panels_of(1), first_row);
-            unpublished = ring.stage;
             ring.advance();
         }
-        // find_tiles() is two tiles ahead of the consumers: after two tiles without keys it waits until they have computed this KV block.
-        if (blocks.last < blocks.first) publish_last(shared, unpublished, lane);
     }
-    publish_last(shared, unpublished, lane);
 }
 
 // Finds the tiles of the thread block's share, each before the producer and the consumers need it. One warp calls it. The order is: the part
@@ -611,6 +610,7 @@ __device__ __forceinline__ void consume_scores(const Params& all, const SharedAd
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> tile_ring;
     RingPosition<kStages> ring;
+    const bool memory_limits = all.head_sets_log2 == 0;  // up to 64 heads read each key
     while (true) {
         const SequenceTile found = take_tile_as_consumer(shared, tile_ring, lane);
         if (found.sequence < 0) break;
@@ -651,17 +651,27 @@ __device__ __forceinline__ void consume_scores(const Params& all, const SharedAd
             int stage = ring.stage;  // of the block before, whose P V comes next
             ring.advance();
             for (--kv_block; kv_block >= blocks.first; --kv_block) {
-                // 1. O += P V of the previous block: issue. S = Q K^T of this block: wait for K, issue.
+                // 1. O += P V of the previous block: issue.
                 mma_pv(output, p, shared.k(stage));
+                if (memory_limits) {
+                    // K of this block is still under way. Both consumers release V before it arrives.
+                    barrier_arrive(kScoresComplete, 256);
+                    wgmma_wait<0>();
+                    pin_registers(output);
+                    release(shared.k_empty(stage, 0), lane);
+                }
+                // 2. S = Q K^T of this block: wait for K, issue.
                 mma_qk(scores, shared, ring);
-                // 2. Wait for P V, with S in flight. Release V: the next KV block but one is loaded into it during S and softmax.
-                wgmma_wait<1>();
-                pin_registers(output);
-                release(shared.k_empty(stage, 0), lane);
+                if (!memory_limits) {
+                    // Wait for P V, with S in flight. Release V: the next KV block but one is loaded into it during S and softmax.
+                    wgmma_wait<1>();
+                    pin_registers(output);
+                    release(shared.k_empty(stage, 0), lane);
+                }
                 // 3. Wait for S. Let consume_values() issue its P V, which runs during softmax. Release the columns that K alone has.
                 wgmma_wait<0>();
                 pin_registers(scores);
-                barrier_arrive(kScoresComplete, 256);
+                if (!memory_limits) barrier_arrive(kScoresComplete, 256);
                 release(shared.k_empty(ring.stage, kGroups - 1), lane);
                 // 4. Softmax on S. Pass P on. Rescale O where row_max has moved.
                 finish_scores(scores, kv_block);
@@ -1129,7 +1139,10 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
-__device__ __forceinline__ void await_full(shared_address full, int parity) { mbarrier_wait(full, parity); }
+__device__ __forceinline__ void await_full(shared_address full, int parity) {
+    mbarrier_wait(full, parity);
+    fence_proxy_async();  // wgmma would not see the copies otherwise
+}
 
 // Issues the part of S that a group of columns has. Its columns are constants, so that descriptors need no arithmetic: a loop over them would take
 // longer to issue a wgmma than the tensor cores to compute it.
@@ -1338,7 +1351,7 @@ __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row
 __device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
     for (int stage = 0; stage < kStages; ++stage) {
         for (int group = 0; group < kGroups; ++group) {
-            mbarrier_init(shared.k_full(stage, group), kGatherers);
+            mbarrier_init(shared.k_full(stage, group), kGatherers * 32);
             mbarrier_init(shared.k_empty(stage, group), 4);
         }
     }
@@ -1351,22 +1364,6 @@ __device__ __forceinline__ void init_barriers(const SharedAddresses& shared) {
 __device__ __forceinline__ Panels panels_of(int group) {
     const int begin = group * kGroupPanels;
     return {begin, group == kGroups - 1 ? kPanels : begin + kGroupPanels};
-}
-
-__device__ __forceinline__ void publish(const SharedAddresses& shared, int stage, int lane) {
-    fence_proxy_async();  // wgmma would not see the rows otherwise
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-        if (lane == 0) mbarrier_arrive(shared.k_full(stage, group_in_order(i)));
-    }
-}
-
-__device__ __forceinline__ void publish_last(const SharedAddresses& shared, int& unpublished, int lane) {
-    if (unpublished < 0) return;
-    cp_async_wait<0>();
-    publish(shared, unpublished, lane);
-    unpublished = -1;
 }
 
 __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& place, int index) {

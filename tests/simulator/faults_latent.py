@@ -28,6 +28,10 @@ DRAFTS = Shape(5, 300, heads=16, batch=3)
 # Empty sequences of two tiles between others.
 SHORT = Shape(1, 130, heads=80, batch=8)
 NARROW = Shape(1, 300, heads=16, batch=2, head_dim=328, head_dim_v=264)
+# Two sets of heads read the same keys, so memory does not limit.
+SETS = Shape(2, 700, heads=128, batch=2)
+# A tile of two rows that eleven thread blocks combine.
+ROWS_OF_MANY = Shape(1, 1500, heads=2)
 
 LOST = (*ASYNC, "deadlock", "mbarrier", "proxy", WRONG)
 
@@ -58,11 +62,14 @@ FAULTS = (
           "await_full(shared.k_full(ring.stage, kGroup), ring.parity);\n    wgmma_fence();",
           "wgmma_fence();"),
     fault("columns of V that are loaded over before P V has read them", ROWS, MANY, LOST,
-          "mma_qk(scores, shared, ring);\n                wgmma_wait<1>();\n                "
-          "pin_registers(output);\n"
-          "                release(shared.k_empty(stage, 0), lane);",
-          "release(shared.k_empty(stage, 0), lane);\n mma_qk(scores, shared, ring);\n wgmma_wait<1>();\n"
-          "pin_registers(output);"),
+          "barrier_arrive(kScoresComplete, 256);\n wgmma_wait<0>();\n pin_registers(output);",
+          "barrier_arrive(kScoresComplete, 256);"),
+    fault("two sets of heads: columns of V that are loaded over before P V has read them", ROWS, SETS, LOST,
+          "wgmma_wait<1>();\n pin_registers(output);\n release(shared.k_empty(stage, 0), lane);",
+          "release(shared.k_empty(stage, 0), lane);", multiprocessors=4),
+    fault("one set of heads: P V of the other consumer waits for S", ROWS, MANY, ("barrier", *LOST),
+          "barrier_arrive(kScoresComplete, 256);\n wgmma_wait<0>();\n pin_registers(output);",
+          "wgmma_wait<0>();\n pin_registers(output);"),
     fault("columns that are not released", ROWS, MANY, LOST,
           "release(shared.k_empty(ring.stage, 1), lane);", ""),
     fault("the values of the other consumer", ROWS, MANY, (*RACE, *NUMBERS, "copy in flight"),
@@ -96,10 +103,8 @@ FAULTS = (
     fault("pages of whole KV blocks: a page after the one of the KV block", BLOCKS, MANY, (*NUMBERS, *BOUNDS),
           "const int key = max(last_block, 0) * kBlockN + lane * kBoxKeys;",
           "const int key = max(last_block, 0) * kBlockN + (lane + 1) * kBoxKeys;"),
-    fault("P V before the tensor cores have the next S", ROWS, MANY, ("barrier", *LOST),
-          "wgmma_wait<0>();\n                pin_registers(scores);\n                "
-          "barrier_arrive(kScoresComplete, 256);",
-          "wgmma_wait<0>();\n                pin_registers(scores);"),
+    fault("P V before the tensor cores have the next S", ROWS, SETS, ("barrier", *LOST),
+          "if (!memory_limits) barrier_arrive(kScoresComplete, 256);", "", multiprocessors=4),
     # Pages of any size.
     fault("gather: a row of the page before", GATHER, DRAFTS, (*NUMBERS, *BOUNDS),
           "const int row_of_page = key - divide(key, params.page_size_divisor) * params.page_size;",
@@ -111,23 +116,28 @@ FAULTS = (
     fault("gather: entries past the table are read", GATHER, MANY, (*BOUNDS, "uninitialised global memory"),
           "const bool exists = kv_block >= 0 && key < seqlen_kv;", "const bool exists = true;"),
     fault("gather: NaN of rows past a sequence", GATHER, MANY, (*NUMBERS, *BOUNDS),
-          "const bool valid = row[i] != nullptr && column < params.head_dim;",
-          "const bool valid = column < params.head_dim;", ": nullptr;",
-          ": params.k + page * params.k_batch_stride + row_of_page * params.k_row_stride;",
+          "kWhole || (row[i] != nullptr && panel", "kWhole || (panel",
+          ": nullptr;", ": begin + threadIdx.x % 8 * 8;",
           "const bool exists = kv_block >= 0 && key < seqlen_kv;",
           "const bool exists = kv_block >= 0 && key / params.page_size <= "
           "(seqlen_kv - 1) / params.page_size;"),
-    fault("gather: two tiles without keys while a KV block is not published", GATHER, SHORT, ("deadlock",),
-          "if (blocks.last < blocks.first) publish_last(shared, unpublished, lane);", ""),
+    fault("gather: a KV block with rows past a sequence as a whole one", GATHER, MANY, (*NUMBERS, *BOUNDS),
+          "(kv_block + 1) * kBlockN <= found.seqlen_kv && params.head_dim", "params.head_dim"),
+    fault("gather: narrow rows as whole ones", GATHER, NARROW, (*NUMBERS, *BOUNDS),
+          "<= found.seqlen_kv && params.head_dim == kHeadDim;", "<= found.seqlen_kv;"),
     fault("gather: the last rows of a KV block are left out", GATHER, MANY,
           (*NUMBERS, "uninitialised shared memory"),
           "if (row_of_block >= kBlockN) break;", "if (row_of_block >= kBlockN - 4) break;"),
-    fault("gather: published before the copies are here", GATHER, MANY, LOST,
-          "cp_async_wait<1>();\n                publish", "cp_async_wait<2>();\n                publish"),
+    fault("gather: full before the copies are here", GATHER, MANY, LOST,
+          "cp_async_mbarrier_arrive(shared.k_full(ring.stage, group));",
+          "mbarrier_arrive(shared.k_full(ring.stage, group));"),
+    fault("gather: full without the threads of a warp", GATHER, MANY, ("deadlock", *LOST),
+          "mbarrier_init(shared.k_full(stage, group), kGatherers * 32);",
+          "mbarrier_init(shared.k_full(stage, group), (kGatherers - 1) * 32);"),
     fault("gather: columns of V that are copied over before P V has read them", GATHER, MANY, LOST,
-          "await_empty(shared.k_empty(ring.stage, 1), ring.parity ^ 1);", ""),
-    fault("gather: the last KV block is not published", GATHER, MANY, ("deadlock", "mbarrier"),
-          "if (unpublished < 0) return;", "return;"),
+          "await_empty(shared.k_empty(ring.stage, group), ring.parity ^ 1);\n                rows.copy",
+          "if (group != 1) await_empty(shared.k_empty(ring.stage, group), ring.parity ^ 1);\n"
+          "                rows.copy"),
     # Q in two arrays.
     fault("q_rope: of the first head", ROPE, MANY, NUMBERS,
           "params.q_rope_row_stride, params.q_rope_head_stride) + element_of_row;",
@@ -168,4 +178,20 @@ FAULTS = (
     fault("mma.sync: a row of the page before", MMA_PAGED, DRAFTS, NUMBERS,
           "const int row_of_page = key - divide(key, params.page_size_divisor) * params.page_size;",
           "const int row_of_page = 0;"),
+)  # fmt: skip
+
+# In the kernel that combines parts, on twelve multiprocessors.
+QUARTERS = (
+    fault("combine: the first quarter of the columns alone", ROWS, ROWS_OF_MANY, (*RACE, *NUMBERS),
+          "parts.quarter = parts.first_row % kQuarters;", "parts.quarter = 0;"),
+    fault("combine: quarters of the first row alone", ROWS, ROWS_OF_MANY, (*RACE, *NUMBERS),
+          "parts.first_row /= kQuarters;", "parts.first_row = 0;"),
+    fault("combine: rows past the tile", ROWS, ROWS_OF_MANY,
+          (*NUMBERS, *BOUNDS, "uninitialised global memory"),
+          "parts.count = parts.first_row < tile_rows ? 1 : 0;", "parts.count = 1;"),
+    fault("combine: a quarter of the parts of the first warp", ROWS, ROWS_OF_MANY, NUMBERS,
+          "for (int first = parts.first + warp;", "for (int first = parts.first;"),
+    fault("combine: a quarter before its warps have stored it", ROWS, ROWS_OF_MANY, (*ASYNC, WRONG),
+          "__float_as_uint(row_max), __float_as_uint(row_sum));\n    barrier_sync(kThreads);",
+          "__float_as_uint(row_max), __float_as_uint(row_sum));"),
 )  # fmt: skip

@@ -4,13 +4,27 @@ rows, pages, splits; any order of threads, planted faults.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flashgen.operators.splits import SplitEvery
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator.example import Shape, make
 from simulator.calls import calls_of, check_of, first_check, main_kernels, result_bits, small_gpu, with_fault
-from simulator.faults_latent import BLOCKS, CAUSAL, FAULTS, GATHER, MMA, MMA_PAGED, PAGED, ROPE, ROWS
+from simulator.faults_latent import (
+    BLOCKS,
+    CAUSAL,
+    FAULTS,
+    GATHER,
+    MMA,
+    MMA_PAGED,
+    PAGED,
+    QUARTERS,
+    ROPE,
+    ROWS,
+    ROWS_OF_MANY,
+)
 
 MAIN = main_kernels(
     lambda spec: spec.operator == "latent_attention", lambda variant: variant.axis("kv_dtype") == "none"
@@ -53,6 +67,25 @@ def test_groups_of_heads_read_the_keys_side_by_side(name, compiler, fresh_seed):
         result_bits(MAIN[name], Shape(2, 300, heads=heads, batch=2), fresh_seed, fresh_seed, device)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3], ids="{} heads".format)
+@pytest.mark.parametrize("name", [ROWS, BLOCKS, MMA, FIXED])
+def test_thread_blocks_share_the_columns_of_a_row(name, heads, compiler, fresh_seed):
+    """With up to two rows more than four thread blocks combine each, with three fewer."""
+    shape = replace(ROWS_OF_MANY, heads=heads, splits=11 if name == FIXED else "auto")
+    bits = {
+        result_bits(MAIN[name], shape, fresh_seed, order, small_gpu(MAIN[name], 12), overlap=True)
+        for order in range(2)
+    }
+    assert len(bits) == 1
+
+
+@pytest.mark.parametrize("fault", QUARTERS, ids=lambda fault: fault.name)
+def test_a_fault_of_shared_columns_is_found(fault, compiler, fixed_seed):
+    variant, seeds = MAIN[fault.variant], range(fixed_seed, fixed_seed + 8)
+    planted = with_fault(fault.plant, lambda step: step.step == "combine")
+    assert first_check(variant, fault.shape, seeds, planted, device=small_gpu(variant, 12)) in fault.caught
+
+
 @pytest.mark.parametrize("splits", [1, 5, SplitEvery(128)], ids=str)
 def test_bits_of_fixed_splits_do_not_depend_on_multiprocessors(splits, compiler, fresh_seed):
     variant, shape = MAIN[FIXED], Shape(2, 500, heads=24, batch=3, splits=splits)
@@ -68,8 +101,8 @@ def test_there_are_enough_faults_of_different_names():
 def test_a_planted_fault_is_found(fault, compiler, fixed_seed):
     variant, seeds = MAIN[fault.variant], range(fixed_seed, fixed_seed + 8)
     # Some faults need packed queries, a tile that is split, or pages of several rows, as the seed will.
-    planted = with_fault(fault.plant)
-    assert first_check(variant, fault.shape, seeds, planted, device=small_gpu(variant)) in fault.caught
+    planted, device = with_fault(fault.plant), small_gpu(variant, fault.multiprocessors or 3)
+    assert first_check(variant, fault.shape, seeds, planted, device=device) in fault.caught
 
 
 @pytest.mark.parametrize("fault", calls_of(FAULTS), ids=lambda fault: fault.name)
