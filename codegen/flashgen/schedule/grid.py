@@ -156,11 +156,12 @@ def blocks_at_a_time(variant: Variant, device: Device) -> int:
 
 
 def persistent_blocks(problem: Problem, variant: Variant, device: Device) -> int:
-    """Thread blocks of a persistent grid with enough tiles: as many as run together. With a caller's lists up
-    to one in twenty may stay away, if then fewer heads have as many tiles as a pair of rounds.
+    """Thread blocks of a persistent grid with enough tiles: as many as run together. With a caller's lists, in
+    whose order a kernel does not hand out tiles, up to one in twenty may stay away, if then fewer heads have
+    as many tiles as a pair of rounds.
     """
     running = blocks_at_a_time(variant, device)
-    if problem.block_lists is None or problem.rule is not None:
+    if problem.block_lists is None or variant.hands_out_tiles:
         return running
     tiles_of_head = max(1, row_blocks(problem, variant))
     some = range(running, running - running // 20 - 1, -1)

@@ -84,6 +84,8 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
         if problem.rule is None and problem.block_lists is not None:
             kept = device.l2_bytes // 2 // max(1, _key_bytes(problem, variant))
             heads_at_once = min(heads_at_once, max(1, kept))
+            if variant.hands_out_tiles:
+                return Sections(min(total, heads_at_once * group), max(1, total // (heads_at_once * group)))
         return _whole_rounds(total, heads_at_once * group, tiles_of_head, running)
     heads_at_once = -(-device.num_sms // tiles_of_head)
     if uneven:
