@@ -59,6 +59,17 @@ def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     assert example.judge().ok, f"{name}, {example.problem.block_lists}: {example.judge()}"
 
 
+def test_a_list_with_more_tiles_than_a_thread_block_of_order_has_threads(compiler, fresh_seed):
+    main = MAIN["flash_fwd_hdim32_fp16_blocks_m64_gqa_sm90"]
+    (order,) = main.before
+    covers = tuple((name, 32 * 64 if name == "query_rows" else extent) for name, extent in order.grid.covers)
+    order = dataclasses.replace(order, threads=32, smem_bytes=128, grid=order.grid._replace(covers=covers))
+    variant = dataclasses.replace(main, before=(order,))
+    example = make(variant, Shape(64 * 70 + 5, 128, 2, 1, block=(64, 64)), fresh_seed)
+    simulated(variant, example, fresh_seed, device=device_of(variant))
+    assert example.judge().ok, example.judge()
+
+
 @pytest.mark.parametrize("name", ["flash_bwd_hdim32_bf16_blocks_ordered_n64_gqa_sm80", BACKWARD[6][0]])
 def test_gradients_in_order_repeat_to_the_bit(name, compiler, fresh_seed):
     results = []
@@ -127,8 +138,8 @@ FAULTS = {
         FWD90, TALL, "main", "tile.first_row = int(of_tile.w);", "tile.first_row = 0;"),
     "a tile for nobody": (
         FWD90, TALL, "main", "index = int(gridDim.x) +", "index = int(gridDim.x) + 1 +"),
-    "tiles counted from the call before": (
-        FWD90, TALL, "order", "store_global_32(params.tile_order, 0);", "store_global_32(params.tile_order + 1, 0);"),
+    "a counter that is not 0 at first": (
+        FWD90, TALL, "order", "store_global_32(params.tile_order, 0);", "store_global_32(params.tile_order, 1);"),
     "two tiles at one place": (
         FWD90, TALL, "order", "length + (first + i + j <= tile)", "length + 1"),
     "the table of the query head": (

@@ -285,18 +285,17 @@ class Variant:
         if self.is_main and "lse_log2" in {param.name for param in self.params} and self.target == "sm90":
             fields["smem_bytes"] = self.smem_bytes + self._bytes_of_ranges(rule)
         variant = self._extended(axis, rule.title, params, rule=rule, committed=False, **fields)
-        if variant.axis_values.get("mask_type") != "blocks" or variant.target != "sm90":
+        if not self.hands_out_tiles:
             return variant
-        if all(param.name != "num_tiles" for param in variant.params):
-            return variant
-        tables = (_OF_TABLES.get(x.name, x) for x in variant.params)
-        counted = (x._replace(ctype="int32_t*") if x.name == "block_indptr" else x for x in tables)
-        return dataclasses.replace(variant, params=tuple(counted))
+        params = tuple(_OF_TABLES.get(param.name, param) for param in variant.params)
+        return dataclasses.replace(variant, params=params)
 
     @property
     def hands_out_tiles(self) -> bool:
         """Whether thread blocks take the next tile of a table, which counts them."""
-        has_table = any(x.name in (_TILE_ORDER, "block_indptr") and x.ctype == "int32_t*" for x in self.params)
+        has_table = any(
+            x.name in (_TILE_ORDER, "block_indptr") and x.ctype == "int32_t*" for x in self.params
+        )
         return has_table and any(x.name == "num_tiles" for x in self.params)
 
     @property
