@@ -139,7 +139,8 @@ FAULTS = {
     "a tile for nobody": (
         FWD90, TALL, "main", "index = int(gridDim.x) +", "index = int(gridDim.x) + 1 +"),
     "a counter that is not 0 at first": (
-        FWD90, TALL, "order", "store_global_32(params.tile_order, 0)", "store_global_32(params.tile_order, 1)"),
+        FWD90, TALL, "order", "store_global_32(params.tile_order, 0)",
+        "store_global_32(params.tile_order, 1)"),
     "two tiles at one place": (
         FWD90, TALL, "order", "length + (first + i + j <= tile)", "length + 1"),
     "the table of the query head": (
