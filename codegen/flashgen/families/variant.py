@@ -313,7 +313,8 @@ class Variant:
         """Arrays of lists of key blocks that this kernel reads with a mask by a line alone."""
         has, makes = {param.name for param in self.params}, {buffer.name for buffer in self.workspace}
         ordered = makes & {"key_order"} and self.axis_values["dq_order"] == "none"
-        return (*(() if "block_indptr" in has else ("block_indptr",)), *(("key_order",) if ordered else ()))
+        has_table = has & {"block_indptr", _TILE_ORDER}
+        return (*(() if has_table else ("block_indptr",)), *(("key_order",) if ordered else ()))
 
     def _extended(
         self, axis: tuple[str, str], title: str, added: tuple[Param, ...], **fields: Any
