@@ -247,10 +247,17 @@ def test_a_head_is_cleared_by_tiles_that_are_launched_before_its_own(name, batch
         assert lead > 16 if size == 1 else lead >= distance
 
 
-def test_tiles_of_lists_are_balanced_as_tiles_of_a_causal_mask():
-    names = {variant.name: variant for variant in SHIPPED}
-    listed = names["flash_fwd_hdim128_fp16_blocks_sm90"]
-    free = replace(CALL, mask_type="none", window_right=UNBOUNDED)
-    lists = replace(free, block_lists=BlockLists(128, 128, 1, 1, 1024))
-    assert sections(free, listed, H200) != sections(CALL, listed, H200)
-    assert sections(lists, listed, H200) == sections(CALL, listed, H200)
+@pytest.mark.parametrize(
+    ("seqlen", "heads", "kv_heads", "expected"),
+    [(32768, 16, 16, (1, 16)), (16384, 16, 16, (3, 5)), (32768, 32, 8, (4, 8)), (1024, 16, 16, (16, 1))],
+)
+def test_half_of_l2_holds_the_keys_of_a_section_of_lists(seqlen, heads, kv_heads, expected):
+    """At 16k the last section has four heads, as one head alone would end later than its mean."""
+    (listed,) = (variant for variant in SHIPPED if variant.name == "flash_fwd_hdim128_fp16_blocks_gqa_sm90")
+    call = replace(
+        call_for(listed, 1, kv_heads, seqlen, heads // kv_heads),
+        seqlen_kv=seqlen,
+        batch=1,
+        mask_type="blocks",
+    )
+    assert sections(call, listed, H200) == expected

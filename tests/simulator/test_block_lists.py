@@ -59,6 +59,17 @@ def test_results_are_within_the_bound(name, shape, compiler, fresh_seed):
     assert example.judge().ok, f"{name}, {example.problem.block_lists}: {example.judge()}"
 
 
+def test_a_list_with_more_tiles_than_a_thread_block_of_order_has_threads(compiler, fresh_seed):
+    main = MAIN["flash_fwd_hdim32_fp16_blocks_m64_gqa_sm90"]
+    (order,) = main.before
+    covers = tuple((name, 32 * 64 if name == "query_rows" else extent) for name, extent in order.grid.covers)
+    order = dataclasses.replace(order, threads=32, smem_bytes=128, grid=order.grid._replace(covers=covers))
+    variant = dataclasses.replace(main, before=(order,))
+    example = make(variant, Shape(64 * 70 + 5, 128, 2, 1, block=(64, 64)), fresh_seed)
+    simulated(variant, example, fresh_seed, device=device_of(variant))
+    assert example.judge().ok, example.judge()
+
+
 @pytest.mark.parametrize("name", ["flash_bwd_hdim32_bf16_blocks_ordered_n64_gqa_sm80", BACKWARD[6][0]])
 def test_gradients_in_order_repeat_to_the_bit(name, compiler, fresh_seed):
     results = []
@@ -100,6 +111,7 @@ FWD80, FWD90, FWD90_ONE, BWD80, BWD80_ORDERED = (
     "flash_bwd_hdim32_bf16_blocks_ordered_n64_gqa_sm80",
 )
 WIDE, SQUARE = dataclasses.replace(GROUPS, block=(64, 128)), dataclasses.replace(GROUPS, block=(64, 64))
+TALL = dataclasses.replace(GROUPS, block=(128, 64))
 FAULTS = {
     "the last entry left out": (
         FWD80, SQUARE, "", "(entries.end << visits_log2(params)) - 1",
@@ -120,16 +132,25 @@ FAULTS = {
         FWD80, dataclasses.replace(SQUARE, window=(-1, 0)), "",
         "(keys.end + block_keys - 1) >> params.block_keys_log2", "keys.end >> params.block_keys_log2"),
     "a tile that visits the blocks of fewer rows": (
-        FWD90, dataclasses.replace(GROUPS, window=(20, 0), block=(128, 64)), "",
-        "tile.first_row, kBlockM);\n    last_entry", "tile.first_row, 1);\n    last_entry"),
-    "tiles of the round before": (
-        FWD90, dataclasses.replace(GROUPS, block=(128, 64)), "", "index = round * blocks",
-        "index = (round + 1) * blocks"),
+        FWD90, dataclasses.replace(GROUPS, window=(20, 0), block=(128, 64)), "order",
+        "min(tile, num_tiles - 1) * kBlockM, kBlockM);", "min(tile, num_tiles - 1) * kBlockM, 1);"),
     "a tile without its rows": (
-        FWD90, dataclasses.replace(GROUPS, block=(128, 64)), "", "tile.first_row = int(of_tile.w);",
-        "tile.first_row = 0;"),
+        FWD90, TALL, "main", "tile.first_row = int(of_tile.w);", "tile.first_row = 0;"),
+    "a tile for nobody": (
+        FWD90, TALL, "main", "index = int(gridDim.x) +", "index = int(gridDim.x) + 1 +"),
+    "a counter that is not 0 at first": (
+        FWD90, TALL, "order", "store_global_32(params.tile_order, 0)",
+        "store_global_32(params.tile_order, 1)"),
+    "two tiles at one place": (
+        FWD90, TALL, "order", "length + (first + i + j <= tile)", "length + 1"),
+    "the table of the query head": (
+        FWD90, TALL, "main", "list_of(params, tile.batch, tile.kv_head)",
+        "list_of(params, tile.batch, tile.head)"),
+    "the order of another head": (
+        FWD90, TALL, "order", "list - batch * params.block_indptr_num_heads;", "0;"),
+    "a table that is not written yet": (FWD90, TALL, "main", "griddepcontrol_wait();", ""),
     "an empty list that keeps Q": (
-        FWD90_ONE, SQUARE, "", "if (!visible) release(shared.q_empty(q_ring.stage));", ""),
+        FWD90_ONE, SQUARE, "main", "if (!visible) release(shared.q_empty(q_ring.stage));", ""),
     "an entry missing by keys": (
         BWD80, SQUARE, "lists", "place < entries.end && listed_block",
         "place < entries.end - 1 && listed_block"),

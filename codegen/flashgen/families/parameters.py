@@ -130,6 +130,9 @@ ARRAYS = {
     "turns": Note("(heads, blocks of queries): blocks of keys that have added to dq_accum", _ORDERED),
     "cleared": Note("(heads of the main grid): CTAs that have cleared their part of dq_accum", _CLEARS_AHEAD),
     "added": Note("(heads of the main grid): CTAs that have added all their dQ to dq_accum", _CLEARS_AHEAD),
+    "tile_order": Note(
+        "how many tiles are taken; for each list its tiles, the longest first: see place_of_tile()", _BLOCKS
+    ),
     "key_order": Note(
         "how many blocks come first; for each list its blocks of keys, the longest first", _BLOCKS
     ),

@@ -11,7 +11,7 @@ from flashgen.families.arch import arch_parts, reaches
 from flashgen.families.dispatch import Dispatch
 from flashgen.families.features import STAGES_SCORES, STREAMS_SCORES
 from flashgen.families.grid import Buffer, Grid
-from flashgen.families.params import rule_params, score_params
+from flashgen.families.params import Param, rule_params, score_params
 from flashgen.operators import OPERATORS
 from flashgen.operators.arguments import DTYPE_BYTES
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flashgen.families.grid import Visits
-    from flashgen.families.params import Param
     from flashgen.operators.rules import Rule
     from flashgen.operators.scores import Score, ScoreParam
 
@@ -41,6 +40,14 @@ _LINE_LISTS = (
 )
 
 _LINE_ROWS = Buffer("line_rows", "int32", ("packed_rows", "4"))
+
+# The order of the tiles of a caller's lists, and what a kernel reads instead if its mask is by a line.
+_TILE_ORDER = "tile_order"
+_OF_TABLES = {
+    _TILE_ORDER: Param("block_indptr", "int32_t*", "for each list a table"),
+    "block_indptr_batch": Param("block_indptr_batch_stride", "int64_t"),
+    "block_indptr_num_heads": Param("block_indptr_head_stride", "int64_t"),
+}
 
 _GQA_SUFFIX = {"mha": "", "gqa": "gqa", "packed": "packgqa"}
 
@@ -262,11 +269,13 @@ class Variant:
         It promises nothing of registers. Raises SpecError for a parameter whose name the kernel has already.
         """
         first = [step._with_line(rule, is_main=False, before=(), after=()) for step in listing]
-        first += [step.lined(rule) if step.operator == "mask_lists" else step for step in self.before]
+        before = [step for step in self.before if not step._writes_order]
+        first += [step.lined(rule) if step.operator == "mask_lists" else step for step in before]
         lists = (*listing[0].workspace, *_LINE_LISTS) if listing else ()
         if rule.pack is not None and (listing or self.operator == "mask_lists"):
             lists = (*lists, _LINE_ROWS)
-        return self._with_line(rule, before=tuple(first), workspace=(*self.workspace, *lists))
+        kept = (buffer for buffer in self.workspace if buffer.name != _TILE_ORDER)
+        return self._with_line(rule, before=tuple(first), workspace=(*kept, *lists))
 
     def _with_line(self, rule: Rule, **fields: Any) -> Variant:
         axis = ("mask", rule.name)
@@ -276,17 +285,23 @@ class Variant:
         if self.is_main and "lse_log2" in {param.name for param in self.params} and self.target == "sm90":
             fields["smem_bytes"] = self.smem_bytes + self._bytes_of_ranges(rule)
         variant = self._extended(axis, rule.title, params, rule=rule, committed=False, **fields)
-        if not variant.hands_out_tiles:
+        if not self.hands_out_tiles:
             return variant
-        counted = (x._replace(ctype="int32_t*") if x.name == "block_indptr" else x for x in variant.params)
-        return dataclasses.replace(variant, params=tuple(counted))
+        params = tuple(_OF_TABLES.get(param.name, param) for param in variant.params)
+        return dataclasses.replace(variant, params=params)
 
     @property
     def hands_out_tiles(self) -> bool:
-        """Whether thread blocks take the next tile of the table of a mask by a line, which counts them."""
-        if self.rule is None or self.axis_values.get("mask_type") != "blocks" or self.target != "sm90":
-            return False
-        return any(param.name == "num_tiles" for param in self.params)
+        """Whether thread blocks take the next tile of a table, which counts them."""
+        has_table = any(
+            x.name in (_TILE_ORDER, "block_indptr") and x.ctype == "int32_t*" for x in self.params
+        )
+        return has_table and any(x.name == "num_tiles" for x in self.params)
+
+    @property
+    def _writes_order(self) -> bool:
+        """Whether this is the step that writes the order of the tiles of a caller's lists."""
+        return not self.is_main and any(param.name == _TILE_ORDER for param in self.params)
 
     def _bytes_of_ranges(self, rule: Rule) -> int:
         """Shared memory of a backward kernel for the ranges of keys that queries of its steps see."""
@@ -298,7 +313,8 @@ class Variant:
         """Arrays of lists of key blocks that this kernel reads with a mask by a line alone."""
         has, makes = {param.name for param in self.params}, {buffer.name for buffer in self.workspace}
         ordered = makes & {"key_order"} and self.axis_values["dq_order"] == "none"
-        return (*(() if "block_indptr" in has else ("block_indptr",)), *(("key_order",) if ordered else ()))
+        has_table = has & {"block_indptr", _TILE_ORDER}
+        return (*(() if has_table else ("block_indptr",)), *(("key_order",) if ordered else ()))
 
     def _extended(
         self, axis: tuple[str, str], title: str, added: tuple[Param, ...], **fields: Any

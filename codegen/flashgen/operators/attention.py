@@ -367,7 +367,7 @@ ATTENTION = Operator(
         "kv_dtype": Axis.equal(kvcodes.kv_dtype_word, kvcodes.KV_DTYPES, "none"),
         "kv_scales": Axis.equal(lambda problem: problem.kv_scales, kvcodes.KV_SCALES, kvcodes.PER_TILE),
     },
-    grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch", "sequence_rows"),
+    grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch", "sequence_rows", "lists"),
     contract=by_name(normalise, without=("lse",)),
     elements_checked=(*LENGTH_ARRAYS, *kvcodes.SCALES, *blocklists.NAMES, trees.ARGUMENT.name),
     check_elements=check_elements,

@@ -199,7 +199,7 @@ class AttentionProblem(Problem):
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
         """In packed GQA ``query_rows`` counts a query once for each head of its group, and ``heads`` are the
         kv heads. ``sequence_rows`` are the rows of all sequences, of which one has ``query_rows`` at most.
-        A mask by a line has the extents of the steps that make its lists.
+        ``lists`` are a caller's; a mask by a line has the extents of the steps that make its lists.
         """
         packed = axes["gqa"] == "packed"
         group = self.group_size if packed else 1
@@ -209,7 +209,10 @@ class AttentionProblem(Problem):
             "heads": self.num_heads_kv if packed else self.num_heads_q,
             "kv_heads": self.num_heads_kv,
             "batch": self.batch,
+            "lists": 0,
         }
+        if self.rule is None and self.block_lists is not None:
+            extents["lists"] = self.block_lists.batch * self.block_lists.heads
         if self.rule is not None and self.block_lists is not None:
             from flashgen.operators.masklists import extents_of_lists
 

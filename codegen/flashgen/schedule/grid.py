@@ -155,23 +155,6 @@ def blocks_at_a_time(variant: Variant, device: Device) -> int:
     return device.num_sms * variant.grid.blocks_per_sm
 
 
-def persistent_blocks(problem: Problem, variant: Variant, device: Device) -> int:
-    """Thread blocks of a persistent grid with enough tiles: as many as run together. With a caller's lists up
-    to one in twenty may stay away, if then fewer heads have as many tiles as a pair of rounds.
-    """
-    running = blocks_at_a_time(variant, device)
-    if problem.block_lists is None or problem.rule is not None:
-        return running
-    tiles_of_head = max(1, row_blocks(problem, variant))
-    some = range(running, running - running // 20 - 1, -1)
-    return min(some, key=lambda blocks: heads_of_rounds(blocks, tiles_of_head))
-
-
-def heads_of_rounds(blocks: int, tiles_of_head: int) -> int:
-    """The fewest heads whose tiles are whole pairs of rounds of a persistent grid."""
-    return 2 * blocks // math.gcd(2 * blocks, tiles_of_head)
-
-
 def launchable(problem: Problem, variant: Variant) -> bool:
     """Whether one launch has room for the grid, as far as the call decides it: without parts of groups."""
     return variant.grid.shares or _blocks(problem, variant) <= MAX_BLOCKS
@@ -197,7 +180,7 @@ def launch_of(
             f"{sizes} make {blocks} {unit}, and one launch has at most {MAX_BLOCKS}; split the batch"
         )
     if variant.grid.persistent:
-        blocks = min(blocks, persistent_blocks(problem, variant, device))
+        blocks = min(blocks, blocks_at_a_time(variant, device))
     return Launch(blocks, variant.threads, variant.smem_bytes, variant.grid.cluster)
 
 

@@ -15,8 +15,6 @@ from flashgen.schedule.grid import (
     all_heads,
     blocks_at_a_time,
     heads,
-    heads_of_rounds,
-    persistent_blocks,
     row_blocks,
     tiles,
 )
@@ -79,11 +77,10 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
     band = Band.of(problem)
     uneven = _are_uneven(problem)
     if uneven and variant.grid.persistent:
-        running = persistent_blocks(problem, variant, device)
-        heads_at_once = max(1, running // 4)
+        running = blocks_at_a_time(variant, device)
         if problem.rule is None and problem.block_lists is not None:
-            kept = device.l2_bytes // 2 // max(1, _key_bytes(problem, variant))
-            heads_at_once = min(heads_at_once, max(1, kept))
+            return _in_l2(problem, variant, device, total, group)
+        heads_at_once = max(1, running // 4)
         return _whole_rounds(total, heads_at_once * group, tiles_of_head, running)
     heads_at_once = -(-device.num_sms // tiles_of_head)
     if uneven:
@@ -211,6 +208,16 @@ def _even(total: int, group: int, heads_at_once: int) -> Sections:
     return Sections(size, -(-total // size))
 
 
+def _in_l2(problem: AttentionProblem, variant: Variant, device: Device, total: int, group: int) -> Sections:
+    """Sections of as many heads as half of L2 holds the keys and values of, one after another. Thread blocks
+    take the next tile, the longest of a section first, and so no section leaves them idle. The last one has
+    what is left over as well: in a small one the longest tiles would run alone.
+    """
+    kept = max(1, device.l2_bytes // 2 // max(1, _key_bytes(problem, variant)))
+    size = min(total, kept * group)
+    return Sections(size, total // size)
+
+
 def _whole_rounds(total: int, heads_at_once: int, tiles_of_head: int, running: int) -> Sections:
     """Sections of about ``heads_at_once`` heads that a persistent grid of ``running`` blocks goes through in
     pairs of rounds, forth and back.
@@ -219,7 +226,7 @@ def _whole_rounds(total: int, heads_at_once: int, tiles_of_head: int, running: i
     at the end of a section, wherever the lengths fall linearly. What is left over makes the last section, or
     joins it where it is less than half of one.
     """
-    unit = heads_of_rounds(running, tiles_of_head)
+    unit = 2 * running // math.gcd(2 * running, tiles_of_head)
     size = unit * max(1, round(heads_at_once / unit))
     count = max(1, (2 * total + size) // (2 * size))
     return Sections(min(size, total), count)

@@ -38,7 +38,7 @@ Of a mask by a line:
     line_runs            by name, the places among key_spans of the arrays whose runs range_functions need
     is_pack              whether it counts tokens of several sequences
     skips_by_line        whether a kernel with lengths has verdicts of KV blocks
-    tiles_in_order       whether tiles come in the order of their lists
+    tiles_in_order       whether tiles come in the order of their lists, by a line or of a caller
     length_classes       how many classes of lengths that order has
 """
 
@@ -184,7 +184,8 @@ def _of_rule(form: Variant) -> dict[str, Any]:
     rule = form.rule
     if rule is None and form.operator != "mask_lists":
         no_arrays: dict[str, Any] = {"q": (), "kv": ()}
-        return {"rule": None, "line_by": "none", "line_arrays": no_arrays, **dict.fromkeys(_OF_LINE, "")}
+        absent = dict.fromkeys(_OF_LINE, "") | {"tiles_in_order": form.hands_out_tiles}
+        return {"rule": None, "line_by": "none", "line_arrays": no_arrays, **absent}
     from flashgen.families.masks import rule_of_line
     from flashgen.operators.linetable import LENGTH_CLASSES
     from flashgen.source.rules import range_function, ranges_functions, rule_functions, runs_of
