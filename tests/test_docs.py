@@ -252,7 +252,7 @@ def command_lines():
     found = []
     for block in BLOCKS:
         if block.language == "sh":
-            found += [(str(block), line) for line in block.text.splitlines()]
+            found += [(str(block), line) for line in block.text.replace("\\\n", "").splitlines()]
     for page in PAGES:
         prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
         found += [
