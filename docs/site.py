@@ -59,7 +59,7 @@ validation: {anchors: warn, omitted_files: ignore}
 markdown_extensions:
   - tables
   - pymdownx.superfences
-  - pymdownx.highlight
+  - pymdownx.highlight: {pygments_lang_class: true}
   - toc: {permalink: true, slugify: !!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}}
 """
 # The methods of classes; others are for flashgen's own use. Docstrings of classes have the fields.
